@@ -1,0 +1,38 @@
+# Two commands do everything on a machine with Python >= 3.11, pip and make:
+#   make train   creates .venv, installs, and trains the default recipe
+#   make test    creates .venv, installs, lints, type-checks, and runs the tests
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: train test lint types soak bench clean
+
+train: $(INSTALLED)
+	$(BIN)/atoll train recipes/tiny.toml
+
+test: lint types
+	$(BIN)/python -m pytest -n 2 -m "not soak"
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check src tests bench
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+soak: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 -m soak
+
+bench: $(INSTALLED)
+	$(BIN)/python bench/codecs.py
+	$(BIN)/python bench/events.py
+
+# torch comes by a pinned constraint, so that a CPU machine does not pull gigabytes of CUDA packages.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	touch $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) runs .mypy_cache .ruff_cache build

@@ -1,0 +1,1 @@
+"""Atoll: one model, many islands of compute that never wait for each other."""

@@ -1,0 +1,206 @@
+"""Faults as data, and seeded generators of plans. A plan prints itself; whoever holds it carries it out.
+
+The simulator and the live driver perform the same plans. Chance comes in through the door: every generator takes the
+random stream it draws from.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from atoll.errors import PlanError
+from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
+
+
+class _Fault(msgspec.Struct, frozen=True, tag_field="fault", tag=str.lower, forbid_unknown_fields=True):
+    """`at` and `lasts` are seconds of the run's clock."""
+
+    at: float
+
+
+class Kill(_Fault, frozen=True):
+    """The learner's process dies and comes back, empty, after `lasts`."""
+
+    learner: LearnerId
+    lasts: float = 20.0
+
+
+class Pause(_Fault, frozen=True):
+    """The process is stopped (SIGSTOP): its connections stand, nothing moves."""
+
+    learner: LearnerId
+    lasts: float = 10.0
+
+
+class Slow(_Fault, frozen=True):
+    learner: LearnerId
+    factor: float = 2.0
+    lasts: float = 30.0
+
+
+class Partition(_Fault, frozen=True):
+    """The link between two workers carries nothing; `one_way` cuts only a to b."""
+
+    a: WorkerId
+    b: WorkerId = SYNCER
+    lasts: float = 10.0
+    one_way: bool = False
+
+
+class Clog(_Fault, frozen=True):
+    """The link holds everything back and delivers it late, in order."""
+
+    a: WorkerId
+    b: WorkerId = SYNCER
+    lasts: float = 5.0
+
+
+class Corrupt(_Fault, frozen=True):
+    """The next frame from a to b is damaged on the way."""
+
+    a: WorkerId
+    b: WorkerId = SYNCER
+
+
+class KillSyncer(_Fault, frozen=True, tag="kill_syncer"):
+    lasts: float = 5.0
+
+
+Fault: TypeAlias = Kill | Pause | Slow | Partition | Clog | Corrupt | KillSyncer
+Kind: TypeAlias = Literal["kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer"]
+KINDS: tuple[Kind, ...] = ("kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer")
+
+
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    faults: tuple[Fault, ...] = ()
+
+    def healed_at(self) -> float:
+        """When the last fault is over."""
+        return max((f.at + getattr(f, "lasts", 0.0) for f in self.faults), default=0.0)
+
+    def __str__(self) -> str:
+        return "\n".join(describe(fault) for fault in self.faults) or "no faults"
+
+
+def describe(fault: Fault) -> str:
+    start = f"{fault.at:10.3f} s  "
+    match fault:
+        case Kill(learner=m, lasts=d):
+            return f"{start}kill       {worker_name(m)}, back after {d:.3f} s"
+        case Pause(learner=m, lasts=d):
+            return f"{start}pause      {worker_name(m)} for {d:.3f} s"
+        case Slow(learner=m, factor=f, lasts=d):
+            return f"{start}slow       {worker_name(m)} by {f:.2f} for {d:.3f} s"
+        case Partition(a=a, b=b, lasts=d, one_way=one_way):
+            arrow = "->" if one_way else "<->"
+            return f"{start}partition  {worker_name(a)} {arrow} {worker_name(b)} for {d:.3f} s"
+        case Clog(a=a, b=b, lasts=d):
+            return f"{start}clog       {worker_name(a)} <-> {worker_name(b)} for {d:.3f} s"
+        case Corrupt(a=a, b=b):
+            return f"{start}corrupt    next frame {worker_name(a)} -> {worker_name(b)}"
+        case KillSyncer(lasts=d):
+            return f"{start}kill       syncer, back after {d:.3f} s"
+
+
+# ---------------------------------------------------------------- files
+
+
+def load_plan(text: str, learners: int) -> Plan:
+    """A plan from a TOML file ([[faults]] tables) or, as a word, a seeded generator: random:SEED:COUNT:SECONDS."""
+    if text.startswith("random:"):
+        return _parse_random(text, learners)
+    path = Path(text)
+    try:
+        plan = msgspec.toml.decode(path.read_bytes(), type=Plan)
+    except FileNotFoundError:
+        raise PlanError(f"chaos plan {text}: no such file; or say random:SEED:COUNT:SECONDS") from None
+    except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"chaos plan {text}: {error}; each [[faults]] needs fault, one of {', '.join(KINDS)}, and at") from None
+    check_plan(plan, learners)
+    return plan
+
+
+def _parse_random(text: str, learners: int) -> Plan:
+    parts = text.split(":")
+    try:
+        seed, count, span = int(parts[1]), int(parts[2]), float(parts[3])
+    except (IndexError, ValueError):
+        raise PlanError(f"chaos plan {text!r}: must be random:SEED:COUNT:SECONDS, such as random:7:10:200") from None
+    if count < 0 or span <= 0 or len(parts) != 4:
+        raise PlanError(f"chaos plan {text!r}: COUNT must be 0 or more and SECONDS above 0")
+    return random_plan(random.Random(seed), learners, count=count, span=span)
+
+
+def check_plan(plan: Plan, learners: int) -> None:
+    for number, fault in enumerate(plan.faults, 1):
+        workers = [getattr(fault, name) for name in ("learner", "a", "b") if hasattr(fault, name)]
+        if any(not SYNCER <= w < learners for w in workers) or getattr(fault, "learner", 0) == SYNCER:
+            raise PlanError(
+                f"chaos plan, fault {number}: names worker {workers}; learners are 0 to {learners - 1}, the syncer is -1"
+            )
+        if fault.at < 0 or getattr(fault, "lasts", 1.0) <= 0 or getattr(fault, "factor", 1.0) < 1.0:
+            raise PlanError(f"chaos plan, fault {number}: at must be 0 or more, lasts above 0, factor at least 1")
+        if len(workers) == 2 and workers[0] == workers[1]:
+            raise PlanError(f"chaos plan, fault {number}: a link needs two ends, a and b are both {workers[0]}")
+
+
+# ---------------------------------------------------------------- generators
+
+
+def random_plan(
+    rng: random.Random,
+    learners: int,
+    *,
+    count: int = 10,
+    span: float = 200.0,
+    start: float = 5.0,
+    kinds: tuple[Kind, ...] = KINDS,
+) -> Plan:
+    """`count` faults over `span` seconds. A third come as pairs, close together; a kill is often followed by a second
+    blow to the same learner while it recovers, or to a peer that may be serving it."""
+    faults: list[Fault] = []
+    while len(faults) < count:
+        at = start + rng.random() * span
+        first = _draw(rng, rng.choice(kinds), at, learners)
+        faults.append(first)
+        if rng.random() < 0.33 and len(faults) < count:
+            again = at + getattr(first, "lasts", 0.0) + rng.expovariate(1 / 2.0) if rng.random() < 0.5 else at + rng.random()
+            victim = getattr(first, "learner", getattr(first, "a", None)) if rng.random() < 0.6 else None
+            faults.append(_draw(rng, rng.choice(kinds), again, learners, victim))
+    return Plan(tuple(sorted(faults, key=lambda f: f.at)))
+
+
+def _draw(rng: random.Random, kind: Kind, at: float, learners: int, victim: WorkerId | None = None) -> Fault:
+    learner = victim if victim is not None and victim >= 0 else rng.randrange(learners)
+    other = rng.choice([SYNCER, SYNCER, SYNCER] + [m for m in range(learners) if m != learner])
+    lasts = 0.2 + rng.expovariate(1 / 8.0)
+    match kind:
+        case "kill":
+            return Kill(at, learner, lasts)
+        case "pause":
+            return Pause(at, learner, lasts)
+        case "slow":
+            return Slow(at, learner, 1.0 + rng.expovariate(1.0), lasts)
+        case "partition":
+            a, b = (learner, other) if rng.random() < 0.5 or other == SYNCER else (other, learner)
+            a, b = (b, a) if other == SYNCER and rng.random() < 0.5 else (a, b)
+            return Partition(at, a, b, lasts, rng.random() < 0.5)
+        case "clog":
+            return Clog(at, learner, other, lasts)
+        case "corrupt":
+            return Corrupt(at, *((learner, other) if rng.random() < 0.5 else (other, learner)))
+        case "kill_syncer":
+            return KillSyncer(at, 0.2 + rng.expovariate(1 / 3.0))
+
+
+def swizzle_clog(rng: random.Random, learners: int, *, at: float = 5.0, step: float = 1.0) -> Plan:
+    """Clog a random subset of links one after the other, then let them go in another random order."""
+    chosen = [m for m in range(learners) if rng.random() < 0.6] or [0]
+    order_in, order_out = rng.sample(chosen, len(chosen)), rng.sample(chosen, len(chosen))
+    ends = {m: at + step * (len(chosen) + i + 1) for i, m in enumerate(order_out)}
+    starts = {m: at + step * i for i, m in enumerate(order_in)}
+    return Plan(tuple(Clog(starts[m], m, SYNCER, ends[m] - starts[m]) for m in order_in))

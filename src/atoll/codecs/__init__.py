@@ -1,0 +1,9 @@
+"""How tensors become bytes: codecs with exact sizes, an error bound each, and fp32 accumulation. See `layout`."""
+
+from __future__ import annotations
+
+from atoll.codecs.layout import BLOCK, CODECS
+from atoll.codecs.packet import Packet
+from atoll.codecs.registry import Codec, codec, encode_with_feedback
+
+__all__ = ["BLOCK", "CODECS", "Codec", "Packet", "codec", "encode_with_feedback"]

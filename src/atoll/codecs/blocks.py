@@ -1,0 +1,154 @@
+"""The walk every block codec shares: cache-sized panels, scratch that stays in L2, and bit packing.
+
+Pure torch makes one pass over memory an operation. On a whole 64 MiB tensor each pass would go to main memory; on a
+panel it stays in the second-level cache, and only the reads of x and the codes' write leave it. So a tensor is walked
+in panels of (rows, 256), one row a block, and every operation writes into preallocated scratch.
+
+Encoding walks twice: first the statistic of every block, then the codes. It reads x from memory once more than one
+walk would, but makes all inverse scales in one go, where a panel at a time each tiny operation costs as much as a
+pass over the panel's bytes; and it knows of NaN before there are codes.
+
+Nothing here depends on the number of threads: operations are elementwise and correctly rounded, or reduce one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from atoll.codecs.layout import BLOCK
+from atoll.errors import DataError
+
+PANEL_CPU: Final = 262_144
+"""Elements. Measured on a 1 MiB (ARM) and a 2 MiB (x86) L2: half of it pays more for calls, twice is worse on x86."""
+PANEL_CUDA: Final = 16_777_216
+"""A GPU wants few large launches; this only bounds the scratch."""
+
+TINY: Final = 2.0**-115
+"""Blocks whose largest magnitude is not above this are sent as zeros. Above it every intermediate (the inverse scale,
+the scale divided by a power of two) is a normal float, so nothing overflows, nothing depends on the flush-to-zero
+mode and nothing takes the slow path that subnormals take on x86."""
+
+
+def panel_elements(device: torch.device) -> int:
+    return PANEL_CUDA if device.type == "cuda" else PANEL_CPU
+
+
+class Scratch:
+    """Buffers for panels of one shape. `words` are the bits of `floats`; `parts` are the fields of a packed byte."""
+
+    __slots__ = ("bytes", "floats", "more_bytes", "packed", "parts", "words")
+
+    def __init__(self, rows: int, width: int, per_byte: int, device: torch.device) -> None:
+        self.floats = torch.empty(rows, width, dtype=torch.float32, device=device)
+        self.words = self.floats.view(torch.int32)
+        self.bytes = torch.empty(rows, width, dtype=torch.int8, device=device)
+        self.parts = self.bytes.chunk(per_byte, dim=1)
+        self.more_bytes = torch.empty_like(self.bytes)
+        self.packed = self.more_bytes.view(-1)[: self.parts[0].numel()].view(rows, -1)
+
+
+def panels(flat: Tensor, per_block: int, blocks: int) -> list[Tensor]:
+    """Views of (rows, per_block) over `blocks` whole blocks, then of (1, rest) over what is left, if anything is."""
+    rows = panel_elements(flat.device) // BLOCK
+    body = flat[: blocks * per_block]
+    rest = flat[blocks * per_block :]
+    found = list(torch.split(body.view(blocks, per_block), rows)) if blocks else []
+    return [*found, rest.view(1, -1)] if rest.numel() else found
+
+
+def scratch_for(elements: list[Tensor], per_byte: int) -> Iterator[Scratch]:
+    """Scratch for each panel. At most three shapes occur: a full panel, the last whole blocks, the short block."""
+    scratch: Scratch | None = None
+    for panel in elements:
+        rows, width = panel.shape[0], -(-panel.shape[1] // per_byte) * per_byte
+        if scratch is None or scratch.floats.shape != (rows, width):
+            scratch = Scratch(rows, width, per_byte, panel.device)
+        yield scratch
+
+
+def padded(x: Tensor, width: int) -> Tensor:
+    """Zeros fill the short block up to whole bytes."""
+    return x if x.shape[1] == width else torch.nn.functional.pad(x, (0, width - x.shape[1]))
+
+
+def block_absmax(x: Tensor) -> Tensor:
+    """The largest magnitude of each block. NaN and Inf come out as NaN and Inf.
+
+    abs and amax are two passes, and still far ahead of `aminmax(dim=)` and `vector_norm(inf)`, whose inner loops are
+    scalar.
+    """
+    require_vector(x, "x")
+    blocks = x.numel() // BLOCK
+    out = torch.empty(-(-x.numel() // BLOCK), dtype=torch.float32, device=x.device)
+    elements = panels(x, BLOCK, blocks)
+    for panel, target, scratch in zip(elements, panels(out, 1, blocks), scratch_for(elements, 1), strict=True):
+        torch.amax(torch.abs(panel, out=scratch.floats), dim=1, keepdim=True, out=target)
+    return out
+
+
+def inverse_scale(absmax: Tensor, numerator: float) -> Tensor:
+    """numerator / absmax, and 0 for the blocks that are sent as zeros."""
+    return torch.div(numerator, torch.nn.functional.threshold(absmax, TINY, float("inf")))
+
+
+def flush_tiny(scales: Tensor) -> Tensor:
+    """Scale 0 for the blocks that are sent as zeros. Keeps NaN."""
+    return torch.nn.functional.threshold(scales, TINY, 0.0)
+
+
+def per_element(per_block: Tensor, numel: int) -> Tensor:
+    return per_block.repeat_interleave(BLOCK)[:numel]
+
+
+def constant(value: float, device: torch.device, dtype: torch.dtype = torch.int8) -> Tensor:
+    """A one-element operand. A Python number is wrapped at every call, which on bytes costs as much as the work."""
+    return torch.tensor([value], dtype=dtype, device=device)
+
+
+class BitPacker:
+    """Two's complement fields of 4, 2 or 1 bits in bytes.
+
+    A row of width w becomes w/n bytes: byte j holds the elements j, j + w/n, j + 2w/n ... from the low bits up. Taking
+    the fields from contiguous parts of the row instead of from neighbours keeps every operation vectorised.
+    """
+
+    __slots__ = ("_bits", "_mask", "_shifts", "_top", "unit")
+
+    def __init__(self, bits: int, device: torch.device) -> None:
+        self.unit = 2.0 ** -(8 - bits)
+        self._bits = bits
+        self._mask = constant((1 << bits) - 1, device)
+        self._top = constant(-(1 << (8 - bits)), device)
+        self._shifts = [constant(8 - bits * (part + 1), device) for part in range(8 // bits)]
+
+    def pack(self, scratch: Scratch, out: Tensor) -> None:
+        """`scratch.bytes` into `out`; `more_bytes` is overwritten."""
+        high = scratch.parts[-1]
+        for part in reversed(scratch.parts[:-1]):
+            torch.bitwise_and(part, self._mask, out=scratch.packed)
+            torch.add(scratch.packed, high, alpha=1 << self._bits, out=out)
+            high = out
+
+    def unpack_high(self, codes: Tensor, scratch: Scratch) -> None:
+        """Each field into the top bits of its byte of `scratch.bytes`, which is field / `unit`: the scale can take
+        the factor, and the shift down is saved."""
+        parts = scratch.parts
+        torch.bitwise_left_shift(codes, self._shifts[0], out=parts[0])
+        for part, shift in zip(parts[1:-1], self._shifts[1:-1], strict=True):
+            torch.bitwise_left_shift(codes, shift, out=part)
+            torch.bitwise_and(part, self._top, out=part)
+        torch.bitwise_and(codes, self._top, out=parts[-1])
+
+
+def require_vector(x: Tensor, name: str) -> None:
+    fits = x.dim() == 1 and x.dtype == torch.float32 and x.is_contiguous()
+    assert fits, f"{name} must be a contiguous 1-D float32 tensor, not {tuple(x.shape)} {x.dtype}"
+
+
+def require_codec(packet_codec: str, name: str) -> None:
+    if packet_codec != name:
+        raise DataError(f"packet was encoded by {packet_codec!r} and cannot be decoded by {name!r}")

@@ -1,0 +1,165 @@
+"""int8, int4, int2: symmetric integers. int1: sign times mean magnitude.
+
+intN has scale = absmax / (2^(N-1) - 1), and codes are x / scale rounded to nearest, half to even; int2 is therefore
+{-1, 0, 1} * scale. With a generator the rounding is stochastic and unbiased: floor(x / scale + U[0, 1)).
+
+The product with the inverse scale may exceed the largest code by a few ulp, never by half, so rounding to nearest
+lands on it and no clamp is needed; stochastic rounding could step over and has one.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from atoll.codecs.blocks import (
+    TINY,
+    BitPacker,
+    Scratch,
+    block_absmax,
+    constant,
+    flush_tiny,
+    inverse_scale,
+    panels,
+    per_element,
+    require_vector,
+    scratch_for,
+)
+from atoll.codecs.layout import BLOCK, block_count
+from atoll.codecs.packet import Packet
+from atoll.codecs.scaled import Kernel, Scaled
+from atoll.errors import ConfigError
+
+_STEP: Final = 4.0
+"""The grid is scaled by this, so that even for absmax near the largest float the inverse scale is a normal float."""
+_MAGIC: Final = 1.5 * 2.0**23 * _STEP
+"""Its ulp is one step: adding it rounds to nearest even, and the low byte of the sum's bits is the code in two's
+complement. Rounding and conversion together are one addition and one narrowing copy of int32, half of what float to
+int8 costs."""
+_FLOAT_MAX: Final = torch.finfo(torch.float32).max
+
+
+class _IntKernel:
+    def __init__(self, bits: int, device: torch.device) -> None:
+        self._code_max = 2 ** (bits - 1) - 1
+        self._magic = constant(_MAGIC, device, torch.float32)
+        self._packer = BitPacker(bits, device) if bits < 8 else None
+        self.unit = self._packer.unit if self._packer else 1.0
+
+    def inverse(self, stat: Tensor) -> Tensor:
+        return inverse_scale(stat, self._code_max * _STEP)
+
+    def quantise(
+        self, x: Tensor, inverse: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None
+    ) -> None:
+        grid = torch.mul(x, inverse, out=scratch.floats)
+        if rng is not None:
+            grid.div_(_STEP).add_(torch.rand(grid.shape, generator=rng, device=grid.device))
+            grid.floor_().clamp_(-self._code_max, self._code_max).mul_(_STEP)
+        grid.add_(self._magic)
+        if self._packer is None:
+            codes.copy_(scratch.words)
+        else:
+            scratch.bytes.copy_(scratch.words)
+            self._packer.pack(scratch, codes)
+
+    def expand(self, codes: Tensor, scratch: Scratch) -> Tensor:
+        if self._packer is None:
+            return scratch.floats.copy_(codes)
+        self._packer.unpack_high(codes, scratch)
+        return scratch.floats.copy_(scratch.bytes)
+
+
+class IntCodec(Scaled):
+    def __init__(self, bits: int) -> None:
+        self.name = f"int{bits}"
+        self._bits = bits
+        self._code_max = 2 ** (bits - 1) - 1
+
+    def kernel(self, device: torch.device) -> Kernel:
+        return _IntKernel(self._bits, device)
+
+    def stat(self, x: Tensor) -> Tensor:
+        return block_absmax(x)
+
+    def scales(self, stat: Tensor) -> Tensor:
+        # By a tensor: CUDA divides by a Python number as a product with its inverse, and scales would differ from the
+        # CPU's. Next to the largest float a scale rounded up would decode to Inf; the error bound covers the clamp.
+        steps = flush_tiny(stat) / constant(self._code_max, stat.device, torch.float32)
+        return steps.clamp_(max=_FLOAT_MAX / self._code_max * (1 - 2.0**-22))
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        """Half a step, and a little for the inverse's and the product's rounding. A block sent as zeros errs by x."""
+        absmax = block_absmax(x)
+        half_step = absmax / self._code_max * (0.5 + self._code_max * 2.0**-21)
+        return per_element(torch.where(absmax > TINY, half_step, absmax), x.numel())
+
+
+class _SignKernel:
+    """The bit is set for negative elements; zero is positive, whatever its sign bit says."""
+
+    unit = 1.0 / 64
+
+    def __init__(self, device: torch.device) -> None:
+        self._packer = BitPacker(1, device)
+        self._bit6 = constant(64, device)
+        self._zero = constant(0.0, device, torch.float32)
+        self._sign_shift = constant(31, device, torch.int32)
+
+    def inverse(self, stat: Tensor) -> Tensor:
+        return stat  # signs need no scale
+
+    def quantise(
+        self, x: Tensor, inverse: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None
+    ) -> None:
+        torch.add(x, self._zero, out=scratch.floats)  # -0.0 + 0.0 is +0.0
+        scratch.bytes.copy_(scratch.words.bitwise_right_shift_(self._sign_shift))
+        self._packer.pack(scratch, codes)
+
+    def expand(self, codes: Tensor, scratch: Scratch) -> Tensor:
+        # Unpacked, a byte is 0 or -128; with bit 6 set it is 64 or -64.
+        self._packer.unpack_high(codes, scratch)
+        return scratch.floats.copy_(scratch.bytes.bitwise_or_(self._bit6))
+
+
+class SignCodec(Scaled):
+    name = "int1"
+
+    def kernel(self, device: torch.device) -> Kernel:
+        return _SignKernel(device)
+
+    def encode(self, x: Tensor, *, rng: torch.Generator | None = None) -> Packet:
+        if rng is not None:
+            # Unbiased signs need scale >= absmax; with the mean magnitude there is no stochastic rounding to offer.
+            raise ConfigError("codec int1 has no stochastic rounding; int8, int4, int2 and e3m0 have")
+        return super().encode(x)
+
+    def stat(self, x: Tensor) -> Tensor:
+        means = _mean_magnitude(x, torch.float32)
+        # A sum of 256 magnitudes may overflow where their mean does not. This is rare, so it may be slow.
+        return means if bool(torch.isfinite(means).all()) else _mean_magnitude(x, torch.float64)
+
+    def scales(self, stat: Tensor) -> Tensor:
+        return flush_tiny(stat)
+
+    def error_bound(self, x: Tensor) -> Tensor:
+        scale = per_element(_mean_magnitude(x, torch.float64), x.numel())
+        # 256 fp32 additions lose at most 256 half-ulps of the sum. A block sent as zeros errs by x itself.
+        error = (x.abs() - scale).abs() + scale * 2.0**-15
+        return torch.where(scale > 2 * TINY, error, torch.maximum(error, x.abs()))
+
+
+def _mean_magnitude(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each block's mean of |x|, summed in dtype and rounded to fp32. The short block has its own count."""
+    require_vector(x, "x")
+    blocks = x.numel() // BLOCK
+    sums = torch.empty(block_count(x.numel()), dtype=dtype, device=x.device)
+    elements = panels(x, BLOCK, blocks)
+    for panel, target, scratch in zip(elements, panels(sums, 1, blocks), scratch_for(elements, 1), strict=True):
+        magnitudes = torch.abs(panel, out=scratch.floats)
+        torch.sum(magnitudes, dim=1, keepdim=True, dtype=dtype, out=target)
+    sums[:blocks].div_(BLOCK)
+    sums[blocks:].div_(constant(x.numel() % BLOCK, x.device, dtype))
+    return sums.float()

@@ -1,0 +1,129 @@
+"""What travels: a tensor's codes and scales, and their exact bytes.
+
+    offset  size  field
+    0       4     magic "ATPK"
+    4       1     version, 1
+    5       1     length of the codec's name
+    6       n     the codec's name, ASCII
+    6+n     8     numel, unsigned
+    14+n    ...   codes, then scales; their sizes follow from name and numel
+
+Everything is little-endian. There are no lengths to disagree with each other: name and numel fix the payload, and
+bytes that are fewer or more are refused.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from atoll.codecs.layout import SPARSE, Layout, layout, parse
+from atoll.errors import ConfigError, DataError
+
+MAGIC: Final = b"ATPK"
+VERSION: Final = 1
+_PREFIX: Final = struct.Struct("<4sBB")
+_NUMEL: Final = struct.Struct("<Q")
+NUMEL_MAX: Final = 2**40
+"""Four TiB of fp32. A hostile numel must not make the size arithmetic interesting."""
+
+# Tensors are copied as they lie in memory. A big-endian host would write other bytes for the same packet.
+assert sys.byteorder == "little", "Atoll's packets are written on little-endian machines only"
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    codec: str
+    numel: int
+    codes: Tensor
+    scales: Tensor | None
+
+    @property
+    def nbytes(self) -> int:
+        """The payload: codes and scales, without the header."""
+        return sum(part.numel() * part.element_size() for part in self._parts())
+
+    def to_bytes(self) -> bytes:
+        name = self.codec.encode("ascii")
+        header = _PREFIX.pack(MAGIC, VERSION, len(name)) + name + _NUMEL.pack(self.numel)
+        data = bytearray(len(header) + self.nbytes)
+        data[: len(header)] = header
+        at = len(header)
+        for part in self._parts():
+            size = part.numel() * part.element_size()
+            if size:
+                target = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=at)
+                target.copy_(part.detach().contiguous().view(torch.uint8))
+            at += size
+        return bytes(data)
+
+    @staticmethod
+    def from_bytes(data: bytes | memoryview) -> Packet:
+        view = memoryview(data).cast("B")
+        name, numel, at = _read_header(view)
+        shape = _expected(name, numel)
+        if len(view) - at != shape.nbytes:
+            kind = "truncated" if len(view) - at < shape.nbytes else "oversized"
+            raise DataError(
+                f"packet is {kind}: {numel} elements of {name} take {shape.nbytes} payload bytes, not {len(view) - at}"
+            )
+        codes = _tensor(view, at, shape.code_dtype, shape.codes)
+        at += shape.codes * shape.code_dtype.itemsize
+        scales = None if shape.scales is None else _tensor(view, at, torch.float32, shape.scales)
+        _refuse_bad_content(name, numel, codes, scales)
+        return Packet(name, numel, codes, scales)
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        return (self.codes,) if self.scales is None else (self.codes, self.scales)
+
+
+def _read_header(view: memoryview) -> tuple[str, int, int]:
+    if len(view) < _PREFIX.size:
+        raise DataError(f"packet is truncated: {len(view)} bytes hold no header")
+    magic, version, name_length = _PREFIX.unpack_from(view)
+    if magic != MAGIC:
+        raise DataError(f"packet starts with {magic!r}, not with {MAGIC!r}")
+    if version != VERSION:
+        raise DataError(f"packet has version {version}; this Atoll reads version {VERSION}")
+    end = _PREFIX.size + name_length + _NUMEL.size
+    if len(view) < end:
+        raise DataError(f"packet is truncated: {len(view)} bytes, the header alone takes {end}")
+    name = bytes(view[_PREFIX.size : _PREFIX.size + name_length]).decode("ascii", errors="replace")
+    (numel,) = _NUMEL.unpack_from(view, _PREFIX.size + name_length)
+    if numel > NUMEL_MAX:
+        raise DataError(f"packet claims {numel} elements; at most {NUMEL_MAX} are read")
+    return name, numel, end
+
+
+def _expected(name: str, numel: int) -> Layout:
+    try:
+        return layout(name, numel)
+    except ConfigError as error:
+        raise DataError(f"packet names a codec this Atoll does not know: {error}") from error
+
+
+def _tensor(view: memoryview, at: int, dtype: torch.dtype, count: int) -> Tensor:
+    if count == 0:
+        return torch.empty(0, dtype=dtype)
+    # A copy of its own: the received buffer may be reused, and an odd-sized header leaves the payload misaligned.
+    return torch.frombuffer(bytearray(view[at : at + count * dtype.itemsize]), dtype=dtype)
+
+
+def _refuse_bad_content(name: str, numel: int, codes: Tensor, scales: Tensor | None) -> None:
+    """Whatever byte pattern arrives, decoding it is finite and stays inside the tensor."""
+    family, _ = parse(name)
+    for part in (codes, scales):
+        if part is not None and part.is_floating_point() and part.numel():
+            low, high = torch.aminmax(part)
+            if not (torch.isfinite(low) and torch.isfinite(high)):
+                raise DataError(f"packet of {name} holds NaN or Inf")
+    if family in SPARSE and codes.numel():
+        # Strictly rising also means no index twice, which would add one element twice.
+        rising = codes.numel() == 1 or bool((codes[1:] > codes[:-1]).all())
+        if not rising or int(codes[0]) < 0 or int(codes[-1]) >= numel:
+            raise DataError(f"packet of {name} holds indices that are not rising inside 0..{numel - 1}")

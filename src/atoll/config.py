@@ -1,0 +1,427 @@
+"""A run as one frozen value, checked once, here. Below this file code trusts its types.
+
+A preset is a function that returns a complete `Config`; a recipe (TOML) and `--set key=value` lay keys over it.
+Every algorithm of the family is a choice of numbers and policies in `Protocol` and `Outer`: see docs/presets.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from atoll.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+Natural = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Meta(ge=0.0)]
+Above0 = Annotated[float, Meta(gt=0.0)]
+ALL: Literal["all"] = "all"
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sections are values: equal means equal, and nothing can be changed after the border."""
+
+
+class Protocol(_Section, frozen=True):
+    """Who is merged with whom, when, and what travels."""
+
+    local_steps_per_round: Positive = 24
+    """H: completed inner optimiser steps between two synchronisations of the same fragment."""
+    fragmentation: Literal["whole", "layer", "tensor", "balanced", "sub_tensor"] = "balanced"
+    fragments: Natural = 24
+    """P. 0 lets `layer` derive it from the number of blocks."""
+    layers_per_fragment: Positive = 3
+    layer_order: Literal["strided", "sequential"] = "strided"
+    overlap: Natural = 2
+    """tau: inner steps between the pull of a fragment and its adoption; rounds that may be in flight."""
+    overlap_by_learner: tuple[Natural, ...] = ()
+    """tau per learner, for exact adoption only; empty means `overlap` for all."""
+    quorum: Positive | Literal["all"] = 1
+    """K: the least number of learners whose reports count towards one outer step. "all": every member in sync."""
+    grace: Literal["none", "adaptive"] = "adaptive"
+    grace_gamma: Share = 0.8
+    ema_weight: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.1
+    pace: NonNegative = 1.0
+    """Least time between outer steps, in median step times (so between two rounds of P <= H: pace * H*step/P)."""
+    contribution: Literal["weights", "gradient"] = "weights"
+    aggregation_weighting: Literal["uniform", "num_samples", "tokens"] = "tokens"
+    merge: Literal["mean", "rda"] = "rda"
+    embedding_merge: Literal["mean", "rda"] = "mean"
+    merge_norm: Literal["tensor", "row", "fragment"] = "tensor"
+    embedding_glob: str = ""
+    alpha: Share = 0.0
+    """Mixing on adoption: alpha * own + (1 - alpha) * Theta."""
+    anchor: Literal["adopted", "present", "round_start"] = "present"
+    adopt: Literal["exact", "arrival"] = "arrival"
+    lead: Annotated[int, Meta(ge=-1)] = -1
+    """Local steps a learner may run past its last due adoption. -1: tau where K = M, unlimited elsewhere."""
+    codec_up: str = "int4"
+    codec_down: str = "bf16"
+    error_feedback: bool = False
+    stochastic_rounding: bool = False
+    freeze_not_due: bool = False
+    """FedPart: freeze what is not due next. An ablation, known to be far worse."""
+    ramp: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
+    """Share of the outer steps over which the interval grows 1, 2, 4, ... up to H."""
+    snapshot_interval: Natural = 0
+    elastic: bool = True
+    """False: a lost member still counts towards "all", so everybody waits for its return (plain data-parallel)."""
+
+
+class Outer(_Section, frozen=True):
+    outer_optimizer: Literal["sgd", "momentum", "nesterov", "delayed_nesterov", "inner"] = "nesterov"
+    """`inner` runs the inner optimiser on Theta with the merged gradient: data-parallel training."""
+    outer_learning_rate: Above0 = 0.7
+    outer_momentum: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
+    delay: Positive = 1
+    """N of delayed Nesterov."""
+    apply_outer_optimizer_to: Literal["parameters", "all_floating"] = "parameters"
+
+
+class Inner(_Section, frozen=True):
+    optimizer: Literal["AdamW", "Adam", "SGD"] = "AdamW"
+    learning_rate: Above0 = 3e-3
+    weight_decay: NonNegative = 0.01
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    momentum: Share = 0.0
+    clip_norm: NonNegative = 1.0
+    """0 switches clipping off."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_share: Share = 0.05
+    final_share: Share = 0.1
+    accumulate: Positive = 1
+    """Micro-batches per optimiser step. H counts optimiser steps, never these."""
+    preserve_optimizer_state: bool = True
+
+
+class Model(_Section, frozen=True):
+    name: str = "decoder"
+    numbers: dict[str, int | float | bool] = {}
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class Data(_Section, frozen=True):
+    corpus: str = "stdlib"
+    """`stdlib`: the running interpreter's standard-library sources; or a path to text."""
+    max_bytes: Positive = 4_000_000
+    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    vocab: Positive = 512
+    """Entries of the trained BPE; byte-level has 257."""
+    seq_len: Positive = 64
+    batch_size: Positive = 8
+    heldout_batches: Positive = 16
+    samples_by_learner: tuple[Positive, ...] = ()
+    """Batch size per learner where they differ (empty: `batch_size` for all)."""
+
+
+class Cluster(_Section, frozen=True):
+    """Virtual hardware and network: what the simulator stands on."""
+
+    step_seconds: Above0 = 1.0
+    step_noise: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
+    """Standard deviation of a step's duration, as a share of its mean."""
+    slow_share: Share = 0.0
+    slow_factor: Annotated[float, Meta(ge=1.0)] = 1.18
+    latency_seconds: NonNegative = 0.02
+    up_gbit: Above0 = 1.0
+    down_gbit: Above0 = 1.0
+    detect_seconds: Above0 = 3.0
+    """How long a dead connection takes to be noticed."""
+    return_seconds: Above0 = 20.0
+    """How long a killed worker takes to come back."""
+    parameters: Positive = 1_000_000
+    """Model size where no tensor says it (atoll sim)."""
+
+
+class Limits(_Section, frozen=True):
+    """Everything has a limit, and the limits are tests."""
+
+    versions_max: Annotated[int, Meta(ge=2)] = 8
+    """Announced versions of one fragment that the syncer keeps for laggards."""
+    silence_steps: Above0 = 8.0
+    """A member unheard of for so many of its own steps is silent."""
+    muster_seconds: Above0 = 60.0
+    """How long the first round waits for the declared number of learners."""
+    first_pull_seconds: Above0 = 60.0
+    """Deadline of a pull before any was measured."""
+    recovery_intervals: Above0 = 4.0
+    """Patience with a peer's state transfer, in intervals of H rounds."""
+    serves_max: Positive = 4
+    """Peers' recoveries one learner serves at a time."""
+    frame_bytes_max: Positive = 4 * 1024**3
+    members_max: Positive = 4096
+
+
+class Config(_Section, frozen=True):
+    preset: str = "decoupled"
+    seed: Natural = 0
+    learners: Positive = 4
+    outer_steps: Positive = 240
+    """T: training ends by the global outer step."""
+    protocol: Protocol = Protocol()
+    outer: Outer = Outer()
+    inner: Inner = Inner()
+    model: Model = Model()
+    data: Data = Data()
+    cluster: Cluster = Cluster()
+    limits: Limits = Limits()
+
+
+# ---------------------------------------------------------------- presets
+
+
+def _whole(**changes: Any) -> Protocol:
+    """What the synchronous whole-model algorithms share."""
+    base = Protocol(
+        fragmentation="whole", fragments=1, overlap=0, quorum=ALL, grace="none", pace=0.0,
+        aggregation_weighting="uniform", merge="mean", embedding_merge="mean", alpha=0.0,
+        anchor="adopted", adopt="exact", codec_up="fp32", codec_down="fp32",
+    )  # fmt: skip
+    return msgspec.structs.replace(base, **changes)
+
+
+def ddp() -> Config:
+    """Gradients averaged in rank order each step; the inner optimiser steps on Theta. A dead rank stops all."""
+    protocol = _whole(local_steps_per_round=1, contribution="gradient", elastic=False)
+    return Config(preset="ddp", protocol=protocol, outer=Outer(outer_optimizer="inner", outer_learning_rate=1.0))
+
+
+def fedavg() -> Config:
+    protocol = _whole(local_steps_per_round=30, aggregation_weighting="num_samples")
+    return Config(preset="fedavg", protocol=protocol, outer=Outer(outer_optimizer="sgd", outer_learning_rate=1.0))
+
+
+def diloco() -> Config:
+    return Config(preset="diloco", protocol=_whole(local_steps_per_round=500))
+
+
+def async_diloco() -> Config:
+    """The merge of round r runs while round r+1 trains and is applied at its end: tau = H."""
+    protocol = _whole(local_steps_per_round=100, overlap=100, anchor="round_start")
+    return Config(preset="async_diloco", protocol=protocol)
+
+
+def streaming() -> Config:
+    protocol = _whole(
+        local_steps_per_round=30, fragmentation="layer", fragments=0, overlap=1, alpha=0.5, codec_up="e3m0"
+    )  # fmt: skip
+    return Config(preset="streaming", protocol=protocol, outer=Outer(outer_learning_rate=0.4))
+
+
+def decoupled() -> Config:
+    return Config(preset="decoupled")
+
+
+def decoupled_ramp() -> Config:
+    return Config(preset="decoupled_ramp", protocol=Protocol(ramp=0.1))
+
+
+PRESETS: dict[str, Callable[[], Config]] = {
+    f.__name__: f for f in (ddp, fedavg, diloco, async_diloco, streaming, decoupled, decoupled_ramp)
+}
+
+# ---------------------------------------------------------------- the border
+
+
+def preset(name: str) -> Config:
+    if name not in PRESETS:
+        raise ConfigError(f"preset = {name!r}: no such preset; there are {', '.join(PRESETS)}")
+    return PRESETS[name]()
+
+
+def load(
+    recipe: Path | None = None,
+    *,
+    preset_name: str | None = None,
+    assignments: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """Preset, then the recipe's keys, then its [for.PRESET] keys, then overrides and --set: the later wins."""
+    tables = read_recipe(recipe) if recipe is not None else {}
+    special = tables.pop("for", {})
+    if not isinstance(special, dict) or not all(isinstance(v, dict) for v in special.values()):
+        raise ConfigError(f"key for in {recipe}: holds one table per preset, such as [for.diloco.protocol]")
+    for name in special:
+        preset(name)
+    chosen = preset_name or tables.get("preset", "decoupled")
+    if not isinstance(chosen, str):
+        raise ConfigError(f"preset = {chosen!r}: must be one of {', '.join(PRESETS)}")
+    raw = msgspec.to_builtins(preset(chosen))
+    for layer in (tables, special.get(chosen, {}), overrides or {}):
+        _lay_over(raw, layer, "")
+    for assignment in assignments:
+        _lay_over(raw, _parse_assignment(assignment), "")
+    raw["preset"] = chosen
+    return from_builtins(raw)
+
+
+def from_builtins(raw: Any) -> Config:
+    """Build and check a Config from plain values; every refusal names the key, the value and what would be right."""
+    try:
+        config = msgspec.convert(raw, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), raw)) from None
+    return _resolved(config)
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {path}: no such file") from None
+    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path}: cannot be read as UTF-8 text ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path}: not valid TOML: {error}") from None
+
+
+def to_toml(config: Config) -> str:
+    """The complete config as TOML that `atoll train` accepts. A dozen lines here spare a dependency."""
+    tables: dict[str, Any] = msgspec.to_builtins(config)
+    lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    for section, keys in tables.items():
+        if isinstance(keys, dict):
+            lines += ["", f"[{section}]"] + [f"{key} = {_toml(value)}" for key, value in keys.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + "}"
+    return msgspec.json.encode(value).decode()  # TOML's strings, numbers, booleans and arrays are JSON's
+
+
+def _parse_assignment(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"--set {text!r}: must be key=value, such as protocol.overlap=2")
+    try:
+        parsed: Any = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # a bare word is a string: --set protocol.merge=mean
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
+    return {str(k): v for k, v in parsed.items()}
+
+
+def _lay_over(base: dict[str, Any], layer: Mapping[str, Any], path: str) -> None:
+    for key, value in layer.items():
+        where = f"{path}{key}"
+        free = path == "model.numbers."
+        if key not in base and not free:
+            close = difflib.get_close_matches(key, list(base), n=1)
+            hint = f"did you mean {path}{close[0]}?" if close else f"here there are {', '.join(base)}"
+            raise ConfigError(f"key {where} = {value!r}: no such key; {hint}")
+        if isinstance(base.get(key), dict) != isinstance(value, Mapping):
+            raise ConfigError(f"key {where} = {value!r}: " + (
+                "is a section, give its keys" if isinstance(base.get(key), dict) else "is a single value, not a section"
+            ))  # fmt: skip
+        if isinstance(value, Mapping):
+            _lay_over(base[key], value, f"{where}.")
+        else:
+            base[key] = value
+
+
+def _explain(error: str, raw: Any) -> str:
+    """msgspec says what would be right and where; the user also wants to see the value."""
+    what, _, where = error.partition(" - at ")
+    path = where.strip("`").removeprefix("$.").replace("[...]", "")
+    value, kind = raw, Config
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, dict) else value
+        kind = get_type_hints(kind).get(part, kind) if isinstance(kind, type) else kind
+    if what.startswith("Invalid enum value"):
+        what = "must be one of " + ", ".join(repr(choice) for choice in get_args(kind))
+    return f"key {path or '(top)'} = {value!r}: {what[0].lower()}{what[1:]}"
+
+
+def _resolved(config: Config) -> Config:
+    protocol = config.protocol
+    if protocol.fragmentation == "whole" and protocol.fragments != 1:
+        protocol = msgspec.structs.replace(protocol, fragments=1)
+    if protocol.fragments == 0:
+        protocol = msgspec.structs.replace(protocol, fragments=_layer_fragments(config))
+    config = msgspec.structs.replace(config, protocol=protocol)
+    for wrong, sentence in _cross_checks(config):
+        if wrong:
+            raise ConfigError(sentence)
+    return config
+
+
+def _layer_fragments(config: Config) -> int:
+    layers = config.model.numbers.get("layers", 4 if config.model.name == "decoder" else None)
+    if config.protocol.fragmentation != "layer" or layers is None:
+        raise ConfigError(
+            "key protocol.fragments = 0: can be derived only with fragmentation = 'layer' and model.numbers.layers; give a number"
+        )
+    return math.ceil(int(layers) / config.protocol.layers_per_fragment) + 1
+
+
+def _cross_checks(c: Config) -> list[tuple[bool, str]]:
+    p, o = c.protocol, c.outer
+    exact_all = p.quorum == ALL and p.adopt == "exact"
+    return [
+        (p.overlap >= p.local_steps_per_round and p.anchor != "round_start" and p.overlap > 0,
+         f"key protocol.overlap = {p.overlap}: must be below protocol.local_steps_per_round = {p.local_steps_per_round}"),
+        (p.anchor == "round_start" and p.overlap != p.local_steps_per_round,
+         f"key protocol.anchor = 'round_start': is the one-round delay and needs protocol.overlap = "
+         f"protocol.local_steps_per_round = {p.local_steps_per_round}, not {p.overlap}"),
+        (p.anchor == "round_start" and not (exact_all and p.fragmentation == "whole"),
+         "key protocol.anchor = 'round_start': needs quorum = 'all', adopt = 'exact' and fragmentation = 'whole'"),
+        (p.adopt == "exact" and p.quorum != ALL and int(p.quorum) < c.learners,
+         f"key protocol.adopt = 'exact': makes learners wait, which only quorum = 'all' (or {c.learners}) may; got {p.quorum}"),
+        (p.adopt == "arrival" and p.overlap == 0,
+         "key protocol.overlap = 0: adoption on arrival needs at least 1 (a result takes time to come back)"),
+        (p.quorum != ALL and int(p.quorum) > c.learners,
+         f"key protocol.quorum = {p.quorum}: must be 'all' or at most learners = {c.learners}"),
+        (bool(p.overlap_by_learner) and (p.adopt != "exact" or len(p.overlap_by_learner) != c.learners),
+         f"key protocol.overlap_by_learner = {p.overlap_by_learner}: needs adopt = 'exact' and {c.learners} numbers"),
+        (any(t >= p.local_steps_per_round for t in p.overlap_by_learner),
+         f"key protocol.overlap_by_learner = {p.overlap_by_learner}: each must be below H = {p.local_steps_per_round}"),
+        (bool(c.data.samples_by_learner) and len(c.data.samples_by_learner) != c.learners,
+         f"key data.samples_by_learner = {c.data.samples_by_learner}: must be empty or hold {c.learners} numbers"),
+        (p.contribution == "gradient" and not (p.local_steps_per_round == 1 and p.overlap == 0 and exact_all),
+         "key protocol.contribution = 'gradient': needs local_steps_per_round = 1, overlap = 0, quorum = 'all', adopt = 'exact'"),
+        ((p.contribution == "gradient") != (o.outer_optimizer == "inner"),
+         f"key outer.outer_optimizer = {o.outer_optimizer!r}: 'inner' and protocol.contribution = 'gradient' go together"),
+        (p.ramp > 0 and p.adopt != "arrival",
+         f"key protocol.ramp = {p.ramp}: shortens the intervals of adopt = 'arrival' runs; this preset is synchronous already"),
+        (p.fragments > 1 and p.fragmentation == "whole", "key protocol.fragments: fragmentation = 'whole' has one fragment"),
+        (p.lead == 0 and p.adopt == "arrival",
+         "key protocol.lead = 0: would make adoption on arrival wait at every step; use -1, or at least 1"),
+        (p.lead >= 0 and p.adopt == "exact" and p.lead != p.overlap,
+         f"key protocol.lead = {p.lead}: exact adoption leads by overlap = {p.overlap}; leave it at -1"),
+        (p.error_feedback and p.codec_up == "fp32", "key protocol.error_feedback = true: fp32 leaves no error to feed back"),
+        (p.stochastic_rounding and p.codec_up not in ("int8", "int4", "int2", "int1", "e3m0"),
+         f"key protocol.stochastic_rounding = true: needs an intN or e3m0 codec_up, not {p.codec_up!r}"),
+        (c.learners > c.limits.members_max, f"key learners = {c.learners}: above limits.members_max = {c.limits.members_max}"),
+    ]  # fmt: skip
+
+
+def warnings(c: Config) -> list[str]:
+    """Allowed, but not what the papers do: each a sentence for the user."""
+    p, found = c.protocol, []
+    if c.outer.apply_outer_optimizer_to == "all_floating":
+        found.append("outer.apply_outer_optimizer_to = 'all_floating' gives buffers outer momentum: an experiment, not DiLoCo")
+    if not c.inner.preserve_optimizer_state:
+        found.append("inner.preserve_optimizer_state = false restarts the inner optimiser on adoption: not faithful DiLoCo")
+    if p.quorum == 1 and c.learners > 1 and p.grace == "none" and p.pace == 0:
+        found.append("quorum = 1 without grace and with pace 0 merges about one learner a round: quality suffers")
+    if p.overlap > 5 and p.anchor != "round_start":
+        found.append(f"protocol.overlap = {p.overlap}: above 5 brings no utilisation and costs quality")
+    if p.freeze_not_due:
+        found.append("protocol.freeze_not_due = true trains only what is due next (FedPart): known to be far worse")
+    if p.codec_up.partition(":")[0] in ("top_k", "random_drop"):
+        found.append(f"protocol.codec_up = {p.codec_up!r} drops values: an ablation, known to be worse than int4")
+    if p.contribution == "weights" and c.inner.optimizer == "SGD" and p.local_steps_per_round > 1:
+        found.append("inner.optimizer = 'SGD': DiLoCo is defined with AdamW inside")
+    return found

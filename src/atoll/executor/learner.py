@@ -1,0 +1,259 @@
+"""A learner's hands: they train, stage, keep and adopt. All weights are touched at step boundaries only."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.codecs import Packet, codec, encode_with_feedback
+from atoll.errors import NotFinite
+from atoll.executor.hands import Blob
+from atoll.executor.inner import build_optimizer, optimizer_step
+from atoll.executor.shelf import Shelf
+from atoll.executor.workbench import Workbench
+from atoll.ids import FragmentId, LearnerId, OuterStep
+from atoll.protocol.vocabulary import (
+    NO_VERSION,
+    Adopt,
+    Contribution,
+    Effect,
+    Event,
+    InnerStep,
+    Keep,
+    LoadState,
+    LoadTheta,
+    Poisoned,
+    RecordState,
+    Send,
+    Stage,
+    StateTransfer,
+    StepDone,
+    Unstage,
+)  # fmt: skip
+from atoll.rules import Schedule
+from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params, write_buffers, write_params
+from atoll.tensors.outer import mix
+from atoll.workload.seeds import generator
+
+
+class TensorLearner:
+    def __init__(self, bench: Workbench, learner: LearnerId, shelf: Shelf | None = None) -> None:
+        self._bench = bench
+        self._config = bench.config
+        self._learner = learner
+        self._shelf = shelf
+        p = self._config.protocol
+        self._codec = codec(p.codec_up)
+        self._gradients = p.contribution == "gradient"
+        self._schedule = Schedule(self._config)
+        self.model = bench.build()
+        self._tensors = named_tensors(self.model)
+        self._fragments = bench.layout.fragments
+        self.optimizer = build_optimizer(self._config, self.model.parameters())
+        self.anchors: list[Tensor | None] = [None] * len(self._fragments)
+        self._round_start: list[Tensor | None] = [None] * len(self._fragments)
+        self._kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]] = {}
+        self._staged: dict[tuple[FragmentId, OuterStep], tuple[Packet, Tensor, Tensor | None]] = {}
+        self._residuals: dict[FragmentId, Tensor] = {}
+        self._uncommitted: dict[FragmentId, Tensor] = {}
+
+    # ------------------------------------------------------------ effects
+
+    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+        match effect:
+            case InnerStep():
+                return (self._inner_step(effect),)
+            case Stage():
+                return self._stage(effect)
+            case Unstage(fragment=fragment, slot=slot):
+                self._staged.pop((fragment, slot), None)
+            case Keep(fragment=fragment, version=version, previous=previous):
+                assert blob is not None
+                self._keep(fragment, version, previous, blob.content)
+            case Adopt():
+                self._adopt(effect)
+            case LoadTheta():
+                self.optimizer = build_optimizer(self._config, self.model.parameters())
+                self._forget_work()
+            case LoadState():
+                assert blob is not None
+                self._load_state(blob.content)
+            case RecordState(snapshot=snapshot):
+                if self._shelf is not None:
+                    self._shelf.put_learner(snapshot, self._learner, self.state(with_residuals=True))
+            case _:
+                pass
+        return ()
+
+    def _inner_step(self, effect: InnerStep) -> StepDone:
+        """One optimiser step over `accumulate` micro-batches; dropout and the like draw from (seed, stream, batch)."""
+        config, bench = self._config, self._bench
+        torch.manual_seed(generator("inner step", config.seed, effect.stream, effect.batch).initial_seed())
+        self.model.train()
+        if self._gradients:
+            self.model.zero_grad(set_to_none=True)
+        count = config.inner.accumulate
+        tokens = samples = 0
+        total = 0.0
+        for micro in range(count):
+            batch = bench.batch(self._learner, effect.stream, effect.batch * count + micro)
+            loss = bench.loss(self.model, batch)
+            (loss / count if count > 1 else loss).backward()
+            more_tokens, more_samples = bench.count(batch)
+            tokens, samples = tokens + more_tokens, samples + more_samples
+            total += float(loss.detach())
+        if not self._gradients:  # data-parallel steps on Theta, with everybody's gradients
+            if config.protocol.freeze_not_due:
+                self._freeze(effect.outer_step)
+            optimizer_step(config, self.optimizer, effect.outer_step)
+        return StepDone(tokens, samples, 0, total / count)
+
+    def _freeze(self, outer_step: OuterStep) -> None:
+        """FedPart: only what is due next trains."""
+        ahead = outer_step + 1
+        while not self._schedule.due(ahead):
+            ahead += 1
+        due = {slot.name for p in self._schedule.due(ahead) for slot in self._fragments[p].params}
+        for name, tensor in self._tensors.items():
+            if name not in due and isinstance(tensor, torch.nn.Parameter):
+                tensor.grad = None
+
+    # ------------------------------------------------------------ staging
+
+    def _stage(self, effect: Stage) -> Sequence[Event]:
+        p = effect.fragment
+        difference = self._difference(p)
+        rng = None
+        if self._config.protocol.stochastic_rounding or self._codec.name.startswith("random_drop"):
+            rng = generator("rounding", self._config.seed, self._learner, p, effect.local_step)
+        residual: Tensor | None = None
+        try:
+            if self._config.protocol.error_feedback:
+                packet, residual = encode_with_feedback(self._codec, difference, self._residuals.get(p), rng=rng)
+            else:
+                packet = self._codec.encode(difference, rng=rng)
+        except NotFinite:
+            where = self._name_poison(p, difference)
+            return (Poisoned(where, self._learner, NO_VERSION, p),)
+        self._staged[p, effect.slot] = (packet, read_buffers(self._tensors, self._fragments[p]), residual)
+        if effect.restart:
+            self._round_start[p] = read_params(self._tensors, self._fragments[p])
+        return ()
+
+    def _difference(self, p: FragmentId) -> Tensor:
+        """Before minus after: the sign of an outer gradient. Data-parallel sends the gradient itself."""
+        fragment = self._fragments[p]
+        if self._gradients:
+            return read_params({name: t.grad for name, t in self._tensors.items() if t.grad is not None}, fragment)
+        before = self._round_start[p]
+        if before is None:
+            anchor = self.anchors[p]
+            assert anchor is not None
+            before = cast_like(fragment, anchor)
+        return before - read_params(self._tensors, fragment)
+
+    def _name_poison(self, p: FragmentId, difference: Tensor) -> str:
+        for slot in self._fragments[p].params:
+            if not bool(torch.isfinite(difference[slot.offset : slot.offset + slot.numel]).all()):
+                return f"tensor {slot.name}"
+        return f"fragment {p}"
+
+    # ------------------------------------------------------------ adopting
+
+    def _keep(self, p: FragmentId, version: OuterStep, previous: OuterStep, content: tuple[Packet | Tensor, Tensor]) -> None:
+        sent, buffers = content
+        if isinstance(sent, Packet):
+            base = self.anchors[p]
+            assert base is not None and previous != NO_VERSION
+            announced = base + codec(sent.codec).decode(sent)
+        else:
+            announced = sent
+        self._kept[p] = (version, announced, buffers)
+
+    def _adopt(self, effect: Adopt) -> None:
+        p = effect.fragment
+        fragment = self._fragments[p]
+        version, announced, buffers = self._kept.pop(p)
+        assert version == effect.version
+        self.anchors[p] = announced
+        weights = announced
+        if effect.alpha > 0:
+            weights = mix(read_params(self._tensors, fragment), announced, effect.alpha)
+        write_params(self._tensors, fragment, weights)
+        write_buffers(self._tensors, fragment, buffers)
+        if self._config.protocol.anchor == "round_start":
+            self._round_start[p] = read_params(self._tensors, fragment)
+        if p in self._uncommitted:
+            residual = self._uncommitted.pop(p)
+            if effect.merged:
+                self._residuals[p] = residual
+        if not self._config.inner.preserve_optimizer_state:
+            for slot in fragment.params:
+                self.optimizer.state.pop(self._tensors[slot.name], None)
+
+    # ------------------------------------------------------------ state, for peers and snapshots
+
+    def state(self, *, with_residuals: bool = False) -> dict[str, Any]:
+        """A copy: what a peer needs, and for snapshots the residuals too. Never the data position or RNG: they are
+        functions of (seed, stream, batch), and the protocol holds (stream, batch)."""
+        state: dict[str, Any] = {
+            "tensors": {name: tensor.detach().clone() for name, tensor in self._tensors.items()},
+            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "anchors": list(self.anchors),
+            "round_start": list(self._round_start),
+            "kept": dict(self._kept),
+        }
+        if with_residuals:
+            state["residuals"] = dict(self._residuals)
+        return state
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            for name, tensor in self._tensors.items():
+                tensor.copy_(state["tensors"][name])
+        self.optimizer = build_optimizer(self._config, self.model.parameters())
+        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        self.anchors = list(state["anchors"])
+        self._forget_work()
+        self._round_start = list(state["round_start"])
+        kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]] = dict(state["kept"])
+        for p, mine in self._kept.items():
+            if p not in kept or kept[p][0] < mine[0]:
+                kept[p] = mine
+        self._kept = kept
+
+    def _forget_work(self) -> None:
+        """After recovery the residual is zero: it spoke of weights that are gone."""
+        self._residuals.clear()
+        self._uncommitted.clear()
+        self._staged.clear()
+
+    def blob_for(self, send: Send) -> Blob | None:
+        body = send.envelope.body
+        if isinstance(body, Contribution):
+            key = (body.fragment, body.outer_step)
+            staged = self._staged.get(key if key in self._staged else (body.fragment, NO_VERSION))
+            if staged is None:
+                return Blob("packet", 0, None)  # its staging found NaN or Inf: nothing to send, and the syncer will refuse it
+            packet, buffers, residual = staged
+            if residual is not None:
+                self._uncommitted[body.fragment] = residual
+            return Blob("packet", packet.nbytes + 4 * buffers.numel(), (packet, buffers))
+        if isinstance(body, StateTransfer):
+            state = self.state()
+            return Blob("state", _state_bytes(state), state)
+        return None
+
+
+def _state_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, dict):
+        return sum(_state_bytes(v) for v in value.values())
+    if isinstance(value, list | tuple):
+        return sum(_state_bytes(v) for v in value)
+    return 8

@@ -1,0 +1,157 @@
+"""Hands that train nothing: they move sizes, and digests in the place of weights.
+
+A digest names a fragment's value by how it came about, so a learner whose anchor is not byte for byte what the syncer
+announced is caught here, without a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atoll.config import Config
+from atoll.errors import InvariantViolated
+from atoll.executor.hands import Blob
+from atoll.ids import FragmentId, LearnerId, OuterStep
+from atoll.protocol.vocabulary import (
+    NO_VERSION,
+    Accept,
+    Adopt,
+    Announce,
+    Contribution,
+    Discard,
+    Effect,
+    Event,
+    ForgetVersion,
+    InnerStep,
+    Keep,
+    LoadState,
+    Merge,
+    Send,
+    Stage,
+    StateTransfer,
+    StepDone,
+    Store,
+    Stored,
+    Unstage,
+)  # fmt: skip
+
+BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125, "e3m0": 4.125}
+"""Bits a parameter on the wire: codes, and one fp32 scale a block of 256."""
+
+
+def wire_bits(codec: str) -> float:
+    name, _, share = codec.partition(":")
+    return BITS[name] if name in BITS else 64.0 * float(share or 1.0)  # dropped values send index and value
+
+
+class NullLearner:
+    def __init__(self, config: Config, learner: LearnerId) -> None:
+        p = config.protocol
+        self._tokens, self._samples = batch_size(config, learner)
+        size = config.cluster.parameters / p.fragments
+        self._up_bytes = int(size * wire_bits(p.codec_up) / 8)
+        self._state_bytes = config.cluster.parameters * 12
+        self.anchors: list[tuple[OuterStep, int]] = [(NO_VERSION, 0)] * p.fragments
+        self._kept: dict[FragmentId, tuple[OuterStep, int]] = {}
+        self._staged: dict[tuple[FragmentId, OuterStep], tuple[OuterStep, int]] = {}
+
+    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+        match effect:
+            case InnerStep():
+                return (StepDone(self._tokens, self._samples, 0, None),)
+            case Stage(fragment=fragment, slot=slot):
+                self._staged[fragment, slot] = self.anchors[fragment]
+            case Unstage(fragment=fragment, slot=slot):
+                del self._staged[fragment, slot]
+            case Keep(fragment=fragment, version=version, previous=previous):
+                assert blob is not None
+                base, digest = blob.content
+                if previous != NO_VERSION and base != self.anchors[fragment][1]:
+                    raise InvariantViolated(f"a difference to version {previous} of fragment {fragment} met another value")
+                self._kept[fragment] = (version, digest)
+            case Adopt(fragment=fragment, version=version):
+                kept = self._kept.pop(fragment)
+                if kept[0] != version:
+                    raise InvariantViolated(f"fragment {fragment}: version {version} is adopted, {kept[0]} is kept")
+                self.anchors[fragment] = kept
+            case LoadState(held=held):
+                assert blob is not None
+                anchors, kept = blob.content
+                if tuple(v for v, _ in anchors) != held:
+                    raise InvariantViolated("a peer's state is not of the versions it names")
+                self.anchors = list(anchors)
+                newer = {p: k for p, k in self._kept.items() if k[0] > anchors[p][0]}
+                self._kept = dict(kept) | {p: k for p, k in newer.items() if p not in kept or kept[p][0] < k[0]}
+            case _:
+                pass
+        return ()
+
+    def blob_for(self, send: Send) -> Blob | None:
+        body = send.envelope.body
+        if isinstance(body, Contribution):
+            slot = body.outer_step if (body.fragment, body.outer_step) in self._staged else NO_VERSION
+            return Blob("packet", self._up_bytes, self._staged[body.fragment, slot])
+        if isinstance(body, StateTransfer):
+            return Blob("state", self._state_bytes, (list(self.anchors), dict(self._kept)))
+        return None
+
+
+class NullDisk:
+    """What survives a killed syncer: for each fragment its stored versions."""
+
+    def __init__(self, fragments: int) -> None:
+        self.versions: list[dict[OuterStep, int]] = [{0: hash((p, 0))} for p in range(fragments)]
+
+
+class NullSyncer:
+    def __init__(self, config: Config, disk: NullDisk) -> None:
+        p = config.protocol
+        size = config.cluster.parameters / p.fragments
+        self._down_bytes = int(size * wire_bits(p.codec_down) / 8)
+        self._full_bytes = int(size * 4)
+        self._disk = disk
+        self._accepted: dict[tuple[OuterStep, FragmentId], dict[LearnerId, int]] = {}
+        self._merged: dict[tuple[OuterStep, FragmentId], int] = {}
+
+    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+        match effect:
+            case Accept(outer_step=t, fragment=p, learner=m, anchor=anchor):
+                assert blob is not None
+                version, digest = blob.content
+                if version != anchor or self._disk.versions[p].get(anchor) != digest:
+                    raise InvariantViolated(f"learner {m}'s anchor of fragment {p} is not the announced version {anchor}")
+                self._accepted.setdefault((t, p), {})[m] = digest
+            case Discard(outer_step=t, learner=m):
+                for (step, _), contributions in self._accepted.items():
+                    if step == t:
+                        contributions.pop(m, None)
+            case Merge(outer_step=t, fragment=p, shares=shares, previous=previous):
+                have = self._accepted.pop((t, p), {})
+                if {s.learner for s in shares} != have.keys():
+                    raise InvariantViolated(f"outer step {t} merges {shares}, but {sorted(have)} were accepted")
+                self._merged[t, p] = hash((self._disk.versions[p][previous], t, tuple((s.learner, s.local_step) for s in shares)))
+            case Store(outer_step=t, fragments=fragments):
+                for p in fragments:
+                    self._disk.versions[p][t] = self._merged.pop((t, p))
+                return (Stored(t, f"{hash(tuple(self._disk.versions[p][t] for p in fragments)) & (2**64 - 1):016x}"),)
+            case ForgetVersion(fragment=p, version=v):
+                del self._disk.versions[p][v]
+            case _:
+                pass
+        return ()
+
+    def blob_for(self, send: Send) -> Blob | None:
+        body = send.envelope.body
+        if not isinstance(body, Announce):
+            return None
+        versions = self._disk.versions[body.fragment]
+        full = body.previous == NO_VERSION
+        base = 0 if full else versions[body.previous]
+        return Blob("fragment", self._full_bytes if full else self._down_bytes, (base, versions[body.outer_step]))
+
+
+def batch_size(config: Config, learner: LearnerId) -> tuple[int, int]:
+    """(tokens, samples) of one inner step."""
+    sizes = config.data.samples_by_learner
+    samples = (sizes[learner] if learner < len(sizes) else config.data.batch_size) * config.inner.accumulate
+    return samples * config.data.seq_len, samples

@@ -1,0 +1,236 @@
+"""The syncer's hands: Theta, outer state and announced versions, fragment by fragment, on CPU in fp32.
+
+Everything is a value: a merge makes new tensors from those of the version it names as `previous`, so carrying the same
+merge out twice gives the same bytes, and a merge that was never taped as stored leaves no trace.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.codecs import Packet, codec
+from atoll.config import Config
+from atoll.executor.hands import Blob, Hands
+from atoll.executor.inner import build_optimizer, optimizer_step
+from atoll.executor.learner import TensorLearner
+from atoll.executor.shelf import Shelf
+from atoll.executor.workbench import Workbench
+from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, OuterStep, WorkerId
+from atoll.protocol.vocabulary import (
+    NO_VERSION,
+    Accept,
+    Announce,
+    Discard,
+    Effect,
+    Event,
+    ForgetVersion,
+    Merge,
+    Poisoned,
+    RecordSyncer,
+    SealSnapshot,
+    Send,
+    Store,
+    Stored,
+)  # fmt: skip
+from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
+from atoll.tensors.layout import Fragment
+from atoll.tensors.merge import mean, merge, merge_buffers
+from atoll.tensors.outer import OuterRule, OuterState, initial_state, outer_step
+
+PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A fragment as of one outer step. `announced` is what learners hold; it differs from Theta by the down codec's residual."""
+
+    theta: Tensor
+    buffers: Tensor
+    outer: OuterState | None
+    inner: dict[str, Any] | None
+    announced: Tensor
+    packet: Packet | None
+    """The announced difference to the version before; None where announcements are in full."""
+
+
+class Disk:
+    """What survives a killed syncer."""
+
+    def __init__(self, bench: Workbench) -> None:
+        tensors = named_tensors(bench.build())
+        rule = outer_rule(bench.config)
+        self.versions: list[dict[OuterStep, Version]] = []
+        for fragment in bench.layout.fragments:
+            theta = read_params(tensors, fragment)
+            outer = initial_state(rule, fragment.numel) if rule else None
+            self.versions.append({0: Version(theta, read_buffers(tensors, fragment), outer, None, theta, None)})
+
+    def newest(self) -> list[Version]:
+        return [versions[max(versions)] for versions in self.versions]
+
+    def theta(self) -> tuple[list[Tensor], list[Tensor]]:
+        newest = self.newest()
+        return [v.theta for v in newest], [v.buffers for v in newest]
+
+    def theta_sha256(self) -> str:
+        return digest([v.theta for v in self.newest()] + [v.buffers for v in self.newest()])
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.contiguous().numpy().data)
+    return sha.hexdigest()
+
+
+def outer_rule(config: Config) -> OuterRule | None:
+    o = config.outer
+    if o.outer_optimizer == "inner":
+        return None
+    return OuterRule(optimizer=o.outer_optimizer, learning_rate=o.outer_learning_rate, momentum=o.outer_momentum, delay=o.delay)
+
+
+class TensorSyncer:
+    def __init__(self, bench: Workbench, disk: Disk, shelf: Shelf | None = None) -> None:
+        self._config = bench.config
+        self._fragments = bench.layout.fragments
+        self.disk = disk
+        self._shelf = shelf
+        self._rule = outer_rule(bench.config)
+        self._up = codec(self._config.protocol.codec_up)
+        self._down = codec(self._config.protocol.codec_down)
+        self._accepted: dict[tuple[OuterStep, FragmentId], dict[LearnerId, tuple[Tensor, Tensor, Version]]] = {}
+        self._merged: dict[tuple[OuterStep, FragmentId], Version] = {}
+
+    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+        match effect:
+            case Accept():
+                return self._accept(effect, blob)
+            case Discard(outer_step=t, learner=m):
+                for (step, _), contributions in self._accepted.items():
+                    if step == t:
+                        contributions.pop(m, None)
+            case Merge():
+                self._merged[effect.outer_step, effect.fragment] = self._merge(effect)
+            case Store(outer_step=t, fragments=fragments):
+                return (self._store(t, fragments),)
+            case ForgetVersion(fragment=p, version=v):
+                self.disk.versions[p].pop(v, None)
+            case RecordSyncer(snapshot=snapshot):
+                if self._shelf is not None:
+                    self._shelf.picture(snapshot).syncer = self.disk.newest()
+            case SealSnapshot(snapshot=snapshot, learners=learners, complete=complete):
+                if self._shelf is not None:
+                    self._shelf.seal(snapshot, learners, complete)
+            case _:
+                pass
+        return ()
+
+    def _accept(self, effect: Accept, blob: Blob | None) -> Sequence[Event]:
+        t, p, m = effect.outer_step, effect.fragment, effect.learner
+        version = self.disk.versions[p].get(effect.anchor)
+        if blob is None or blob.content is None or version is None:
+            return (Poisoned("contribution without bytes", m, t, p),)
+        packet, buffers = blob.content
+        difference = self._up.decode(packet)
+        if not bool(torch.isfinite(difference).all()) or not bool(torch.isfinite(buffers).all()):
+            return (Poisoned(f"fragment {p} holds NaN or Inf", m, t, p),)
+        self._accepted.setdefault((t, p), {})[m] = (difference, buffers, version)
+        return ()
+
+    # ------------------------------------------------------------ merging
+
+    def _merge(self, effect: Merge) -> Version:
+        p = effect.fragment
+        fragment, previous = self._fragments[p], self.disk.versions[p][effect.previous]
+        contributions = self._accepted.pop((effect.outer_step, p))
+        weights = [share.weight for share in effect.shares]
+        parts = [contributions[share.learner] for share in effect.shares]
+        deltas = [self._outer_gradient(fragment, previous, *part) for part in parts]
+        buffers = merge_buffers([part[1] for part in parts], weights, fragment)
+        if self._rule is None:
+            theta, inner = self._inner_step(fragment, previous, mean(deltas, weights), effect.outer_step)
+            return self._announced(previous, theta, buffers, None, inner)
+        if effect.plain_average:
+            theta, _ = outer_step(previous.theta, mean(deltas, weights), OuterState(None, None, 0), PLAIN)
+            return self._announced(previous, theta, buffers, previous.outer, None)
+        c = self._config.protocol
+        delta = merge(deltas, weights, fragment, method=c.merge, embedding_method=c.embedding_merge, norm=c.merge_norm)
+        assert previous.outer is not None
+        theta, outer = outer_step(previous.theta, delta, previous.outer, self._rule)
+        return self._announced(previous, theta, buffers, outer, None)
+
+    def _outer_gradient(self, fragment: Fragment, present: Version, sent: Tensor, _: Tensor, anchor: Version) -> Tensor:
+        """Anchored at the present: Theta - theta_m, theta_m rebuilt from the version it was sent against."""
+        if self._config.protocol.anchor != "present":
+            return sent
+        base = cast_like(fragment, anchor.announced)
+        return sent if present.theta is base else sent + (present.theta - base)
+
+    def _inner_step(
+        self, fragment: Fragment, previous: Version, gradient: Tensor, outer_step_: OuterStep
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Data-parallel: the inner optimiser on Theta, tensor by tensor as each rank would."""
+        params = [nn.Parameter(_slot(previous.theta, s.offset, s.shape, s.numel).clone()) for s in fragment.params]
+        optimizer = build_optimizer(self._config, params)
+        if previous.inner is not None:
+            optimizer.load_state_dict(copy.deepcopy(previous.inner))
+        for param, s in zip(params, fragment.params, strict=True):
+            param.grad = _slot(gradient, s.offset, s.shape, s.numel).clone()
+        optimizer_step(self._config, optimizer, outer_step_ - 1)
+        return torch.cat([param.detach().reshape(-1) for param in params]), optimizer.state_dict()
+
+    def _announced(
+        self, previous: Version, theta: Tensor, buffers: Tensor, outer: OuterState | None, inner: dict[str, Any] | None
+    ) -> Version:
+        """Down with a lossy codec: the difference to what was announced before; its error stays with the syncer and is
+        part of the next difference."""
+        if self._down.lossless:
+            return Version(theta, buffers, outer, inner, theta, None)
+        packet = self._down.encode(theta - previous.announced)
+        return Version(theta, buffers, outer, inner, previous.announced + self._down.decode(packet), packet)
+
+    def _store(self, t: OuterStep, fragments: tuple[FragmentId, ...]) -> Stored:
+        stored = []
+        for p in fragments:
+            version = self._merged.pop((t, p))
+            self.disk.versions[p][t] = version
+            stored += [version.theta, version.buffers]
+        return Stored(t, digest(stored))
+
+    def blob_for(self, send: Send) -> Blob | None:
+        body = send.envelope.body
+        if not isinstance(body, Announce):
+            return None
+        version = self.disk.versions[body.fragment][body.outer_step]
+        bytes_of_buffers = 4 * version.buffers.numel()
+        if body.previous == NO_VERSION or version.packet is None:
+            return Blob("fragment", 4 * version.announced.numel() + bytes_of_buffers, (version.announced, version.buffers))
+        return Blob("fragment", version.packet.nbytes + bytes_of_buffers, (version.packet, version.buffers))
+
+
+def _slot(flat: Tensor, offset: int, shape: tuple[int, ...], numel: int) -> Tensor:
+    return flat[offset : offset + numel].view(shape)
+
+
+class TensorHands:
+    """Hands for every worker of one virtual run. The disk and the shelf outlive the workers."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self.bench = bench
+        self.disk = Disk(bench)
+        self.shelf = Shelf()
+        self.learners: dict[LearnerId, TensorLearner] = {}
+
+    def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Hands:
+        if worker == SYNCER:
+            return TensorSyncer(self.bench, self.disk, self.shelf)
+        self.learners[worker] = TensorLearner(self.bench, worker, self.shelf)
+        return self.learners[worker]

@@ -1,0 +1,97 @@
+"""What is trained: the model, its fragments, the data and the held-out set, built once from a config.
+
+A `Workbench` is a plain value of functions, so that a test, an example or a user's own task can bring its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from atoll.config import Config
+from atoll.errors import ConfigError
+from atoll.ids import LearnerId
+from atoll.tensors.access import named_tensors, write_buffers, write_params
+from atoll.tensors.layout import Layout, build_layout
+from atoll.workload.bpe import ByteTokenizer, Tokenizer, train_bpe, training_sample
+from atoll.workload.corpus import Corpus, split_documents, stdlib_corpus, text_corpus
+from atoll.workload.evaluate import heldout_loss
+from atoll.workload.model import SIZES, build_model, language_model_loss
+from atoll.workload.stream import Stream, heldout_batches, token_data
+
+
+@dataclass(frozen=True)
+class Workbench:
+    config: Config
+    build: Callable[[], nn.Module]
+    """A new model with the initial weights, the same every time."""
+    batch: Callable[[LearnerId, LearnerId, int], Any]
+    """(learner, stream, micro-batch position) -> a batch; a pure function."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    count: Callable[[Any], tuple[int, int]]
+    """(tokens, samples) of a batch."""
+    evaluate: Callable[[nn.Module], float]
+    layout: Layout
+    fingerprint: str
+
+    def evaluate_theta(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> float:
+        """Held-out loss of the outer parameters, not of a replica."""
+        return self.evaluate(self.model_of(params, buffers))
+
+    def model_of(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
+        model = self.build()
+        tensors = named_tensors(model)
+        for fragment, flat, values in zip(self.layout.fragments, params, buffers, strict=True):
+            write_params(tensors, fragment, flat)
+            write_buffers(tensors, fragment, values)
+        return model
+
+
+def layout_for(config: Config, model: nn.Module) -> Layout:
+    p = config.protocol
+    layout = build_layout(
+        model, p.fragmentation, p.fragments, layers_per_fragment=p.layers_per_fragment, order=p.layer_order,
+        embedding_glob=p.embedding_glob or None, outer_scope=config.outer.apply_outer_optimizer_to,
+    )  # fmt: skip
+    if len(layout.fragments) != p.fragments:
+        found = len(layout.fragments)
+        raise ConfigError(f"key protocol.fragments = {p.fragments}: this model has {found} by {p.fragmentation!r}")
+    return layout
+
+
+def language_workbench(config: Config) -> Workbench:
+    """The default task: next-token prediction on real text."""
+    if config.model.name != "decoder":
+        raise ConfigError(f"key model.name = {config.model.name!r}: text is trained by 'decoder'")
+    d = config.data
+    corpus = stdlib_corpus(d.max_bytes) if d.corpus == "stdlib" else text_corpus(Path(d.corpus), d.max_bytes)
+    tokenizer = _tokenizer(config, corpus)
+    data = token_data(corpus, tokenizer)
+    sizes = d.samples_by_learner or (d.batch_size,)
+    stream = Stream(data, config.seed, config.learners, max(sizes), d.seq_len)
+    heldout = heldout_batches(data, d.batch_size, d.seq_len, d.heldout_batches)
+    numbers = dict(SIZES["nano"]) | {"vocab": tokenizer.vocab_size, "context": d.seq_len} | config.model.numbers
+    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+
+    def build() -> nn.Module:
+        return build_model("decoder", numbers, config.seed).to(dtype)
+
+    def batch(learner: LearnerId, stream_id: LearnerId, position: int) -> Tensor:
+        whole = stream.batch(stream_id, position)
+        return whole[: sizes[learner]] if learner < len(d.samples_by_learner) else whole
+
+    return Workbench(
+        config, build, batch, language_model_loss, lambda b: (b.shape[0] * (b.shape[1] - 1), b.shape[0]),
+        lambda model: heldout_loss(model, heldout), layout_for(config, build()), data.fingerprint,
+    )  # fmt: skip
+
+
+def _tokenizer(config: Config, corpus: Corpus) -> Tokenizer:
+    if config.data.tokenizer == "bytes":
+        return ByteTokenizer()
+    return train_bpe(training_sample(split_documents(corpus).train), config.data.vocab)

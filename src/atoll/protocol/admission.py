@@ -1,0 +1,227 @@
+"""Joining, rejoining and falling silent: the syncer's side of recovery.
+
+A newcomer says Hello and waits for the first broadcast after it (stamped t_s); then it gets a ticket for a healthy peer,
+which answers once it has itself seen t_s. Where there is no broadcast in time or no peer to ask, the syncer sends all of
+Theta and the inner moments start fresh; the reason goes on the tape. A member that merely lost its connection, and whose
+versions are all still kept, only catches up: a short stall needs no recovery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from atoll.config import Config
+from atoll.ids import SYNCER, Incarnation, LearnerId, Nanos, OuterStep
+from atoll.protocol.desk import Desk
+from atoll.protocol.leases import Leases
+from atoll.protocol.ledger import LEFT as FATE_LEFT
+from atoll.protocol.ledger import LOST as FATE_LOST
+from atoll.protocol.ledger import Ledger
+from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
+from atoll.protocol.versions import Versions
+from atoll.protocol.vocabulary import (
+    NO_VERSION,
+    Enter,
+    Grant,
+    Hello,
+    Loaded,
+    Membership,
+    Recover,
+    Recovered,
+    RecoveryFailed,
+    Reissue,
+    Serve,
+    TakeTheta,
+    Ticket,
+    Welcome,
+)  # fmt: skip
+
+
+class Admission:
+    def __init__(
+        self, config: Config, desk: Desk, roster: Roster, versions: Versions, ledger: Ledger, leases: Leases,
+        expected_round: Callable[[], Nanos], outer_step: Callable[[], OuterStep],
+    ) -> None:  # fmt: skip
+        self._config = config
+        self._desk = desk
+        self._roster = roster
+        self._versions = versions
+        self._ledger = ledger
+        self._leases = leases
+        self._expected_round = expected_round
+        self._outer_step = outer_step
+        self._tickets = 0
+
+    # ------------------------------------------------------------ coming
+
+    def hello(self, learner: LearnerId, incarnation: Incarnation, body: Hello) -> Member:
+        member = self._roster.admit(learner)
+        if incarnation != member.incarnation:
+            self._begin_incarnation(member, incarnation)
+        else:
+            self._leases.square(learner, body.left, body.own_next, body.local_step)
+        self._desk.send(learner, Welcome(self._outer_step()))
+        member.connected, member.given_up, member.heard_at = True, False, self._desk.now
+        member.reported = body.local_step
+        self._ledger.trained(learner, body.tokens)
+        self._versions.restart_channel(member, body.held)
+        self._clear_joining(member)
+        stand(self._desk, member, "hello", body.reason)
+        member.joined_at, member.join_reason = self._desk.now, body.reason
+        if body.needs_state:
+            self._begin_recovery(member)
+        elif self._versions.all_kept(body.held):
+            member.entering = True  # nothing to load: it catches up by announcements
+        else:
+            self.recover(member, "its versions were forgotten while it was away")
+        return member
+
+    def _begin_incarnation(self, member: Member, incarnation: Incarnation) -> None:
+        """The old incarnation is proved dead: its tokens in flight are lost, its leases go back."""
+        self._ledger.closed(member.learner, FATE_LOST)
+        self.release_leases(member)
+        member.incarnation = incarnation
+        member.step_ema = None
+        member.counted = member.reported = member.tokens = 0
+
+    def _begin_recovery(self, member: Member) -> None:
+        self._versions.restart_channel(member, [NO_VERSION] * self._config.protocol.fragments)
+        if self._outer_step() == 0:
+            self._send_theta(member, "nothing was merged yet")
+        elif not self._peers(member):
+            self._send_theta(member, "no peer is in sync")
+        else:
+            member.wants_ticket = True
+            member.join_deadline = self._desk.now + 2 * self._expected_round()
+
+    def broadcast_went_out(self, outer_step: OuterStep) -> None:
+        """Newcomers now have their t_s."""
+        for member in self._roster:
+            if member.wants_ticket and member.connected:
+                member.wants_ticket = False
+                member.seen = outer_step
+                self._give_ticket(member)
+
+    def _peers(self, newcomer: Member) -> list[Member]:
+        return [m for m in self._roster.in_sync() if m is not newcomer and m.connected and m.learner not in newcomer.tried]
+
+    def _give_ticket(self, member: Member) -> None:
+        serving = [m.peer for m in self._roster if m.standing == JOINING and m.peer >= 0 and m is not member]
+        room = self._config.limits.serves_max
+        peers = [p for p in self._peers(member) if serving.count(p.learner) < room]
+        if not peers:
+            self._send_theta(member, "no reachable peer is left to ask")
+            return
+        # the least busy, then the lowest id: a choice that replay can repeat
+        peer = min(peers, key=lambda p: (serving.count(p.learner), p.learner))
+        self._tickets += 1
+        member.ticket, member.peer = self._tickets, peer.learner
+        interval = self._config.protocol.local_steps_per_round
+        patience = int(self._config.limits.recovery_intervals * max(2, interval) * self._expected_round())
+        member.join_deadline = self._desk.now + 2 * patience  # the newcomer gives up first; this is for one that cannot say so
+        self._desk.send(peer.learner, Serve(member.ticket, member.learner, member.seen))
+        self._desk.send(member.learner, Ticket(member.ticket, peer.learner, member.seen, patience))
+
+    def _send_theta(self, member: Member, reason: str) -> None:
+        self._tickets += 1
+        member.ticket, member.peer, member.wants_ticket = self._tickets, -1, False
+        member.join_deadline = None
+        self._versions.announce_missing(member)
+        self._desk.send(member.learner, TakeTheta(member.ticket, reason))
+
+    def failed(self, member: Member, body: RecoveryFailed) -> None:
+        if member.standing == JOINING and body.ticket == member.ticket and member.peer >= 0:
+            member.tried.add(member.peer)
+            self._give_ticket(member)
+
+    def loaded(self, member: Member, body: Loaded) -> None:
+        if member.standing != JOINING or body.ticket != member.ticket or len(body.held) != len(member.held):
+            return
+        self._versions.restart_channel(member, body.held)
+        member.reported, member.heard_at = body.local_step, self._desk.now
+        member.entering = True
+        nanos = self._desk.now - member.joined_at
+        source = SYNCER if body.source == SYNCER else body.source
+        self._desk.emit(Recovered(member.learner, source, nanos, member.join_reason))
+
+    def enter(self, member: Member, outer_step: OuterStep) -> None:
+        """Send what it misses, then the word: FIFO makes the order hold."""
+        member.entering = False
+        member.join_deadline = None
+        member.session += 1
+        member.counted = member.reported
+        member.position = 0
+        member.heard_at = self._desk.now
+        stand(self._desk, member, "entered", f"stands at outer step {outer_step}")
+        self._versions.announce_missing(member)
+        self.top_up(member)
+        self._desk.send(member.learner, Enter(member.session, outer_step))
+
+    def top_up(self, member: Member) -> None:
+        units = self._leases.top_up(member.learner)
+        if units:
+            self._desk.send(member.learner, Grant(units, self._leases.own_next(member.learner)))
+
+    # ------------------------------------------------------------ going
+
+    def lost(self, member: Member, reason: str) -> None:
+        member.connected = False
+        member.lost_at = self._desk.now
+        self._clear_joining(member)
+        stand(self._desk, member, "lost", reason)
+        self._replace_source(member.learner)
+
+    def left(self, member: Member, reason: str) -> None:
+        stand(self._desk, member, "left", reason)
+        self._ledger.closed(member.learner, FATE_LEFT)
+        self.release_leases(member)
+        self._clear_joining(member)
+        self._replace_source(member.learner)
+
+    def silent(self, member: Member, reason: str) -> None:
+        stand(self._desk, member, "unheard", reason)
+        self._replace_source(member.learner)
+
+    def recover(self, member: Member, reason: str) -> None:
+        self._clear_joining(member)
+        stand(self._desk, member, "recover", reason)
+        self._desk.send(member.learner, Recover(reason))
+        self._replace_source(member.learner)
+
+    def give_up(self, member: Member) -> None:
+        """Lost for long: its data goes to others and nothing is kept for it any more."""
+        member.given_up = True
+        self.release_leases(member)
+
+    def release_leases(self, member: Member) -> None:
+        units, repeats = self._leases.release(member.learner)
+        if units:
+            self._desk.emit(Reissue(member.learner, units, repeats))
+
+    def _replace_source(self, peer: LearnerId) -> None:
+        """Recovery survives the death of its source."""
+        for member in self._roster:
+            if member.standing == JOINING and member.peer == peer:
+                member.tried.add(peer)
+                self._give_ticket(member)
+
+    def deadline_passed(self, member: Member) -> None:
+        """No broadcast within two expected rounds, or a transfer that nobody hears of: Theta itself."""
+        why = "no broadcast within two expected rounds" if member.wants_ticket else "the transfer was not heard of again"
+        self._send_theta(member, why)
+
+    @staticmethod
+    def _clear_joining(member: Member) -> None:
+        member.entering = member.wants_ticket = False
+        member.peer, member.ticket, member.join_deadline = -1, 0, None
+        member.tried = set()
+
+
+def stand(desk: Desk, member: Member, trigger: str, reason: str) -> None:
+    before = member.standing
+    member.move(trigger)
+    if member.standing != before:
+        desk.emit(Membership(member.learner, member.standing, reason))
+
+
+__all__ = ["IN_SYNC", "JOINING", "LEFT", "LOST", "SILENT", "Admission", "stand"]

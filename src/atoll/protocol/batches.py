@@ -1,0 +1,45 @@
+"""The learner's side of data leases: which batch to draw next. It never waits for a grant."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from atoll.ids import LearnerId
+from atoll.protocol.vocabulary import Grant, Unit
+
+
+class Batches:
+    __slots__ = ("_left", "_me", "_offset", "_self_issued", "_unit_steps", "own_next")
+
+    def __init__(self, me: LearnerId, unit_steps: int) -> None:
+        self._me = me
+        self._unit_steps = unit_steps
+        self._left: deque[Unit] = deque()
+        self._self_issued: set[int] = set()
+        self.own_next = 0
+        self._offset = 0
+
+    def left(self) -> tuple[Unit, ...]:
+        return tuple(self._left)
+
+    def granted(self, grant: Grant) -> None:
+        for unit in grant.units:
+            if unit.stream == self._me and unit.index in self._self_issued:
+                continue  # granted while we went on by ourselves: drawn already
+            self._left.append(unit)
+        self._self_issued = {i for i in self._self_issued if i >= grant.own_next}
+        self.own_next = max(self.own_next, grant.own_next)
+
+    def draw(self) -> tuple[LearnerId, int]:
+        """(stream, position) of the next batch; beyond the grants, on in one's own stream."""
+        if not self._left:
+            self._left.append(Unit(self._me, self.own_next))
+            self._self_issued.add(self.own_next)
+            self.own_next += 1
+        unit = self._left[0]
+        position = unit.index * self._unit_steps + self._offset
+        self._offset += 1
+        if self._offset == self._unit_steps:
+            self._left.popleft()
+            self._offset = 0
+        return unit.stream, position

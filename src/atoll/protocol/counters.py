@@ -1,0 +1,38 @@
+"""What a learner trained since it last adopted each fragment: c_steps, c_tokens, c_samples.
+
+Kept as totals minus a base per fragment, so that an inner step costs three additions whatever P is.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from atoll.ids import FragmentId, LocalStep
+
+
+class Count(NamedTuple):
+    steps: int
+    tokens: int
+    samples: int
+
+
+class Counters:
+    __slots__ = ("_base", "local_step", "samples", "tokens")
+
+    def __init__(self, fragments: int) -> None:
+        self.local_step: LocalStep = 0
+        self.tokens = 0
+        self.samples = 0
+        self._base: list[Count] = [Count(0, 0, 0)] * fragments
+
+    def trained(self, tokens: int, samples: int) -> None:
+        self.local_step += 1
+        self.tokens += tokens
+        self.samples += samples
+
+    def since(self, fragment: FragmentId) -> Count:
+        base = self._base[fragment]
+        return Count(self.local_step - base.steps, self.tokens - base.tokens, self.samples - base.samples)
+
+    def reset(self, fragment: FragmentId) -> None:
+        self._base[fragment] = Count(self.local_step, self.tokens, self.samples)

@@ -1,0 +1,531 @@
+"""The learner: report, adopt what is due, inner step; for ever. Sans I/O.
+
+Everything that touches weights happens at a step boundary, in `_boundary`; while an inner step runs, messages are only
+noted, except a Pull, which is answered from the copy staged at the last boundary. A learner under `arrival` never
+waits. Under `exact` adoption, or with a bounded lead, it may, and then `Wait` and `Resume` are on the tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atoll.config import Config
+from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep, WorkerId
+from atoll.protocol.batches import Batches
+from atoll.protocol.causality import Mailbox
+from atoll.protocol.counters import Counters
+from atoll.protocol.desk import Desk
+from atoll.protocol.recovery import Errand, Service
+from atoll.protocol.snapshot import marker_of
+from atoll.protocol.vocabulary import (
+    NO_VERSION,
+    Adopt,
+    Adoption,
+    Announce,
+    Connected,
+    ConnectionLost,
+    Contribution,
+    DeadlinePassed,
+    Decline,
+    Effect,
+    Enter,
+    Envelope,
+    Event,
+    Finish,
+    Finished,
+    Goodbye,
+    Grant,
+    Hello,
+    InnerStep,
+    Keep,
+    LeaveAsked,
+    Loaded,
+    LoadState,
+    LoadTheta,
+    Message,
+    Poisoned,
+    Pull,
+    Received,
+    RecordState,
+    Recover,
+    RecoveryFailed,
+    Refuse,
+    Report,
+    Resume,
+    Serve,
+    Stage,
+    Started,
+    StateRequest,
+    StateTransfer,
+    StepDone,
+    TakeTheta,
+    Tick,
+    Ticket,
+    Unstage,
+    Wait,
+    Welcome,
+)  # fmt: skip
+from atoll.rules import Schedule, learner_overlap
+
+JOINING, BOUNDARY, TRAINING, WAITING, DONE = "joining", "boundary", "training", "waiting", "done"
+AT_REST = (BOUNDARY, WAITING)
+"""No inner step runs: weights may be read and written."""
+
+
+class _Pending(NamedTuple):
+    version: OuterStep
+    previous: OuterStep
+    merged: bool
+
+
+class _Staged(NamedTuple):
+    local_step: LocalStep
+    anchor: OuterStep
+    c_steps: int
+    c_tokens: int
+    c_samples: int
+    tokens: int
+
+
+class LearnerMachine:
+    def __init__(self, config: Config, learner: LearnerId, incarnation: Incarnation) -> None:
+        p = config.protocol
+        self.config = config
+        self.learner = learner
+        self.schedule = Schedule(config)
+        self._desk = Desk(Mailbox(learner, incarnation, config.learners))
+        self._fragments = p.fragments
+        self.phase = JOINING
+        self._connected = False
+        self._has_state = False
+        self._session = 0
+        self._entering: Enter | None = None
+        self._must_recover = ""
+        self._finish = False
+        self.position: OuterStep = 0
+        self.outer_known: OuterStep = 0
+        self.counters = Counters(p.fragments)
+        self.held: list[OuterStep] = [NO_VERSION] * p.fragments
+        self._pending: dict[FragmentId, _Pending] = {}
+        self._staged: dict[tuple[FragmentId, OuterStep], _Staged] = {}
+        self._pulls: list[Pull] = []
+        self._adoptions: list[Adoption] = []
+        self._batches = Batches(learner, p.local_steps_per_round)
+        self._drawn: tuple[LearnerId, int] = (learner, 0)
+        self._last_step: StepDone | None = None
+        self._recorded: OuterStep = 0
+        self._marker: OuterStep = 0
+        self._waiting_since: Nanos = 0
+        self._wait_reason = ""
+        self.waited: Nanos = 0
+        self._errand = Errand()
+        self._service = Service(2 * config.limits.serves_max)
+
+    # ------------------------------------------------------------ the door
+
+    def on(self, event: Event, now: Nanos) -> Sequence[Effect]:
+        self._desk.now = now
+        match event:
+            case StepDone():
+                self._step_done(event)
+            case Received(envelope=envelope):
+                self._receive(envelope)
+            case Connected(peer=peer):
+                if peer == SYNCER:
+                    self._connected = True
+                    self._hello("reconnected" if self._has_state else "joins")
+            case ConnectionLost(peer=peer, reason=reason):
+                self._lost(peer, reason)
+            case Poisoned(where=where):
+                self._recover(f"{where} holds NaN or Inf")
+            case LeaveAsked(reason=reason):
+                self._send(Goodbye(reason))
+                self.phase = DONE
+            case DeadlinePassed():
+                self._deadline_passed()
+            case Started():
+                pass
+            case _:
+                raise AssertionError(f"no learner expects {event}")
+        return self._desk.take()
+
+    @property
+    def incarnation(self) -> Incarnation:
+        return self._desk.mailbox.incarnation
+
+    def deadline(self) -> Nanos | None:
+        return self._errand.give_up_at
+
+    def _send(self, body: Message, to: WorkerId = SYNCER) -> None:
+        if self._connected or to != SYNCER:
+            self._desk.send(to, body)
+
+    # ------------------------------------------------------------ messages
+
+    def _receive(self, envelope: Envelope) -> None:
+        refusal = self._desk.mailbox.refusal(envelope)
+        if refusal is not None:
+            if refusal:
+                self._desk.emit(Refuse(envelope.sender, refusal, True))
+            return
+        body = envelope.body
+        if envelope.sender == SYNCER:
+            interval = self.config.protocol.snapshot_interval
+            self._marker = max(self._marker, marker_of(envelope.clock[0], interval))
+        match body:
+            case Announce():
+                self._announced(body)
+            case Pull():
+                self._pulled(body)
+            case Tick(outer_step=outer_step):
+                self._saw(outer_step)
+            case Grant():
+                self._batches.granted(body)
+            case Enter():
+                self._entering = body
+                if self.phase in (JOINING, WAITING):
+                    self._enter()
+            case Welcome():
+                pass
+            case Ticket():
+                self._errand.begin(body, self._desk.now)
+                self._send(StateRequest(body.ticket), body.peer)
+            case TakeTheta():
+                self._take_theta(body)
+            case StateTransfer():
+                self._take_state(envelope.sender, body)
+            case Recover(reason=reason):
+                self._recover(reason)
+            case Serve():
+                self._service.name(body)
+                self._serve()
+            case StateRequest(ticket=ticket):
+                self._service.ask(ticket, envelope.sender)
+                self._serve()
+            case Finish():
+                self._finish = True
+                if self.phase != TRAINING:
+                    self._done()
+            case _:
+                self._desk.emit(Refuse(envelope.sender, f"{type(body).__name__} is not for a learner", True))
+
+    def _saw(self, outer_step: OuterStep) -> None:
+        self.outer_known = max(self.outer_known, outer_step)
+        self._serve()
+
+    def _announced(self, body: Announce) -> None:
+        fragment = body.fragment
+        if body.previous != NO_VERSION and self.held[fragment] != body.previous:
+            # cannot be, while channels are FIFO; if it is, start the channel over rather than guess
+            self._hello(f"fragment {fragment} came against version {body.previous}, which I lack")
+            return
+        pending = self._pending.get(fragment)
+        if body.outer_step > (pending.version if pending else self.held[fragment]):
+            self._desk.emit(Keep(fragment, body.outer_step, body.previous))
+            self._pending[fragment] = _Pending(body.outer_step, body.previous, self.learner in body.merged)
+        self._saw(body.outer_step)
+        if self.phase == WAITING:
+            self._record()
+            self._adopt_due()
+            self._go_on()
+
+    def _lost(self, peer: WorkerId, reason: str) -> None:
+        if peer == SYNCER:
+            self._connected = False
+            self._entering = None
+            self._pulls.clear()
+            self._errand.end()
+            return
+        self._service.lost(peer)
+        if self._errand.asked(peer):
+            self._transfer_failed(f"its source was lost: {reason}")
+
+    # ------------------------------------------------------------ a step boundary
+
+    def _step_done(self, event: StepDone) -> None:
+        self.counters.trained(event.tokens, event.samples)
+        self._desk.mailbox.advance(self.counters.local_step)
+        self.position += 1
+        self._last_step = event
+        self.phase = BOUNDARY
+        self._boundary()
+
+    def _boundary(self) -> None:
+        self._record()
+        if self._finish:
+            return self._done()
+        if self._must_recover:
+            return self._recover(self._must_recover)
+        if self._entering is not None:
+            self._take_position(self._entering)
+        if self.schedule.policy(self.position).exact:
+            self._stage_exact()
+            self._report()
+            self._adopt_due()
+        else:
+            self._adopt_due()
+            self._stage_ahead()
+            self._report()
+        self._answer_pulls()
+        self._serve()
+        self._go_on()
+        return None
+
+    def _record(self) -> None:
+        """A marker was seen: record before anything of later than the marker takes effect."""
+        if self._marker > self._recorded and self._has_state:
+            self._recorded = self._marker
+            self._desk.emit(RecordState(self._marker))
+
+    def _report(self) -> None:
+        step = self._last_step
+        stream, batch = self._drawn
+        if not self._connected:
+            return
+        self._send(Report(
+            self._session, self.counters.local_step, self.position, self.counters.tokens, self.counters.samples,
+            step.nanos if step else 0, self.waited, stream, batch, tuple(self._adoptions), self._recorded,
+            step.loss if step else None,
+        ))  # fmt: skip
+        self._adoptions.clear()
+
+    def _go_on(self) -> None:
+        reason = self._must_wait()
+        if reason:
+            if self._adoptions:
+                self._report()  # the syncer sends a newer version only once this one is acknowledged
+            if self.phase != WAITING:
+                self.phase = WAITING
+                self._waiting_since, self._wait_reason = self._desk.now, reason
+                self._desk.emit(Wait(reason))
+            return
+        self._end_wait()
+        self.phase = TRAINING
+        self._drawn = self._batches.draw()
+        policy = self.schedule.policy(self.position + 1)
+        progress = self.position if policy.exact else self.outer_known
+        self._desk.emit(InnerStep(self.counters.local_step + 1, *self._drawn, progress))
+
+    def _must_wait(self) -> str:
+        """At most `lead` local steps past the last due adoption; checked at every boundary, so one outer step suffices."""
+        policy = self.schedule.policy(self.position)
+        if policy.lead < 0:
+            return ""
+        if policy.exact and self.position >= self.config.outer_steps:
+            return "its last local step is done"  # exactly H steps an interval: none beyond the last outer step
+        lead = learner_overlap(self.config, policy, self.learner) if policy.exact else policy.lead
+        outer_step = self.position - lead
+        missing = [p for p in self.schedule.due(outer_step) if self.held[p] < outer_step]
+        return f"outer step {outer_step} of fragment {missing[0]} is not back" if missing else ""
+
+    # ------------------------------------------------------------ adopting
+
+    def _due_at(self, pending: _Pending) -> OuterStep:
+        policy = self.schedule.policy(pending.version)
+        return pending.version + learner_overlap(self.config, policy, self.learner) if policy.exact else 0
+
+    def _adopt_due(self) -> None:
+        for fragment in sorted(p for p, pending in self._pending.items() if self.position >= self._due_at(pending)):
+            self._adopt(fragment)
+
+    def _adopt(self, fragment: FragmentId, reason: str = "due") -> None:
+        pending = self._pending.pop(fragment)
+        policy = self.schedule.policy(pending.version)
+        regular = pending.merged and not policy.plain_average
+        alpha = self.config.protocol.alpha if regular else 0.0  # catching up takes Theta as it is
+        self._desk.emit(Adopt(fragment, pending.version, alpha, pending.merged, reason))
+        self._holds(fragment, pending.version)
+        self._unstage(fragment, up_to=pending.version)
+
+    def _holds(self, fragment: FragmentId, version: OuterStep) -> None:
+        self.held[fragment] = version
+        self._adoptions.append(Adoption(fragment, version, self.counters.local_step, self.counters.tokens))
+        if self.config.protocol.anchor != "round_start":
+            self.counters.reset(fragment)
+
+    # ------------------------------------------------------------ staging and pulls
+
+    def _stage_exact(self) -> None:
+        for fragment in self.schedule.due(self.position):
+            if (fragment, self.position) not in self._staged:
+                self._stage(fragment, self.position)
+
+    def _stage_ahead(self) -> None:
+        """The fragments due in the next tau outer steps, anew at every boundary: a pull finds a fresh copy."""
+        wanted: set[FragmentId] = set()
+        for outer_step in range(self.outer_known + 1, self.outer_known + self.config.protocol.overlap + 1):
+            wanted.update(self.schedule.due(outer_step))
+        for fragment, slot in [key for key in self._staged if key[0] not in wanted]:
+            self._unstage_one(fragment, slot)
+        for fragment in sorted(wanted):
+            self._stage(fragment, NO_VERSION)
+
+    def _stage(self, fragment: FragmentId, slot: OuterStep) -> None:
+        count = self.counters.since(fragment)
+        restart = self.config.protocol.anchor == "round_start"
+        self._staged[fragment, slot] = _Staged(
+            self.counters.local_step, self.held[fragment], *count, self.counters.tokens
+        )  # fmt: skip
+        self._desk.emit(Stage(fragment, self.counters.local_step, slot, restart))
+        if restart:
+            self.counters.reset(fragment)
+
+    def _unstage(self, fragment: FragmentId, up_to: OuterStep) -> None:
+        for key in [k for k in self._staged if k[0] == fragment and k[1] <= up_to]:
+            self._unstage_one(*key)
+
+    def _unstage_one(self, fragment: FragmentId, slot: OuterStep) -> None:
+        del self._staged[fragment, slot]
+        self._desk.emit(Unstage(fragment, slot))
+
+    def _pulled(self, pull: Pull) -> None:
+        if self.phase in (JOINING, DONE):
+            self._send(Decline(pull.outer_step, f"is {self.phase}"))
+            return
+        self._pulls.append(pull)
+        if self._marker > self._recorded and self.phase not in AT_REST:
+            return  # sent after the snapshot began: it must not touch this learner before it has recorded
+        self._answer_pulls()
+
+    def _answer_pulls(self) -> None:
+        """In the middle of a step only from staged copies; at a boundary whatever is missing is staged now."""
+        waiting: list[Pull] = []
+        for pull in self._pulls:
+            exact = self.schedule.policy(pull.outer_step).exact
+            slot = pull.outer_step if exact else NO_VERSION
+            missing = [p for p in pull.fragments if (p, slot) not in self._staged]
+            if missing and exact:
+                self._send(Decline(pull.outer_step, f"stands at outer step {self.position}"))
+            elif missing and self.phase not in AT_REST:
+                waiting.append(pull)
+            else:
+                for fragment in missing:
+                    self._stage(fragment, slot)
+                for fragment in pull.fragments:
+                    self._contribute(pull.outer_step, fragment, slot)
+        self._pulls = waiting
+
+    def _contribute(self, outer_step: OuterStep, fragment: FragmentId, slot: OuterStep) -> None:
+        s = self._staged[fragment, slot]
+        self._send(Contribution(
+            outer_step, fragment, s.local_step, s.anchor, s.c_steps, s.c_tokens, s.c_samples, s.tokens
+        ))  # fmt: skip
+
+    # ------------------------------------------------------------ joining, recovery, the end
+
+    def _hello(self, reason: str) -> None:
+        held = tuple(self._newest_known()) if self._has_state else (NO_VERSION,) * self._fragments
+        self._send(Hello(
+            held, self.counters.local_step, self.counters.tokens, not self._has_state, self._batches.left(),
+            self._batches.own_next, reason,
+        ))  # fmt: skip
+
+    def _newest_known(self) -> list[OuterStep]:
+        return [self._pending[p].version if p in self._pending else v for p, v in enumerate(self.held)]
+
+    def _recover(self, reason: str) -> None:
+        """This state is of no more use. A running inner step ends first: its result is thrown away with the rest."""
+        if self.phase == TRAINING:
+            self._must_recover = reason
+            return
+        self._end_wait()
+        self._must_recover = ""
+        self.phase, self._has_state, self._entering = JOINING, False, None
+        self._errand.end()
+        self._pulls.clear()
+        self._pending.clear()
+        for key in list(self._staged):
+            self._unstage_one(*key)
+        self._hello(reason)
+
+    def _take_theta(self, body: TakeTheta) -> None:
+        if self.phase != JOINING:
+            return
+        if len(self._pending) < self._fragments:
+            self._hello("Theta was promised and did not come whole")
+            return
+        for fragment in range(self._fragments):
+            self._adopt(fragment, body.reason)
+        self._desk.emit(LoadTheta(body.reason))
+        self._loaded(body.ticket, SYNCER)
+
+    def _take_state(self, source: LearnerId, body: StateTransfer) -> None:
+        ticket = self._errand.ticket
+        if self.phase != JOINING or ticket is None or body.ticket != ticket.ticket or source != ticket.peer:
+            return
+        self._desk.emit(LoadState(source, body.held))
+        for fragment, version in enumerate(body.held):
+            self._holds(fragment, version)
+            self.counters.reset(fragment)
+        for fragment, version in body.pending:
+            if fragment not in self._pending or self._pending[fragment].version < version:
+                self._pending[fragment] = _Pending(version, NO_VERSION, False)
+        self._pending = {p: pending for p, pending in self._pending.items() if pending.version > self.held[p]}
+        self.outer_known = max(self.outer_known, body.outer_step)
+        self._loaded(body.ticket, source)
+
+    def _loaded(self, ticket: int, source: WorkerId) -> None:
+        self._has_state = True
+        self._recorded = self._marker  # whatever snapshot is open, a newcomer is not of it
+        self._errand.end()
+        self._send(Loaded(ticket, source, self.counters.local_step, tuple(self._newest_known())))
+
+    def _transfer_failed(self, reason: str) -> None:
+        ticket = self._errand.ticket
+        self._errand.end()
+        if ticket is not None:
+            self._send(RecoveryFailed(ticket.ticket, reason))
+
+    def _deadline_passed(self) -> None:
+        if self._errand.give_up_at is not None and self._desk.now >= self._errand.give_up_at:
+            self._transfer_failed("the transfer did not come in time")
+
+    def _enter(self) -> None:
+        """At rest: stand where the syncer says, say so, and go on."""
+        assert self._entering is not None
+        if not self._has_state:
+            self._entering = None
+            return
+        self._record()
+        self._take_position(self._entering)
+        if self.phase == JOINING:
+            self.phase = BOUNDARY
+        if self._finish:
+            return self._done()
+        self._adopt_due()
+        self._report()
+        self._serve()
+        self._go_on()
+        return None
+
+    def _take_position(self, enter: Enter) -> None:
+        """A learner that already stands where a member may stand keeps its place: it has trained that step."""
+        lead = max(0, self.schedule.policy(enter.outer_step + 1).lead)
+        if not enter.outer_step <= self.position <= enter.outer_step + 1 + lead:
+            self.position = enter.outer_step
+        for key in [k for k in self._staged if NO_VERSION < k[1] <= enter.outer_step]:
+            self._unstage_one(*key)
+        self._session = enter.session
+        self._entering = None
+        self._saw(enter.outer_step)
+
+    def _serve(self) -> None:
+        if self.phase not in AT_REST or not self._has_state:
+            return
+        for ticket, newcomer in self._service.take_ready(self.outer_known):
+            pending = tuple((p, pending.version) for p, pending in sorted(self._pending.items()))
+            self._send(StateTransfer(ticket, self.outer_known, tuple(self.held), pending), newcomer)
+
+    def _end_wait(self) -> None:
+        if self.phase == WAITING:
+            waited = self._desk.now - self._waiting_since
+            self.waited += waited
+            self._desk.emit(Resume(waited, self._wait_reason))
+            self.phase = BOUNDARY
+
+    def _done(self) -> None:
+        self._end_wait()
+        if self.phase != DONE:
+            self.phase = DONE
+            self._desk.emit(Finished(self.outer_known))

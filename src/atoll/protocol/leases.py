@@ -1,0 +1,117 @@
+"""Data leases: which learner may draw which part of the data, so that a death loses none of it.
+
+A unit is a run of `unit_steps` consecutive positions of one learner's stream. Units are granted at least 2H local steps
+ahead. A unit is settled when every fragment has been pulled at a local step that covers it; unsettled units of a lost
+learner are re-issued to whoever asks next (at least once: what had been trained already is counted as a repeat).
+While the syncer is away a learner goes on in its own stream, and its next report reconciles the books.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from atoll.ids import FragmentId, LearnerId, LocalStep
+from atoll.protocol.vocabulary import Unit
+
+
+class _Lease:
+    """One learner's incarnation: granted units in the order in which it will draw them."""
+
+    __slots__ = ("ahead", "done", "granted", "pulled", "started")
+
+    def __init__(self, fragments: int) -> None:
+        self.granted: deque[Unit] = deque()
+        self.done: deque[tuple[Unit, LocalStep]] = deque()
+        self.pulled: list[LocalStep] = [0] * fragments
+        self.ahead = 0
+        self.started = False
+
+
+class Leases:
+    def __init__(self, fragments: int, interval: int) -> None:
+        self._fragments = fragments
+        self.unit_steps = interval
+        self._ahead_least = 2 * interval
+        self._books: dict[LearnerId, _Lease] = {}
+        self._next: dict[LearnerId, int] = {}
+        self._pool: deque[Unit] = deque()
+        self.repeats = 0
+        self.settled = 0
+
+    def own_next(self, learner: LearnerId) -> int:
+        return self._next.get(learner, 0)
+
+    def top_up(self, learner: LearnerId) -> tuple[Unit, ...]:
+        """Grant until at least 2H steps lie ahead; re-issued units go first."""
+        book = self._books.setdefault(learner, _Lease(self._fragments))
+        units = []
+        while book.ahead < self._ahead_least:
+            if self._pool:
+                unit = self._pool.popleft()
+            else:
+                unit = Unit(learner, self.own_next(learner))
+                self._next[learner] = unit.index + 1
+            book.granted.append(unit)
+            book.ahead += self.unit_steps
+            units.append(unit)
+        return tuple(units)
+
+    def is_low(self, learner: LearnerId) -> bool:
+        book = self._books.get(learner)
+        return book is None or book.ahead < self._ahead_least
+
+    def drew(self, learner: LearnerId, stream: LearnerId, batch: int, local_step: LocalStep) -> None:
+        """A report says which batch was trained. Units are drawn in the order of grant: those before it are done."""
+        book = self._books.setdefault(learner, _Lease(self._fragments))
+        unit = Unit(stream, batch // self.unit_steps)
+        offset = batch % self.unit_steps
+        if unit in book.granted:
+            while book.granted[0] != unit:
+                book.done.append((book.granted.popleft(), local_step))
+        elif book.done and book.done[-1][0] == unit:
+            return  # the report of its last batch, repeated on entering
+        else:  # it had nothing left and went on by itself in its own stream: the books follow
+            if book.started:
+                book.done.append((book.granted.popleft(), local_step))
+            self._next[stream] = max(self.own_next(stream), unit.index + 1)
+            book.granted.appendleft(unit)
+        book.started = True
+        book.ahead = len(book.granted) * self.unit_steps - offset - 1
+        if offset == self.unit_steps - 1:
+            book.done.append((book.granted.popleft(), local_step))
+            book.started = False
+
+    def square(self, learner: LearnerId, left: Sequence[Unit], own_next: int, local_step: LocalStep) -> None:
+        """On a Hello of a known incarnation: what it has left is right, whatever was lost on the way."""
+        book = self._books.setdefault(learner, _Lease(self._fragments))
+        for unit in book.granted:
+            if unit not in left:
+                book.done.append((unit, local_step))
+        self._pool = deque(unit for unit in self._pool if unit not in left)
+        book.started = book.started and bool(left) and bool(book.granted) and left[0] == book.granted[0]
+        book.granted = deque(left)
+        book.ahead = len(left) * self.unit_steps - (1 if left else 0)
+        self._next[learner] = max(self.own_next(learner), own_next)
+
+    def pulled(self, learner: LearnerId, fragment: FragmentId, local_step: LocalStep) -> None:
+        book = self._books.get(learner)
+        if book is None:
+            return
+        book.pulled[fragment] = max(book.pulled[fragment], local_step)
+        if book.done:
+            covered = min(book.pulled)
+            while book.done and book.done[0][1] <= covered:
+                book.done.popleft()
+                self.settled += 1
+
+    def release(self, learner: LearnerId) -> tuple[tuple[Unit, ...], int]:
+        """The incarnation is over. Its unsettled units go back to the pool; those it had begun will be repeats."""
+        book = self._books.pop(learner, None)
+        if book is None:
+            return (), 0
+        begun = [unit for unit, _ in book.done] + ([book.granted[0]] if book.started and book.granted else [])
+        units = tuple(unit for unit, _ in book.done) + tuple(book.granted)
+        self._pool.extend(units)
+        self.repeats += len(begun)
+        return units, len(begun)

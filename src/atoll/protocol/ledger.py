@@ -1,0 +1,81 @@
+"""The fate of every (token, fragment): merged, discarded with a reason, or in flight. They add up by construction.
+
+For each learner and fragment there is one number, `settled`: tokens up to it have met their fate. A merge settles what
+its contribution covers; an adoption overwrites the fragment and so settles the rest, as discarded. A token is trained
+once per fragment, hence `trained = P x tokens`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from atoll.ids import FragmentId, LearnerId, OuterStep
+from atoll.protocol.vocabulary import NO_VERSION
+
+OVERLAP, NOT_IN_ROUND, LOST, LEFT = "overlap", "not_in_round", "lost", "left"
+
+
+class Fates(msgspec.Struct, frozen=True):
+    trained: int
+    merged: int
+    discarded: dict[str, int]
+    in_flight: int
+
+    def add_up(self) -> bool:
+        return self.trained == self.merged + sum(self.discarded.values()) + self.in_flight
+
+
+class _Row:
+    __slots__ = ("merged_at", "settled", "tokens")
+
+    def __init__(self, fragments: int) -> None:
+        self.tokens = 0
+        self.settled = [0] * fragments
+        self.merged_at: list[OuterStep] = [NO_VERSION] * fragments
+
+
+class Ledger:
+    def __init__(self, fragments: int, *, adoption_discards: bool) -> None:
+        """`adoption_discards` is false for anchor = round start: there what is trained during the overlap is part of
+        the next round's difference and not lost."""
+        self._fragments = fragments
+        self._adoption_discards = adoption_discards
+        self._rows: dict[LearnerId, _Row] = {}
+        self._trained = 0
+        self._merged = 0
+        self._discarded: dict[str, int] = {}
+
+    def trained(self, learner: LearnerId, tokens: int) -> None:
+        """`tokens` is cumulative for this incarnation, so that a lost report loses nothing."""
+        row = self._rows.setdefault(learner, _Row(self._fragments))
+        if tokens > row.tokens:
+            self._trained += (tokens - row.tokens) * self._fragments
+            row.tokens = tokens
+
+    def merged(self, learner: LearnerId, fragment: FragmentId, tokens: int, version: OuterStep) -> None:
+        row = self._rows[learner]
+        row.merged_at[fragment] = version
+        if tokens > row.settled[fragment]:
+            self._merged += tokens - row.settled[fragment]
+            row.settled[fragment] = tokens
+
+    def adopted(self, learner: LearnerId, fragment: FragmentId, tokens: int, version: OuterStep) -> None:
+        row = self._rows[learner]
+        if self._adoption_discards and tokens > row.settled[fragment]:
+            reason = OVERLAP if row.merged_at[fragment] == version else NOT_IN_ROUND
+            self._discard(reason, tokens - row.settled[fragment])
+            row.settled[fragment] = tokens
+
+    def closed(self, learner: LearnerId, reason: str) -> None:
+        """The incarnation is over: whatever it had in flight is discarded."""
+        row = self._rows.pop(learner, None)
+        if row is not None:
+            self._discard(reason, sum(row.tokens - s for s in row.settled))
+
+    def _discard(self, reason: str, tokens: int) -> None:
+        if tokens:
+            self._discarded[reason] = self._discarded.get(reason, 0) + tokens
+
+    def fates(self) -> Fates:
+        in_flight = sum(row.tokens - s for row in self._rows.values() for s in row.settled)
+        return Fates(self._trained, self._merged, dict(sorted(self._discarded.items())), in_flight)

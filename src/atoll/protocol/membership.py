@@ -1,0 +1,126 @@
+"""Who is here, and how far along. A member's standing moves only along the arrows of `ARROWS`.
+
+    joining ──entered──▶ in_sync ──unheard──▶ silent
+       ▲                    │                    │ (any) ──lost──▶ lost ──hello──▶ joining
+       └──────recover───────┴────────────────────┘ (any) ──left──▶ left ──hello──▶ joining
+
+A *silent* member may still be training (its connection stands); a *lost* one's connection closed; one that *left*
+said so. Only members in sync are counted, pulled from and asked to serve a recovery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from atoll.errors import PeerViolation
+from atoll.ids import FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep
+from atoll.protocol.vocabulary import NO_VERSION
+
+JOINING, IN_SYNC, SILENT, LOST, LEFT = "joining", "in_sync", "silent", "lost", "left"
+
+ARROWS: dict[tuple[str, str], str] = {
+    (JOINING, "entered"): IN_SYNC,
+    (SILENT, "entered"): IN_SYNC,
+    (IN_SYNC, "entered"): IN_SYNC,
+    (IN_SYNC, "unheard"): SILENT,
+    **{(s, "recover"): JOINING for s in (JOINING, IN_SYNC, SILENT)},
+    **{(s, "hello"): JOINING for s in (JOINING, IN_SYNC, SILENT, LOST, LEFT)},
+    **{(s, "lost"): LOST for s in (JOINING, IN_SYNC, SILENT, LOST)},
+    **{(s, "left"): LEFT for s in (JOINING, IN_SYNC, SILENT)},
+    (LEFT, "lost"): LEFT,
+}
+
+
+class Member:
+    """What the syncer knows of one learner."""
+
+    __slots__ = (
+        "connected",
+        "counted",
+        "deferred",
+        "entering",
+        "given_up",
+        "heard_at",
+        "held",
+        "incarnation",
+        "join_deadline",
+        "join_reason",
+        "joined_at",
+        "learner",
+        "lost_at",
+        "peer",
+        "position",
+        "reported",
+        "seen",
+        "sent",
+        "session",
+        "standing",
+        "step_ema",
+        "ticket",
+        "tokens",
+        "tried",
+        "wants_ticket",
+    )  # fmt: skip
+
+    def __init__(self, learner: LearnerId, fragments: int) -> None:
+        self.learner = learner
+        self.incarnation: Incarnation = -1
+        self.standing = JOINING
+        self.connected = False
+        self.session = 0
+        self.reported: LocalStep = 0
+        self.counted: LocalStep = 0
+        self.position: OuterStep = 0
+        self.tokens = 0
+        self.step_ema: Nanos | None = None
+        self.heard_at: Nanos = 0
+        self.lost_at: Nanos = 0
+        self.given_up = False
+        self.held: list[OuterStep] = [NO_VERSION] * fragments
+        self.sent: list[OuterStep] = [NO_VERSION] * fragments
+        self.deferred: dict[FragmentId, OuterStep] = {}
+        # joining
+        self.entering = False
+        self.wants_ticket = False
+        self.ticket = 0
+        self.peer: LearnerId = -1
+        self.tried: set[LearnerId] = set()
+        self.joined_at: Nanos = 0
+        self.join_deadline: Nanos | None = None
+        self.join_reason = ""
+        self.seen: OuterStep = 0
+
+    def move(self, trigger: str) -> None:
+        to = ARROWS.get((self.standing, trigger))
+        if to is None:
+            raise PeerViolation(f"learner {self.learner} is {self.standing}: {trigger} makes no sense")
+        self.standing = to
+
+
+class Roster:
+    """Members by id, always walked in LearnerId order: nothing may depend on who arrived first."""
+
+    def __init__(self, fragments: int) -> None:
+        self._fragments = fragments
+        self._members: dict[LearnerId, Member] = {}
+
+    def get(self, learner: LearnerId) -> Member | None:
+        return self._members.get(learner)
+
+    def admit(self, learner: LearnerId) -> Member:
+        if learner not in self._members:
+            self._members[learner] = Member(learner, self._fragments)
+            self._members = dict(sorted(self._members.items()))
+        return self._members[learner]
+
+    def __iter__(self) -> Iterator[Member]:
+        return iter(self._members.values())
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def in_sync(self) -> list[Member]:
+        return [m for m in self._members.values() if m.standing == IN_SYNC]
+
+    def connected(self) -> list[Member]:
+        return [m for m in self._members.values() if m.connected]

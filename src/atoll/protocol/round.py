@@ -1,0 +1,103 @@
+"""One outer step, from the first fresh report to the stored result.
+
+    GATHERING ──quorum met──▶ GRACE ──window closed──▶ PULLING ──all in──▶ READY ──its turn──▶ STORING ──▶ committed
+        ▲                       │                         │
+        └──── fewer than K ─────┴──── fewer than K ───────┘   (the same outer step gathers again)
+
+Gathering is serial: t+1 opens when t's participants are fixed. Pulls of at most tau rounds overlap, on different
+fragments; commits keep the order of outer steps, so that "the last announced outer step" says everything.
+"""
+
+from __future__ import annotations
+
+from atoll.errors import PeerViolation
+from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep
+from atoll.protocol.vocabulary import Contribution
+from atoll.rules import Policy
+
+GATHERING, GRACE, PULLING, READY, STORING = "gathering", "grace", "pulling", "ready", "storing"
+
+NEXT: dict[tuple[str, str], str] = {
+    (GATHERING, "quorum_met"): GRACE,
+    (GRACE, "quorum_lost"): GATHERING,
+    (GRACE, "fixed"): PULLING,
+    (PULLING, "all_in"): READY,
+    (PULLING, "quorum_lost"): GATHERING,
+    (READY, "quorum_lost"): GATHERING,
+    (READY, "turn"): STORING,
+}
+
+IN_FLIGHT = (PULLING, READY, STORING)
+
+
+class Round:
+    __slots__ = (
+        "accepted", "awaited", "counted_before", "due", "fixed_at", "grace_until", "opened_at", "outer_step",
+        "participants", "phase", "policy", "pull_deadline", "quorum_at",
+    )  # fmt: skip
+
+    def __init__(self, outer_step: OuterStep, due: tuple[FragmentId, ...], policy: Policy, now: Nanos) -> None:
+        self.outer_step = outer_step
+        self.due = due
+        self.policy = policy
+        self.phase = GATHERING
+        self.opened_at = now
+        self.quorum_at: Nanos = 0
+        self.grace_until: Nanos = 0
+        self.fixed_at: Nanos = 0
+        self.pull_deadline: Nanos = 0
+        self.participants: tuple[LearnerId, ...] = ()
+        self.counted_before: dict[LearnerId, LocalStep] = {}
+        self.awaited: dict[LearnerId, set[FragmentId]] = {}
+        self.accepted: dict[FragmentId, dict[LearnerId, Contribution]] = {}
+
+    def move(self, trigger: str) -> None:
+        to = NEXT.get((self.phase, trigger))
+        assert to is not None, f"round {self.outer_step} is {self.phase}: {trigger} makes no sense"
+        self.phase = to
+
+    def fix(self, participants: tuple[LearnerId, ...], now: Nanos) -> None:
+        self.move("fixed")
+        self.fixed_at = now
+        self.participants = participants
+        self.awaited = {m: set(self.due) for m in participants} if self.due else {}
+        self.accepted = {p: {} for p in self.due}
+        self._settle()
+
+    def objection(self, learner: LearnerId, body: Contribution) -> str | None:
+        """Why a contribution does not belong here, or None."""
+        if self.phase != PULLING:
+            return f"round {self.outer_step} is {self.phase}"
+        if learner not in self.participants:
+            return f"not a participant of round {self.outer_step}"
+        if body.fragment not in self.awaited.get(learner, ()):
+            return f"fragment {body.fragment} of round {self.outer_step} is not awaited from it"
+        return None
+
+    def take(self, learner: LearnerId, body: Contribution) -> None:
+        if self.objection(learner, body):
+            raise PeerViolation(f"learner {learner}: {self.objection(learner, body)}")
+        self.accepted[body.fragment][learner] = body
+        awaited = self.awaited[learner]
+        awaited.discard(body.fragment)
+        if not awaited:
+            del self.awaited[learner]
+        self._settle()
+
+    def drop(self, learner: LearnerId) -> None:
+        """Whatever it sent or owes, it is not of this round any more."""
+        self.participants = tuple(m for m in self.participants if m != learner)
+        self.awaited.pop(learner, None)
+        for contributions in self.accepted.values():
+            contributions.pop(learner, None)
+        if self.phase == PULLING and self.participants:
+            self._settle()
+
+    def regather(self, now: Nanos) -> None:
+        self.move("quorum_lost")
+        self.opened_at = now
+        self.participants, self.awaited, self.accepted = (), {}, {}
+
+    def _settle(self) -> None:
+        if not self.awaited:
+            self.move("all_in")

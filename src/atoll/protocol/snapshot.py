@@ -1,0 +1,69 @@
+"""Chandy-Lamport on the star: the syncer's side of a consistent, non-blocking snapshot.
+
+The syncer records its state and goes on; its clock value is the marker. A learner that first sees it records its own
+state and returns the marker with its next report. What arrives from a learner between the syncer's record and that
+learner's marker was in flight, belongs to the snapshot and is delivered again on resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from atoll.ids import LearnerId, OuterStep
+from atoll.protocol.desk import Desk
+from atoll.protocol.vocabulary import Envelope, RecordInFlight, RecordSyncer, Report, SealSnapshot
+
+
+def marker_of(outer_step: OuterStep, interval: int) -> OuterStep:
+    """The newest marker at or below an outer step; 0 is none."""
+    return outer_step - outer_step % interval if interval else 0
+
+
+class Snapshot:
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._marker: OuterStep = 0
+        self._waiting: set[LearnerId] = set()
+        self._recorded: set[LearnerId] = set()
+
+    @property
+    def open(self) -> bool:
+        return bool(self._marker)
+
+    def begin(self, marker: OuterStep, learners: Iterable[LearnerId]) -> None:
+        if self._marker:
+            self._seal(complete=False, reason=f"snapshot {marker} is due and this one is not complete")
+        self._marker, self._waiting, self._recorded = marker, set(learners), set()
+        self._desk.emit(RecordSyncer(marker))
+        self._maybe_seal("nobody to wait for")
+
+    def saw(self, envelope: Envelope) -> None:
+        """Called for every message in order, before it takes effect."""
+        if not self._marker or envelope.sender not in self._waiting:
+            return
+        body = envelope.body
+        if isinstance(body, Report) and body.snapshot >= self._marker:
+            self._waiting.discard(envelope.sender)
+            self._recorded.add(envelope.sender)
+            self._maybe_seal("every live learner returned the marker")
+        else:
+            self._desk.emit(RecordInFlight(self._marker, envelope.sender, envelope.seq))
+
+    def gone(self, learner: LearnerId) -> None:
+        """Dead learners are left out: on resume they recover."""
+        if self._marker:
+            self._waiting.discard(learner)
+            self._recorded.discard(learner)
+            self._maybe_seal(f"learner {learner} is gone and left out")
+
+    def abandon(self, reason: str) -> None:
+        if self._marker:
+            self._seal(complete=False, reason=reason)
+
+    def _maybe_seal(self, reason: str) -> None:
+        if self._marker and not self._waiting:
+            self._seal(complete=True, reason=reason)
+
+    def _seal(self, *, complete: bool, reason: str) -> None:
+        self._desk.emit(SealSnapshot(self._marker, tuple(sorted(self._recorded)), complete, reason))
+        self._marker, self._waiting, self._recorded = 0, set(), set()

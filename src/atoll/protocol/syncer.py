@@ -1,0 +1,558 @@
+"""The syncer: gathers fresh reports, fixes who takes part, pulls, merges, stores, announces. Sans I/O.
+
+Read `round.py` first. Everything here happens in `on`: one event in, effects out, in the order in which they must be
+carried out. The tape of its events is its state: a syncer that was killed is re-derived by feeding them to a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atoll.config import Config
+from atoll.errors import PeerViolation
+from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, nanos, seconds
+from atoll.protocol.admission import Admission, stand
+from atoll.protocol.causality import Mailbox
+from atoll.protocol.desk import Desk
+from atoll.protocol.leases import Leases
+from atoll.protocol.ledger import Fates, Ledger
+from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
+from atoll.protocol.round import GATHERING, GRACE, IN_FLIGHT, PULLING, READY, STORING, Round
+from atoll.protocol.snapshot import Snapshot, marker_of
+from atoll.protocol.versions import Versions
+from atoll.protocol.vocabulary import (
+    AbortRound,
+    Accept,
+    Adoption,
+    ConnectionLost,
+    Contribution,
+    DeadlinePassed,
+    Decline,
+    Discard,
+    Effect,
+    Envelope,
+    Event,
+    Finish,
+    Finished,
+    FixParticipants,
+    Goodbye,
+    Hello,
+    Loaded,
+    Merge,
+    Poisoned,
+    Pull,
+    Received,
+    RecoveryFailed,
+    Refuse,
+    Report,
+    Share,
+    Started,
+    Store,
+    Stored,
+    Tick,
+)  # fmt: skip
+from atoll.rules import Schedule, contribution_weight, ema, fresh, grace_window, median_nanos, paced_until
+
+
+class SyncerMachine:
+    def __init__(self, config: Config) -> None:
+        p = config.protocol
+        self.config = config
+        self.schedule = Schedule(config)
+        self.outer_step: OuterStep = 0
+        self._desk = Desk(Mailbox(SYNCER, 0, config.learners))
+        self.roster = Roster(p.fragments)
+        self.versions = Versions(config, self._desk, self.roster)
+        self.ledger = Ledger(p.fragments, adoption_discards=p.anchor != "round_start")
+        self.leases = Leases(p.fragments, p.local_steps_per_round)
+        self.snapshot = Snapshot(self._desk)
+        self.admission = Admission(
+            config, self._desk, self.roster, self.versions, self.ledger, self.leases,
+            self.expected_round, lambda: self.outer_step,
+        )  # fmt: skip
+        self.rounds: dict[OuterStep, Round] = {}
+        self._fresh: set[LearnerId] = set()
+        self._mustered = False
+        self._muster_until: Nanos | None = None
+        self._last_fixed_at: Nanos | None = None
+        self._last_commit_at: Nanos = 0
+        self._step_time: Nanos = 0
+        self._round_time: Nanos | None = None
+        self._sync_time: Nanos | None = None
+        self._pull_time: Nanos | None = None
+        self._unadopted: dict[OuterStep, Nanos] = {}
+        self._watch_at: Nanos | None = None
+        self._hold_until: Nanos | None = None
+        self.refused = 0
+        self.finished = False
+
+    # ------------------------------------------------------------ the door
+
+    def on(self, event: Event, now: Nanos) -> Sequence[Effect]:
+        self._desk.now = now
+        match event:
+            case Received(envelope=envelope):
+                self._receive(envelope)
+            case Stored(outer_step=outer_step):
+                self._stored(outer_step)
+            case DeadlinePassed():
+                self._deadlines()
+            case ConnectionLost(peer=peer, reason=reason):
+                self._lost(peer, reason)
+            case Poisoned(learner=learner, where=where):
+                self._poisoned(learner, where)
+            case Started(incarnation=incarnation):
+                self._started(incarnation)
+            case _:
+                pass  # Connected: a peer speaks first, with Hello
+        self._turn()
+        return self._desk.take()
+
+    def deadline(self) -> Nanos | None:
+        found = [r.pull_deadline for r in self.rounds.values() if r.phase == PULLING]
+        found += [t for t in (self._hold_until, self._watch_at) if t is not None]
+        return min(found) if found and not self.finished else None
+
+    def fates(self) -> Fates:
+        return self.ledger.fates()
+
+    # ------------------------------------------------------------ messages
+
+    def _receive(self, envelope: Envelope) -> None:
+        learner = envelope.sender
+        if not 0 <= learner < self.config.limits.members_max:
+            return self._refuse(learner, "is no learner", disconnect=True)
+        refusal = self._desk.mailbox.refusal(envelope)
+        if refusal is not None:
+            return self._refuse(learner, refusal, disconnect=True) if refusal else None
+        self.snapshot.saw(envelope)
+        body = envelope.body
+        if isinstance(body, Hello):
+            return self._hello(learner, envelope, body)
+        member = self.roster.get(learner)
+        if member is None or not member.connected:
+            return self._refuse(learner, "did not say Hello on this connection", disconnect=True)
+        member.heard_at = self._desk.now
+        match body:
+            case Report():
+                self._report(member, body)
+            case Contribution():
+                self._contribution(member, body)
+            case Decline(outer_step=outer_step, reason=reason):
+                self._drop(member, outer_step, f"declined: {reason}")
+            case Loaded():
+                self.admission.loaded(member, body)
+            case RecoveryFailed():
+                self.admission.failed(member, body)
+            case Goodbye(reason=reason):
+                self._gone(member)
+                self.admission.left(member, reason)
+            case _:
+                self._refuse(learner, f"{type(body).__name__} is not for the syncer", disconnect=True)
+        return None
+
+    def _refuse(self, learner: LearnerId, reason: str, *, disconnect: bool = False) -> None:
+        self.refused += 1
+        self._desk.emit(Refuse(learner, reason, disconnect))
+
+    def _hello(self, learner: LearnerId, envelope: Envelope, body: Hello) -> None:
+        if len(body.held) != self.config.protocol.fragments or any(v > self.outer_step for v in body.held):
+            self._refuse(learner, "Hello names versions that never were", disconnect=True)
+            return
+        member = self.roster.get(learner)
+        if member is not None:
+            self._gone(member)
+        member = self.admission.hello(learner, envelope.incarnation, body)
+        if self._muster_until is None:
+            self._muster_until = self._desk.now + nanos(self.config.limits.muster_seconds)
+        if self.finished:
+            self._desk.send(learner, Finish(self.outer_step))
+        self._watch_soon()
+
+    def _report(self, member: Member, body: Report) -> None:
+        self.ledger.trained(member.learner, body.tokens)
+        self.leases.drew(member.learner, body.stream, body.batch, body.local_step)
+        for adoption in body.adopted:
+            self._adopted(member, adoption)
+        newer = body.local_step > member.reported
+        member.reported = max(member.reported, body.local_step)
+        member.tokens = body.tokens
+        if newer:
+            member.step_ema = ema(member.step_ema, body.step_nanos, self.config.protocol.ema_weight)
+        if body.session != member.session or member.standing not in (IN_SYNC, SILENT):
+            return
+        if member.standing == SILENT:
+            return self._returned(member)
+        member.position = body.position
+        self._mark(member)
+        if self.leases.is_low(member.learner):
+            self.admission.top_up(member)
+        return None
+
+    def _adopted(self, member: Member, adoption: Adoption) -> None:
+        self.ledger.adopted(member.learner, adoption.fragment, adoption.tokens, adoption.version)
+        self.versions.acknowledged(member, adoption)
+        self.versions.prune((adoption.fragment,))
+        fixed_at = self._unadopted.pop(adoption.version, None)
+        if fixed_at is not None:
+            self._sync_time = ema(self._sync_time, self._desk.now - fixed_at, self.config.protocol.ema_weight)
+
+    def _returned(self, member: Member) -> None:
+        """A silent member is heard again: it catches up if its versions are still kept, else it recovers."""
+        if self.versions.all_kept(member.held):
+            member.entering = True
+        else:
+            self.admission.recover(member, "its versions were forgotten while it was silent")
+
+    def _contribution(self, member: Member, body: Contribution) -> None:
+        round_ = self.rounds.get(body.outer_step)
+        objection = round_.objection(member.learner, body) if round_ else f"round {body.outer_step} is not open"
+        if objection or round_ is None:
+            return self._refuse(member.learner, f"contribution late or unasked: {objection}")
+        if not self.versions.has(body.fragment, body.anchor):
+            self._refuse(member.learner, f"fragment {body.fragment} is against version {body.anchor}, which is gone")
+            self._gone(member)
+            return self.admission.recover(member, "a difference against a version that is gone is never re-based")
+        if not 0 <= body.c_tokens <= body.tokens <= member.tokens or body.local_step > member.reported:
+            return self._refuse(member.learner, "contribution claims more than was reported", disconnect=True)
+        round_.take(member.learner, body)
+        self._pull_time = ema(self._pull_time, self._desk.now - round_.fixed_at, self.config.protocol.ema_weight)
+        self.leases.pulled(member.learner, body.fragment, body.local_step)
+        self._desk.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
+        return None
+
+    def _poisoned(self, learner: LearnerId, where: str) -> None:
+        member = self.roster.get(learner)
+        if member is not None and member.connected:
+            self._refuse(learner, f"poisoned update: {where}")
+            self._gone(member)
+            self.admission.recover(member, f"poisoned update: {where}")
+
+    # ------------------------------------------------------------ gathering
+
+    def _mark(self, member: Member) -> None:
+        round_ = self._gathering()
+        if round_ is None or member.standing != IN_SYNC:
+            return
+        if fresh(round_.policy.exact, round_.outer_step, member.position, member.reported, member.counted):
+            self._fresh.add(member.learner)
+
+    def _remark(self) -> None:
+        self._fresh.clear()
+        for member in self.roster.in_sync():
+            self._mark(member)
+
+    def _gathering(self) -> Round | None:
+        """The lowest round that still gathers; there is at most one above it, waiting its turn."""
+        for round_ in self.rounds.values():
+            if round_.phase in (GATHERING, GRACE):
+                return round_
+        return None
+
+    def _open_next(self) -> Round | None:
+        outer_step = max(self.rounds, default=self.outer_step) + 1
+        if outer_step > self.config.outer_steps:
+            return None
+        round_ = Round(outer_step, self.schedule.due(outer_step), self.schedule.policy(outer_step), self._desk.now)
+        self.rounds[outer_step] = round_
+        self._remark()
+        return round_
+
+    def _quorum(self, round_: Round) -> int:
+        if not round_.policy.quorum_all:
+            return round_.policy.quorum
+        if not self.config.protocol.elastic:
+            return max(1, sum(1 for m in self.roster if m.standing != LEFT))
+        return max(1, sum(1 for m in self.roster if m.standing == IN_SYNC))
+
+    def _turn(self) -> None:
+        """Let whatever can move, move. Each pass either changes something or ends the loop."""
+        self._let_in()
+        while not self.finished and (self._gather() or self._ready_to_merge()):
+            pass
+
+    def _let_in(self) -> None:
+        """Members that loaded enter between two rounds; where nothing overlaps, only while none is in flight."""
+        entering = [m for m in self.roster if m.entering and m.connected]
+        if not entering:
+            return
+        in_flight = [r for r in self.rounds.values() if r.phase in IN_FLIGHT]
+        if any(r.policy.overlap == 0 for r in in_flight):
+            return
+        gathering = self._gathering()
+        stands_at = (gathering.outer_step if gathering else max(self.rounds, default=self.outer_step) + 1) - 1
+        for member in entering:
+            self.admission.enter(member, stands_at)
+
+    def _gather(self) -> bool:
+        round_ = self._gathering() or self._open_next()
+        self._hold_until = None
+        if round_ is None:
+            return False
+        quorum = self._quorum(round_)
+        if len(self._fresh) < quorum or not self._muster(round_):
+            if round_.phase == GRACE:
+                round_.move("quorum_lost")
+            return False
+        now = self._desk.now
+        if round_.phase == GATHERING:
+            round_.move("quorum_met")
+            round_.quorum_at = now
+            round_.grace_until = now + self._grace(round_)
+        everybody = len(self._fresh) == len(self.roster.in_sync())
+        hold = paced_until(self._last_fixed_at, self.config.protocol.pace, self._step_time)
+        hold = hold if everybody else max(hold, round_.grace_until)
+        if now < hold:
+            self._hold_until = hold
+            return False
+        if self._blocked(round_):
+            return False
+        self._fix(round_, everybody)
+        return True
+
+    def _muster(self, round_: Round) -> bool:
+        """The first round waits for the declared learners; nobody could ever equalise a start alone."""
+        if self._mustered:
+            return True
+        here = len(self.roster.in_sync())
+        until = self._muster_until or 0
+        self._mustered = here >= self.config.learners or round_.outer_step > 1 or self._desk.now >= until
+        if not self._mustered:
+            self._hold_until = until
+        return self._mustered
+
+    def _grace(self, round_: Round) -> Nanos:
+        p = self.config.protocol
+        if p.grace == "none" or round_.policy.plain_average:
+            return 0
+        quorum_time = round_.quorum_at - round_.opened_at
+        return grace_window(round_.policy.overlap, self._step_time, quorum_time, self._sync_time or 0, p.grace_gamma)
+
+    def _blocked(self, round_: Round) -> bool:
+        """At most tau rounds in flight, on different fragments."""
+        flying = [r for r in self.rounds.values() if r.phase in IN_FLIGHT]
+        if any(r.policy.overlap == 0 for r in flying) or (flying and round_.policy.overlap == 0):
+            return True
+        return len(flying) >= max(1, round_.policy.overlap) or any(set(r.due) & set(round_.due) for r in flying)
+
+    def _fix(self, round_: Round, everybody: bool) -> None:
+        now = self._desk.now
+        participants = tuple(sorted(self._fresh))
+        for learner in participants:
+            member = self.roster.get(learner)
+            assert member is not None
+            round_.counted_before[learner] = member.counted
+            member.counted = member.reported
+        round_.fix(participants, now)
+        round_.pull_deadline = now + self._pull_patience()
+        self._desk.emit(
+            FixParticipants(round_.outer_step, round_.due, participants, self._why(round_, participants, everybody))
+        )
+        if round_.due:
+            for learner in participants:
+                self._desk.send(learner, Pull(round_.outer_step, round_.due))
+        if self._last_fixed_at is not None:
+            self._round_time = ema(self._round_time, now - self._last_fixed_at, self.config.protocol.ema_weight)
+        self._last_fixed_at = now
+        self._step_time = median_nanos(m.step_ema for m in self.roster.in_sync())
+        self._fresh.clear()
+
+    def _why(self, round_: Round, participants: tuple[LearnerId, ...], everybody: bool) -> str:
+        size = len(self.roster.in_sync())
+        if everybody:
+            return f"all {size} in sync reported"
+        held = seconds(self._desk.now - round_.quorum_at)
+        return f"{len(participants)} of {size}: quorum {self._quorum(round_)} met, window closed after {held:.3f} s"
+
+    def _pull_patience(self) -> Nanos:
+        """Deadlines derive from what was measured, never from a knob the user must guess."""
+        if self._pull_time is None:
+            return nanos(self.config.limits.first_pull_seconds)
+        return 4 * self._pull_time + 4 * max(self._step_time, 1)
+
+    def expected_round(self) -> Nanos:
+        known = self._round_time or self._step_time
+        return max(known, self._step_time, nanos(0.001))
+
+    # ------------------------------------------------------------ merging
+
+    def _ready_to_merge(self) -> bool:
+        round_ = self.rounds.get(self.outer_step + 1)
+        if round_ is None or round_.phase != READY:
+            return False
+        round_.move("turn")
+        if not round_.due:
+            self._commit(round_)  # the tape alone makes an empty round durable
+            return True
+        for fragment in round_.due:
+            shares = tuple(self._share(c, learner) for learner, c in sorted(round_.accepted[fragment].items()))
+            if sum(s.weight for s in shares) == 0:  # nobody trained since its last adoption: count them alike
+                shares = tuple(Share(s.learner, 1.0, s.anchor, s.local_step) for s in shares)
+            self._desk.emit(Merge(
+                round_.outer_step, fragment, shares, self.versions.newest(fragment), round_.policy.plain_average
+            ))  # fmt: skip
+        self._desk.emit(Store(round_.outer_step, round_.due))
+        return False
+
+    def _share(self, c: Contribution, learner: LearnerId) -> Share:
+        weighting = self.config.protocol.aggregation_weighting
+        return Share(learner, contribution_weight(weighting, c.c_steps, c.c_tokens, c.c_samples), c.anchor, c.local_step)
+
+    def _stored(self, outer_step: OuterStep) -> None:
+        round_ = self.rounds.get(outer_step)
+        if round_ is None or round_.phase != STORING:
+            raise PeerViolation(f"outer step {outer_step} was stored, but it is not being stored")
+        self._commit(round_)
+
+    def _commit(self, round_: Round) -> None:
+        """Durable: count it, take the snapshot if one is due, announce."""
+        outer_step = round_.outer_step
+        del self.rounds[outer_step]
+        self.outer_step = outer_step
+        self._last_commit_at = self._desk.now
+        self._desk.mailbox.advance(outer_step)
+        for fragment in round_.due:
+            self.versions.add(fragment, outer_step, round_.participants)
+            for learner, c in sorted(round_.accepted[fragment].items()):
+                self.ledger.merged(learner, fragment, c.tokens, outer_step)
+        interval = self.config.protocol.snapshot_interval
+        if interval and marker_of(outer_step, interval) == outer_step:
+            self.snapshot.begin(outer_step, [m.learner for m in self.roster.in_sync()])
+        self._announce(round_)
+        self.versions.prune(round_.due)
+        self._let_in()
+        if outer_step == self.config.outer_steps:
+            self._finish()
+
+    def _announce(self, round_: Round) -> None:
+        for member in self.roster.connected():
+            if not round_.due:
+                self._desk.send(member.learner, Tick(round_.outer_step))
+            for fragment in round_.due:
+                self.versions.announce(member, fragment)
+        if round_.due:
+            self._unadopted[round_.outer_step] = round_.fixed_at
+            for old in [t for t in self._unadopted if t <= round_.outer_step - 4 * self.config.protocol.fragments]:
+                del self._unadopted[old]
+            self.admission.broadcast_went_out(round_.outer_step)
+
+    def _finish(self) -> None:
+        self.finished = True
+        self.snapshot.abandon("the run is over")
+        self._desk.emit(Finished(self.outer_step))
+        for member in self.roster.connected():
+            self._desk.send(member.learner, Finish(self.outer_step))
+
+    # ------------------------------------------------------------ losses
+
+    def _lost(self, learner: LearnerId, reason: str) -> None:
+        member = self.roster.get(learner)
+        if member is not None and member.connected:
+            self._gone(member)
+            self.admission.lost(member, reason)
+            self._watch_soon()
+
+    def _gone(self, member: Member) -> None:
+        """It cannot be counted on in any open round, nor in the snapshot."""
+        self.snapshot.gone(member.learner)
+        for outer_step in list(self.rounds):
+            self._drop(member, outer_step, "is gone", silence=False)
+        self._fresh.discard(member.learner)  # a round that gathers again has just marked everybody in sync
+
+    def _drop(self, member: Member, outer_step: OuterStep, reason: str, *, silence: bool = True) -> None:
+        round_ = self.rounds.get(outer_step)
+        if round_ is None or round_.phase not in (PULLING, READY) or member.learner not in round_.participants:
+            return
+        self._desk.emit(Discard(outer_step, member.learner, reason))
+        round_.drop(member.learner)
+        if silence and round_.policy.exact and member.standing == IN_SYNC:
+            # exact adoption has no place for one that is out of step: it must enter again
+            self._fresh.discard(member.learner)
+            self.snapshot.gone(member.learner)
+            self.admission.silent(member, reason)
+            if reason.startswith("declined"):
+                self._returned(member)
+        elastic_all = round_.policy.quorum_all and self.config.protocol.elastic
+        need = 1 if elastic_all else self._quorum(round_)
+        if len(round_.participants) < need:
+            self._regather(round_, f"{len(round_.participants)} left of a quorum of {need}")
+
+    def _regather(self, round_: Round, reason: str) -> None:
+        self._desk.emit(AbortRound(round_.outer_step, reason))
+        for learner, counted in round_.counted_before.items():
+            member = self.roster.get(learner)
+            if member is not None:
+                member.counted = min(member.counted, counted)
+        round_.counted_before.clear()
+        round_.regather(self._desk.now)
+        for later in [t for t, r in self.rounds.items() if t > round_.outer_step and r.phase in (GATHERING, GRACE)]:
+            del self.rounds[later]
+        self._remark()
+
+    def _deadlines(self) -> None:
+        now = self._desk.now
+        for round_ in list(self.rounds.values()):
+            if round_.phase == PULLING and now >= round_.pull_deadline:
+                for learner in sorted(round_.awaited):
+                    member = self.roster.get(learner)
+                    assert member is not None
+                    self._drop(member, round_.outer_step, "missed the pull deadline")
+                round_.pull_deadline = now + self._pull_patience()
+        if self._watch_at is not None and now >= self._watch_at:
+            self._watch()
+
+    # ------------------------------------------------------------ watching
+
+    def _watch_soon(self) -> None:
+        if self._watch_at is None:
+            self._watch_at = self._desk.now + self._watch_interval()
+
+    def _watch_interval(self) -> Nanos:
+        return self.expected_round() if self._step_time else nanos(1.0)
+
+    def _watch(self) -> None:
+        now = self._desk.now
+        leads = self._leads()
+        # where a lead is bounded everybody waits for a round in flight, and its pull deadline says who is late
+        busy = leads and any(r.phase in IN_FLIGHT for r in self.rounds.values())
+        for member in self.roster:
+            if member.standing == IN_SYNC and member.learner not in self._fresh and not busy:
+                patience = self._silence_patience(member)
+                since = max(member.heard_at, self._last_commit_at) if leads else member.heard_at
+                if now - since > patience:
+                    self._gone(member)
+                    self.admission.silent(member, f"silent for {seconds(now - since):.1f} s")
+            elif member.standing == JOINING and member.join_deadline is not None and now >= member.join_deadline:
+                self.admission.deadline_passed(member)
+            elif member.standing == LOST and not member.given_up and now - member.lost_at > self._give_up_after():
+                self.admission.give_up(member)
+        self._watch_at = now + self._watch_interval()
+
+    def _leads(self) -> bool:
+        """Where a lead is bounded a member may be silent because it waits for us."""
+        return self.schedule.policy(self.outer_step + 1).lead >= 0
+
+    def _silence_patience(self, member: Member) -> Nanos:
+        if member.step_ema is None:
+            return nanos(self.config.limits.first_pull_seconds)
+        return int(self.config.limits.silence_steps * max(member.step_ema, self._step_time))
+
+    def _give_up_after(self) -> Nanos:
+        return 2 * self.config.protocol.local_steps_per_round * self.expected_round()
+
+    def _started(self, incarnation: int) -> None:
+        """First start, or a return from the dead: what was not stored is gathered again."""
+        self._desk.mailbox.restart(incarnation)
+        for round_ in self.rounds.values():
+            self._desk.emit(AbortRound(round_.outer_step, "the syncer restarted before storing it"))
+        self.rounds.clear()
+        self._fresh.clear()
+        self.snapshot.abandon("the syncer restarted")
+        self._hold_until = None
+        self._last_fixed_at = None
+        for member in self.roster:
+            if member.connected:
+                member.connected = False
+                member.lost_at = self._desk.now
+                self.admission._clear_joining(member)
+                stand(self._desk, member, "lost", "the syncer restarted")

@@ -1,0 +1,103 @@
+"""Which versions of each fragment exist, who holds which, what may be forgotten, and what to announce to whom.
+
+A version is named by the outer step that announced it. A learner's difference is against a version, so the syncer keeps
+a version until every member has reported adopting a newer one, and never more than `versions_max` of a fragment: a
+laggard beyond that is refused and recovers (differences are never re-based).
+
+Flow control: at most one announcement of a fragment is outstanding per learner. While one is, newer versions wait in
+`deferred`, newest only: a slow learner costs no memory and always gets the newest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atoll.config import Config
+from atoll.ids import FragmentId, LearnerId, OuterStep
+from atoll.protocol.desk import Desk
+from atoll.protocol.membership import JOINING, LEFT, Member, Roster
+from atoll.protocol.vocabulary import NO_VERSION, Adoption, Announce, ForgetVersion
+
+
+class Versions:
+    def __init__(self, config: Config, desk: Desk, roster: Roster) -> None:
+        self._desk = desk
+        self._roster = roster
+        self._keep_max = config.limits.versions_max
+        self._always_full = config.protocol.codec_down == "fp32"
+        fragments = config.protocol.fragments
+        self._kept: list[list[OuterStep]] = [[0] for _ in range(fragments)]
+        self._merged: list[tuple[LearnerId, ...]] = [()] * fragments
+
+    def newest(self, fragment: FragmentId) -> OuterStep:
+        return self._kept[fragment][-1]
+
+    def count(self, fragment: FragmentId) -> int:
+        return len(self._kept[fragment])
+
+    def all_newest(self) -> tuple[OuterStep, ...]:
+        return tuple(kept[-1] for kept in self._kept)
+
+    def has(self, fragment: FragmentId, version: OuterStep) -> bool:
+        return version in self._kept[fragment]
+
+    def all_kept(self, held: Sequence[OuterStep]) -> bool:
+        return len(held) == len(self._kept) and all(v in kept for v, kept in zip(held, self._kept, strict=True))
+
+    def add(self, fragment: FragmentId, version: OuterStep, merged: tuple[LearnerId, ...]) -> None:
+        assert version > self._kept[fragment][-1], "outer steps are consecutive"
+        self._kept[fragment].append(version)
+        self._merged[fragment] = merged
+
+    # ------------------------------------------------------------ announcing
+
+    def announce(self, member: Member, fragment: FragmentId) -> None:
+        """Send the newest version unless an older one is still on its way."""
+        newest = self.newest(fragment)
+        if member.sent[fragment] >= newest:
+            return
+        if member.sent[fragment] != member.held[fragment]:
+            member.deferred[fragment] = newest
+            return
+        member.deferred.pop(fragment, None)
+        kept = self._kept[fragment]
+        previous = kept[-2] if len(kept) > 1 else NO_VERSION
+        as_difference = not self._always_full and member.standing != JOINING and member.held[fragment] == previous
+        member.sent[fragment] = newest
+        body = Announce(newest, fragment, previous if as_difference else NO_VERSION, self._merged[fragment])
+        self._desk.send(member.learner, body)
+
+    def announce_missing(self, member: Member) -> None:
+        for fragment in range(len(self._kept)):
+            self.announce(member, fragment)
+
+    def acknowledged(self, member: Member, adoption: Adoption) -> None:
+        fragment = adoption.fragment
+        if adoption.version <= member.held[fragment]:
+            return
+        member.held[fragment] = adoption.version
+        if fragment in member.deferred and member.sent[fragment] <= adoption.version:
+            member.sent[fragment] = adoption.version
+            self.announce(member, fragment)
+
+    def restart_channel(self, member: Member, held: Sequence[OuterStep]) -> None:
+        """After a Hello or a load: what the learner says it has is all it has."""
+        member.held = list(held)
+        member.sent = list(held)
+        member.deferred.clear()
+
+    # ------------------------------------------------------------ forgetting
+
+    def prune(self, fragments: Sequence[FragmentId]) -> None:
+        for fragment in fragments:
+            kept = self._kept[fragment]
+            if len(kept) == 1:
+                continue
+            needed = min((m.held[fragment] for m in self._roster if self._holds(m, fragment)), default=kept[-1])
+            # one older than the newest stays: a member one version behind is sent the difference to it
+            while len(kept) > 2 and (kept[0] < needed or len(kept) > self._keep_max):
+                self._desk.emit(ForgetVersion(fragment, kept.pop(0)))
+
+    @staticmethod
+    def _holds(member: Member, fragment: FragmentId) -> bool:
+        return member.standing != LEFT and not member.given_up and member.held[fragment] != NO_VERSION

@@ -1,0 +1,162 @@
+"""The protocol's arithmetic on plain numbers: schedule, weight, freshness, grace, pacing, moving averages.
+
+Symbols (ALGORITHMS.md): P fragments, H interval, tau overlap, K quorum, T outer steps.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from functools import lru_cache
+from statistics import median
+
+import msgspec
+
+from atoll.config import ALL, Config
+from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep
+
+# ---------------------------------------------------------------- schedule
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """What holds for one outer step. Without a ramp every outer step has the same policy."""
+
+    start: OuterStep
+    """Outer steps at or below `start` belong to the phase before; offsets count from here."""
+    interval: int
+    overlap: int
+    quorum_all: bool
+    quorum: int
+    exact: bool
+    lead: int
+    """-1: unlimited."""
+    plain_average: bool
+    """The synchronous part of a ramp: mean and outer SGD 1.0, whatever the run's merge and outer optimiser are."""
+
+
+class Schedule:
+    """Which fragments are due at an outer step, and under which policy. A function of the config alone."""
+
+    def __init__(self, config: Config) -> None:
+        self.fragments = config.protocol.fragments
+        self._phases = _phases(config)
+        self._starts = [phase.start for phase in self._phases]
+
+    def policy(self, outer_step: OuterStep) -> Policy:
+        if len(self._phases) == 1:
+            return self._phases[0]
+        return self._phases[max(0, bisect_right(self._starts, outer_step - 1) - 1)]
+
+    def due(self, outer_step: OuterStep) -> tuple[FragmentId, ...]:
+        if outer_step < 1:
+            return ()
+        policy = self.policy(outer_step)
+        return _due_table(self.fragments, policy.interval)[(outer_step - policy.start) % policy.interval]
+
+
+@lru_cache(maxsize=256)
+def _due_table(fragments: int, interval: int) -> tuple[tuple[FragmentId, ...], ...]:
+    """Fragment p is due when (t - t_p) mod H == 0, its offset t_p = floor(p*H/P)."""
+    rows: list[list[FragmentId]] = [[] for _ in range(interval)]
+    for fragment, offset in enumerate(offsets(fragments, interval)):
+        rows[offset % interval].append(fragment)
+    return tuple(tuple(row) for row in rows)
+
+
+def offsets(fragments: int, interval: int) -> tuple[int, ...]:
+    return tuple(p * interval // fragments for p in range(fragments))
+
+
+def ramp_intervals(interval: int) -> tuple[int, ...]:
+    """1, 2, 4, ... below H."""
+    out, h = [], 1
+    while h < interval:
+        out.append(h)
+        h *= 2
+    return tuple(out)
+
+
+def _phases(config: Config) -> tuple[Policy, ...]:
+    p = config.protocol
+    everyone = p.quorum == ALL or int(p.quorum) >= config.learners
+    lead = p.lead if p.lead >= 0 else (p.overlap if everyone else -1)
+    usual = Policy(
+        start=0, interval=p.local_steps_per_round, overlap=p.overlap, quorum_all=p.quorum == ALL,
+        quorum=1 if p.quorum == ALL else int(p.quorum), exact=p.adopt == "exact", lead=lead, plain_average=False,
+    )  # fmt: skip
+    intervals = ramp_intervals(p.local_steps_per_round) if p.ramp > 0 else ()
+    length = round(config.outer_steps * p.ramp) / len(intervals) if intervals else 0.0
+    phases = []
+    for k, h in enumerate(intervals):
+        start = round(k * length)
+        change = msgspec.structs.replace(usual, start=start, interval=h)
+        if h <= p.overlap:  # too short to overlap: synchronous, and waiting is allowed here
+            change = msgspec.structs.replace(
+                change, overlap=0, quorum_all=True, quorum=1, exact=True, lead=0, plain_average=True
+            )  # fmt: skip
+        if start < round((k + 1) * length):
+            phases.append(change)
+    phases.append(msgspec.structs.replace(usual, start=round(len(intervals) * length)))
+    return tuple(phases)
+
+
+# ---------------------------------------------------------------- rounds
+
+
+def fresh(exact: bool, outer_step: OuterStep, position: OuterStep, reported: LocalStep, counted: LocalStep) -> bool:
+    """On arrival: the reported local step exceeds the one last counted. Exact: the learner stands at this outer step."""
+    return position >= outer_step if exact else reported > counted
+
+
+def contribution_weight(weighting: str, c_steps: int, c_tokens: int, c_samples: int) -> float:
+    """`tokens` is quantity times quality: tokens x tokens per step. Nothing trained weighs nothing."""
+    if c_steps == 0:
+        return 0.0
+    if weighting == "uniform":
+        return 1.0
+    if weighting == "num_samples":
+        return float(c_samples)
+    return c_tokens * (c_tokens / c_steps)
+
+
+def grace_window(overlap: int, step_time: Nanos, quorum_time: Nanos, sync_time: Nanos, gamma: float) -> Nanos:
+    """slack = tau*step_time - (quorum_time + sync_time); grace = clip(gamma*slack, 0, step_time)."""
+    slack = overlap * step_time - (quorum_time + sync_time)
+    return max(0, min(step_time, int(gamma * slack)))
+
+
+def paced_until(last_fixed_at: Nanos | None, pace: float, step_time: Nanos) -> Nanos:
+    """An outer step stands for one inner step of everybody, so pace counts in step times."""
+    return 0 if last_fixed_at is None else last_fixed_at + int(pace * step_time)
+
+
+def ema(old: Nanos | None, new: Nanos, weight: float) -> Nanos:
+    return new if old is None else int(old + weight * (new - old))
+
+
+def median_nanos(values: Iterable[Nanos | None]) -> Nanos:
+    known = [v for v in values if v is not None]
+    return int(median(known)) if known else 0
+
+
+def learner_overlap(config: Config, policy: Policy, learner: LearnerId) -> int:
+    """tau may differ per learner where adoption is exact."""
+    per_learner = config.protocol.overlap_by_learner
+    return per_learner[learner] if per_learner and policy.exact and learner < len(per_learner) else policy.overlap
+
+
+# ---------------------------------------------------------------- the inner learning rate
+
+
+def learning_rate(config: Config, outer_step: OuterStep) -> float:
+    """A function of outer_step / T: training ends by the global outer step, so the schedule follows it too."""
+    inner = config.inner
+    done = outer_step / config.outer_steps
+    if done < inner.warmup_share:
+        warm = (outer_step + 1) / (inner.warmup_share * config.outer_steps + 1)
+        return inner.learning_rate * min(1.0, warm)
+    if inner.schedule == "constant":
+        return inner.learning_rate
+    left = (min(done, 1.0) - inner.warmup_share) / max(1e-9, 1.0 - inner.warmup_share)
+    return inner.learning_rate * (inner.final_share + (1.0 - inner.final_share) * 0.5 * (1.0 + math.cos(math.pi * left)))

@@ -1,0 +1,338 @@
+"""Judges of a run, apart from the code they judge. They see events and effects, and keep books of their own.
+
+Numbers are those of ARCHITECTURE.md's invariants. `Safety` is asked after every event; `Liveness` once the plan has
+healed. (5, anchors byte-equal to what was announced, is held by the executors: digests in `null`, bytes in `tensor`.)
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from atoll.config import Config
+from atoll.errors import InvariantViolated
+from atoll.ids import SYNCER, FragmentId, LearnerId, Nanos, OuterStep, WorkerId, seconds, worker_name
+from atoll.protocol.membership import IN_SYNC
+from atoll.protocol.vocabulary import (
+    AbortRound,
+    Accept,
+    Adopt,
+    Announce,
+    ConnectionLost,
+    Discard,
+    Effect,
+    Enter,
+    Event,
+    Finished,
+    FixParticipants,
+    Grant,
+    Hello,
+    InnerStep,
+    Keep,
+    LoadState,
+    Membership,
+    Merge,
+    Received,
+    Refuse,
+    Reissue,
+    Report,
+    Send,
+    Started,
+    StateTransfer,
+    StepDone,
+    Store,
+    Stored,
+    Tick,
+    Wait,
+)  # fmt: skip
+from atoll.rules import Schedule
+
+if TYPE_CHECKING:
+    from atoll.sim.cluster import Cluster
+
+
+class Safety:
+    """Raises InvariantViolated at the first event after which an invariant does not hold."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._schedule = Schedule(config)
+        self._fragments = config.protocol.fragments
+        self.cluster: Cluster | None = None
+        self._running: dict[WorkerId, bool] = {}
+        self._standing: dict[LearnerId, str] = {}
+        self._fixed: dict[OuterStep, FixParticipants] = {}
+        self._accepted: dict[OuterStep, dict[FragmentId, set[LearnerId]]] = defaultdict(lambda: defaultdict(set))
+        self._storing: Store | None = None
+        self._committed: OuterStep = 0
+        self._announced: OuterStep = 0
+        self._incarnation: dict[LearnerId, int] = {}
+        self._tokens: dict[tuple[LearnerId, int], int] = {}
+        self._pending: dict[LearnerId, dict[FragmentId, OuterStep]] = defaultdict(dict)
+        self._held: dict[LearnerId, dict[FragmentId, OuterStep]] = defaultdict(dict)
+        self._unit_steps = config.protocol.local_steps_per_round
+        self._drawn: dict[tuple[LearnerId, int], set[tuple[int, int]]] = defaultdict(set)
+        self._reissued: set[tuple[int, int]] = set()
+
+    def attach(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        try:
+            if worker == SYNCER:
+                self._syncer(event, effects)
+            else:
+                self._learner(worker, event, effects)
+        except InvariantViolated as violated:
+            raise InvariantViolated(f"{violated} (at {seconds(now):.6f} s, {worker_name(worker)}, on {event})") from None
+
+    @staticmethod
+    def _demand(holds: bool, number: int, what: str) -> None:
+        if not holds:
+            raise InvariantViolated(f"invariant {number}: {what}")
+
+    # ------------------------------------------------------------ the syncer
+
+    def _syncer(self, event: Event, effects: Sequence[Effect]) -> None:
+        match event:
+            case Stored(outer_step=t):
+                self._demand(self._storing is not None and self._storing.outer_step == t, 7, f"{t} was not being stored")
+                self._commit(t)
+            case Received():
+                self._heard(event, effects)
+            case Started(incarnation=incarnation) if incarnation > 0:
+                self._came_back()
+            case _:
+                pass
+        for effect in effects:
+            self._decided(effect)
+        self._books()
+
+    def _heard(self, event: Received, effects: Sequence[Effect]) -> None:
+        e = event.envelope
+        if isinstance(e.body, StateTransfer):
+            raise InvariantViolated("invariant 4: inner optimiser state was sent to the syncer")
+        known = self._incarnation.get(e.sender, -1)
+        if e.incarnation < known:
+            taken = [x for x in effects if not isinstance(x, Refuse)]
+            self._demand(not taken, 7, f"an older incarnation of learner {e.sender} was listened to")
+        elif isinstance(e.body, Hello):
+            self._incarnation[e.sender] = e.incarnation
+        if isinstance(e.body, Report | Hello) and e.incarnation >= known:
+            key = (e.sender, e.incarnation)
+            refused = any(isinstance(x, Refuse) for x in effects)
+            if not refused:
+                self._tokens[key] = max(self._tokens.get(key, 0), e.body.tokens)
+
+    def _decided(self, effect: Effect) -> None:
+        match effect:
+            case Membership(learner=m, standing=standing):
+                self._standing[m] = standing
+            case Reissue(units=units):
+                self._reissued.update((u.stream, u.index) for u in units)
+            case FixParticipants():
+                self._fix(effect)
+            case Accept(outer_step=t, fragment=p, learner=m):
+                self._demand(m in self._participants(t), 2, f"learner {m} is not of round {t}")
+                self._demand(m not in self._accepted[t][p], 2, f"learner {m} contributed fragment {p} twice to round {t}")
+                self._accepted[t][p].add(m)
+            case Discard(outer_step=t, learner=m):
+                for accepted in self._accepted[t].values():
+                    accepted.discard(m)
+            case AbortRound(outer_step=t):
+                self._demand(t > self._committed, 2, f"stored round {t} was aborted")
+                self._fixed.pop(t, None)
+                self._accepted.pop(t, None)
+            case Merge():
+                self._merge(effect)
+            case Store(outer_step=t):
+                self._demand(t == self._committed + 1, 2, f"outer step {t} is stored after {self._committed}")
+                self._storing = effect
+            case Send(envelope=envelope):
+                self._sent(envelope.body, envelope.receiver)
+            case _:
+                pass
+
+    def _participants(self, t: OuterStep) -> tuple[LearnerId, ...]:
+        fixed = self._fixed.get(t)
+        self._demand(fixed is not None, 2, f"round {t} has no participants fixed")
+        assert fixed is not None
+        return fixed.participants
+
+    def _fix(self, effect: FixParticipants) -> None:
+        t, who = effect.outer_step, effect.participants
+        self._demand(t > self._committed and t not in self._fixed, 2, f"round {t} was fixed before")
+        self._demand(who == tuple(sorted(set(who))), 3, f"participants {who} are not in LearnerId order")
+        in_sync = [m for m, standing in self._standing.items() if standing == IN_SYNC]
+        self._demand(set(who) <= set(in_sync), 2, f"round {t} counts {who}, in sync are {sorted(in_sync)}")
+        self._demand(len(who) >= self._quorum(t, len(in_sync)), 2, f"round {t} closed with {len(who)}, below its quorum")
+        self._demand(effect.fragments == self._schedule.due(t), 2, f"round {t} takes {effect.fragments}, not what is due")
+        self._fixed[t] = effect
+        policy = self._schedule.policy(t)
+        flying = [s for s in self._fixed if s > self._committed]
+        self._demand(len(flying) <= max(1, policy.overlap), 9, f"rounds {flying} are in flight, tau is {policy.overlap}")
+        if not effect.fragments and t == self._committed + 1:
+            self._commit(t)  # nothing to store
+
+    def _quorum(self, t: OuterStep, in_sync: int) -> int:
+        policy = self._schedule.policy(t)
+        return max(1, in_sync) if policy.quorum_all else policy.quorum
+
+    def _merge(self, effect: Merge) -> None:
+        t = effect.outer_step
+        who = [s.learner for s in effect.shares]
+        self._demand(t > self._committed, 2, f"stored round {t} was merged again")
+        self._demand(who == sorted(set(who)), 3, f"round {t} merges in the order {who}")
+        self._demand(set(who) == self._accepted[t][effect.fragment], 2, f"round {t} merges {who}, not what was accepted")
+        policy = self._schedule.policy(t)
+        least = 1 if policy.quorum_all else policy.quorum
+        self._demand(len(who) >= least, 2, f"round {t} merges {len(who)} learners, below its quorum {least}")
+        self._demand(all(s.weight >= 0 for s in effect.shares) and sum(s.weight for s in effect.shares) > 0, 2, "bad weights")
+
+    def _commit(self, t: OuterStep) -> None:
+        self._demand(t == self._committed + 1, 2, f"outer step {t} follows {self._committed}")
+        self._committed = t
+        self._storing = None
+        self._accepted.pop(t, None)
+        following = self._fixed.get(t + 1)
+        if following is not None and not following.fragments:
+            self._commit(t + 1)
+
+    def _sent(self, body: object, receiver: WorkerId) -> None:
+        match body:
+            case Announce(outer_step=t) | Tick(outer_step=t):
+                self._demand(t <= self._committed, 7, f"outer step {t} was announced before it was durable")
+                self._announced = max(self._announced, t)
+            case Enter(outer_step=t):
+                self._demand(t >= self._committed, 6, f"learner {receiver} enters at {t}, behind {self._committed}")
+            case StateTransfer():
+                raise InvariantViolated("invariant 4: the syncer sent inner optimiser state")
+            case Grant(units=units):
+                self._demand(len(units) <= 8, 9, f"{len(units)} units granted at once")
+            case _:
+                pass
+
+    def _came_back(self) -> None:
+        assert self.cluster is not None
+        outer_step = self.cluster.syncer.outer_step
+        self._demand(outer_step == self._committed, 7, f"the syncer resumes at {outer_step}, {self._committed} was durable")
+        self._demand(outer_step >= self._announced, 7, f"the syncer resumes at {outer_step}, {self._announced} was announced")
+        self._storing = None
+        self._fixed = {t: fixed for t, fixed in self._fixed.items() if t <= self._committed}
+        self._accepted.clear()
+        self._standing = dict.fromkeys(self._standing, "lost")
+
+    def _books(self) -> None:
+        assert self.cluster is not None
+        syncer = self.cluster.syncer
+        fates = syncer.fates()
+        self._demand(fates.add_up(), 8, f"fates do not add up: {fates}")
+        self._demand(fates.in_flight >= 0 and fates.merged >= 0, 8, f"negative fates: {fates}")
+        reported = sum(self._tokens.values()) * self._fragments
+        self._demand(fates.trained == reported, 8, f"{reported} (token, fragment) were reported, the books have {fates.trained}")
+        versions, limit = syncer.versions, self.config.limits.versions_max
+        for fragment in range(self._fragments):
+            self._demand(versions.count(fragment) <= limit, 9, f"{versions.count(fragment)} versions of fragment {fragment} kept")
+        for member in syncer.roster:
+            if member.standing == IN_SYNC:
+                self._demand(member.connected, 6, f"learner {member.learner} is in sync without a connection")
+                for fragment in range(self._fragments):
+                    newest = versions.newest(fragment)
+                    coming = max(member.sent[fragment], member.deferred.get(fragment, -1))
+                    self._demand(coming == newest, 6, f"learner {member.learner} was not told of version {newest} of {fragment}")
+
+    # ------------------------------------------------------------ the learners
+
+    def _learner(self, m: LearnerId, event: Event, effects: Sequence[Effect]) -> None:
+        match event:
+            case Started():
+                self._running[m] = False
+                self._pending[m], self._held[m] = {}, {}
+            case StepDone():
+                self._demand(self._running.get(m, False), 1, f"learner {m} finished a step it did not start")
+                self._running[m] = False
+            case ConnectionLost():
+                pass
+            case _:
+                pass
+        moved_on = False
+        for effect in effects:
+            match effect:
+                case InnerStep(stream=stream, batch=batch):
+                    self._demand(not self._running.get(m, False), 1, f"learner {m} runs two inner steps at once")
+                    self._running[m] = moved_on = True
+                    self._drew(m, stream, batch)
+                case Wait(reason=reason):
+                    self._waits(m, reason)
+                    moved_on = True
+                case Keep(fragment=p, version=v):
+                    self._pending[m][p] = v
+                case Adopt(fragment=p, version=v):
+                    self._adopts(m, p, v)
+                case LoadState(held=held):
+                    self._held[m] = dict(enumerate(held))
+                    self._pending[m] = {p: v for p, v in self._pending[m].items() if v > held[p]}
+                case Finished():
+                    moved_on = True
+                case Send(envelope=envelope):
+                    body = envelope.body
+                    wrong = isinstance(body, StateTransfer) and envelope.receiver == SYNCER
+                    self._demand(not wrong, 4, f"learner {m} sends inner state to the syncer")
+                    moved_on = moved_on or isinstance(body, Hello)
+                case _:
+                    pass
+        if isinstance(event, StepDone):
+            machine = self.cluster.learner(m) if self.cluster else None
+            joining = machine is not None and machine.phase == "joining"
+            self._demand(moved_on or joining, 1, f"learner {m} neither steps nor says why")
+            if moved_on and self._running.get(m) and self.config.protocol.adopt == "arrival":
+                late = {p: v for p, v in self._pending[m].items() if not self._schedule.policy(v).exact}
+                self._demand(not late, 6, f"learner {m} went on without adopting {late}")
+
+    def _waits(self, m: LearnerId, reason: str) -> None:
+        p = self.config.protocol
+        everyone = p.quorum == "all" or int(p.quorum) >= self.config.learners or p.lead >= 0
+        machine = self.cluster.learner(m) if self.cluster else None
+        ramping = machine is not None and self._schedule.policy(machine.position).exact
+        self._demand(everyone or ramping, 1, f"learner {m} waits where its preset never does: {reason}")
+
+    def _adopts(self, m: LearnerId, p: FragmentId, v: OuterStep) -> None:
+        self._demand(self._pending[m].get(p) == v, 5, f"learner {m} adopts version {v} of fragment {p}, which it was not sent")
+        self._demand(v >= self._held[m].get(p, -1), 6, f"learner {m} goes back to version {v} of fragment {p}")
+        self._demand(v <= self._committed, 7, f"learner {m} adopts version {v}, which is not durable")
+        del self._pending[m][p]
+        self._held[m][p] = v
+
+    def _drew(self, m: LearnerId, stream: int, batch: int) -> None:
+        """Data: an incarnation draws a batch again only where its unit was re-issued."""
+        machine = self.cluster.learner(m) if self.cluster else None
+        assert machine is not None
+        drawn = self._drawn[m, machine.incarnation]
+        again = (stream, batch) in drawn and (stream, batch // self._unit_steps) not in self._reissued
+        self._demand(not again, 8, f"learner {m} draws batch {batch} of stream {stream} again")
+        drawn.add((stream, batch))
+
+
+class Liveness:
+    """Once healed, everybody is back in sync and rounds go on."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def check_end(self) -> None:
+        syncer, config = self._cluster.syncer, self._cluster.config
+        if syncer.outer_step != config.outer_steps:
+            raise InvariantViolated(f"liveness: outer step {syncer.outer_step} of {config.outer_steps}")
+        # since healing at least this long everybody had time to come back
+        if self._cluster.virtual_seconds() > self._cluster.plan.healed_at() + settle_seconds(config):
+            out = [m.learner for m in syncer.roster if m.standing != IN_SYNC]
+            if out or len(syncer.roster) < config.learners:
+                raise InvariantViolated(f"liveness: learners {out} did not come back in sync after the plan healed")
+
+
+def settle_seconds(config: Config) -> float:
+    """Time to notice, dial, recover: generous, and a bound all the same."""
+    p, c = config.protocol, config.cluster
+    recovery = config.limits.recovery_intervals * 2 * max(2, p.local_steps_per_round) * c.step_seconds * c.slow_factor
+    return c.detect_seconds * 3 + config.limits.first_pull_seconds + 2 * recovery

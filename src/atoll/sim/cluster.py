@@ -1,0 +1,274 @@
+"""The simulated cluster: the real machines, on virtual time.
+
+The duty order of every driver is written in `_handle`: ask the machine, append to the tape, then carry the effects out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Slow
+from atoll.config import Config
+from atoll.errors import RunFailed
+from atoll.executor.hands import Blob, Hands
+from atoll.executor.null import NullDisk, NullLearner, NullSyncer
+from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId, nanos, seconds
+from atoll.protocol.learner import LearnerMachine
+from atoll.protocol.syncer import SyncerMachine
+from atoll.protocol.vocabulary import (
+    DeadlinePassed,
+    Effect,
+    Envelope,
+    Event,
+    InnerStep,
+    Received,
+    Refuse,
+    Send,
+    Started,
+    StepDone,
+)  # fmt: skip
+from atoll.sim.hardware import Hardware
+from atoll.sim.network import Network
+from atoll.sim.world import World
+
+
+class Observer(Protocol):
+    """Told of every event after it was taped: the tape's writer, a view, a checker."""
+
+    def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None: ...
+
+
+HandsFor = Callable[[WorkerId, Incarnation], Hands]
+
+
+class _Worker:
+    __slots__ = ("alive", "backlog", "deadline", "hands", "incarnation", "machine", "paused", "stepping_since", "worker")
+
+    def __init__(self, worker: WorkerId) -> None:
+        self.worker = worker
+        self.incarnation: Incarnation = -1
+        self.machine: SyncerMachine | LearnerMachine | None = None
+        self.hands: Hands | None = None
+        self.alive = False
+        self.paused = 0
+        self.backlog: list[tuple[Event, Blob | None]] = []
+        self.deadline: Nanos | None = None
+        self.stepping_since: Nanos = 0
+
+
+class Cluster:
+    def __init__(
+        self, config: Config, *, plan: Plan | None = None, hands_for: HandsFor | None = None,
+        observers: Sequence[Observer] = (),
+        syncer_machine: Callable[[Config], SyncerMachine] = SyncerMachine,
+        learner_machine: Callable[[Config, WorkerId, Incarnation], LearnerMachine] = LearnerMachine,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.plan = plan or Plan()
+        self.world = World()
+        self.network = Network(config, self.world, self)
+        self.hardware = Hardware(config)
+        self._hands_for = hands_for or null_hands(config)
+        self._observers = list(observers)
+        self._syncer_machine = syncer_machine
+        self._learner_machine = learner_machine
+        self._workers = {w: _Worker(w) for w in (SYNCER, *range(config.learners))}
+        self._syncer_log: list[tuple[Event, Nanos]] = []
+        self.events = 0
+
+    # ------------------------------------------------------------ running
+
+    @property
+    def syncer(self) -> SyncerMachine:
+        machine = self._workers[SYNCER].machine
+        assert isinstance(machine, SyncerMachine)
+        return machine
+
+    def learner(self, worker: WorkerId) -> LearnerMachine | None:
+        machine = self._workers[worker].machine if self._workers[worker].alive else None
+        return machine if isinstance(machine, LearnerMachine) else None
+
+    def start(self) -> None:
+        self._start_worker(SYNCER)
+        for learner in range(self.config.learners):
+            self._start_worker(learner)
+        for fault in self.plan.faults:
+            self.world.at(nanos(fault.at), self._strike, fault)
+
+    def run(self, *, until_seconds: float = float("inf")) -> None:
+        """To the last outer step. Virtual time that runs past `until_seconds` means that no progress is made."""
+        self.start()
+        limit = nanos(until_seconds) if until_seconds != float("inf") else None
+        step = self.world.step
+        while not (self._workers[SYNCER].alive and self.syncer.finished):
+            if not step():
+                raise RunFailed(f"nothing is left to happen at outer step {self.syncer.outer_step}")
+            if limit is not None and self.world.now > limit:
+                reached = f"outer step {self.syncer.outer_step} of {self.config.outer_steps}"
+                raise RunFailed(f"no more than {reached} after {until_seconds:.0f} virtual seconds")
+        self._drain()
+
+    def _drain(self) -> None:
+        """Everybody hears that it is over."""
+        until = self.world.now + nanos(4 * self.config.cluster.latency_seconds + 1e-6)
+        while self.world.now <= until and any(
+            w.alive and isinstance(w.machine, LearnerMachine) and w.machine.phase != "done" for w in self._workers.values()
+        ):
+            if not self.world.step():
+                return
+
+    # ------------------------------------------------------------ workers
+
+    def _start_worker(self, worker: WorkerId) -> None:
+        w = self._workers[worker]
+        if w.alive:
+            return
+        w.alive, w.incarnation, w.deadline = True, w.incarnation + 1, None
+        w.paused, w.backlog = 0, []
+        w.hands = self._hands_for(worker, w.incarnation)
+        if worker == SYNCER:
+            w.machine = self._rederived_syncer()
+        else:
+            w.machine = self._learner_machine(self.config, worker, w.incarnation)
+            self.world.after(nanos(0.001), self.network.dial, worker)
+        self.happen(worker, Started(w.incarnation))
+
+    def _rederived_syncer(self) -> SyncerMachine:
+        """A killed syncer's state is its tape: feed it to a new machine."""
+        machine = self._syncer_machine(self.config)
+        for event, now in self._syncer_log:
+            machine.on(event, now)
+        return machine
+
+    def is_up(self, worker: WorkerId) -> bool:
+        return self._workers[worker].alive
+
+    def is_paused(self, worker: WorkerId) -> bool:
+        return self._workers[worker].paused > 0
+
+    def arrive(self, envelope: Envelope, blob: Blob | None) -> None:
+        self.happen(envelope.receiver, Received(envelope, blob.nbytes if blob else 0), blob)
+
+    def happen(self, worker: WorkerId, event: Event, blob: Blob | None = None) -> None:
+        w = self._workers[worker]
+        if not w.alive:
+            return
+        if w.paused:
+            w.backlog.append((event, blob))
+            return
+        self._handle(w, event, blob)
+
+    def _handle(self, w: _Worker, event: Event, blob: Blob | None) -> None:
+        machine, hands = w.machine, w.hands
+        assert machine is not None and hands is not None
+        now = self.world.now
+        effects = machine.on(event, now)
+        self.events += 1
+        if w.worker == SYNCER:
+            self._syncer_log.append((event, now))
+        for observe in self._observers:
+            observe(now, w.worker, event, effects)
+        for effect in effects:
+            self._carry_out(w, hands, effect, blob)
+        deadline = machine.deadline()
+        if deadline is not None and deadline != w.deadline:
+            self.world.at(deadline, self._deadline, w, w.incarnation, deadline)
+        w.deadline = deadline
+
+    def _carry_out(self, w: _Worker, hands: Hands, effect: Effect, blob: Blob | None) -> None:
+        kind = type(effect)
+        if kind is Send:
+            assert isinstance(effect, Send)
+            self.network.send(effect.envelope, hands.blob_for(effect))
+        elif kind is InnerStep:
+            (done,) = hands.execute(effect, None)
+            assert isinstance(done, StepDone)
+            w.stepping_since = self.world.now
+            self.world.after(self.hardware.step_nanos(w.worker), self._step_done, w, w.incarnation, done)
+        else:
+            for event in hands.execute(effect, blob):
+                self.world.at(self.world.now, self._later, w, w.incarnation, event)
+            if isinstance(effect, Refuse) and effect.disconnect:
+                self.network.cut(w.worker, effect.peer, effect.reason, 0)
+
+    def _later(self, w: _Worker, incarnation: Incarnation, event: Event) -> None:
+        if w.incarnation == incarnation:
+            self.happen(w.worker, event)
+
+    def _step_done(self, w: _Worker, incarnation: Incarnation, done: StepDone) -> None:
+        if not w.alive or w.incarnation != incarnation:
+            return
+        if w.paused:
+            w.backlog.append((done, None))
+            return
+        took = self.world.now - w.stepping_since
+        self._handle(w, msgspec.structs.replace(done, nanos=took), None)
+
+    def _deadline(self, w: _Worker, incarnation: Incarnation, deadline: Nanos) -> None:
+        if w.alive and w.incarnation == incarnation and w.deadline == deadline:
+            if w.paused:
+                w.backlog.append((DeadlinePassed(), None))
+                return
+            w.deadline = None
+            self._handle(w, DeadlinePassed(), None)
+
+    # ------------------------------------------------------------ faults
+
+    def _strike(self, fault: Fault) -> None:
+        match fault:
+            case Kill(learner=learner, lasts=lasts):
+                self._kill(learner, lasts)
+            case KillSyncer(lasts=lasts):
+                self._kill(SYNCER, lasts)
+            case Pause(learner=learner, lasts=lasts):
+                self._pause(learner, lasts)
+            case Slow(learner=learner, factor=factor, lasts=lasts):
+                self.hardware.slow(learner, factor)
+                self.world.after(nanos(lasts), self.hardware.slow, learner, 1.0 / factor)
+            case Partition(a=a, b=b, lasts=lasts, one_way=one_way):
+                self.world.after(nanos(lasts), self.network.block(a, b, one_way=one_way, breaks=True))
+            case Clog(a=a, b=b, lasts=lasts):
+                self.world.after(nanos(lasts), self.network.block(a, b, one_way=False, breaks=False))
+            case Corrupt(a=a, b=b):
+                self.network.corrupt_next(a, b)
+
+    def _kill(self, worker: WorkerId, lasts: float) -> None:
+        w = self._workers[worker]
+        if w.alive:
+            w.alive = False
+            self.network.cut_all(worker, "the process died")
+            self.world.after(nanos(lasts), self._start_worker, worker)
+
+    def _pause(self, worker: WorkerId, lasts: float) -> None:
+        w = self._workers[worker]
+        if w.alive:
+            w.paused += 1
+            self.world.after(nanos(lasts), self._unpause, w, w.incarnation)
+
+    def _unpause(self, w: _Worker, incarnation: Incarnation) -> None:
+        if not w.alive or w.incarnation != incarnation:
+            return
+        w.paused -= 1
+        if w.paused == 0:
+            backlog, w.backlog = w.backlog, []
+            for event, blob in backlog:
+                if isinstance(event, StepDone):
+                    event = msgspec.structs.replace(event, nanos=self.world.now - w.stepping_since)
+                if isinstance(event, DeadlinePassed):
+                    w.deadline = None
+                self._handle(w, event, blob)
+
+    def virtual_seconds(self) -> float:
+        return seconds(self.world.now)
+
+
+def null_hands(config: Config) -> HandsFor:
+    disk = NullDisk(config.protocol.fragments)
+
+    def hands(worker: WorkerId, incarnation: Incarnation) -> Hands:
+        return NullSyncer(config, disk) if worker == SYNCER else NullLearner(config, worker)
+
+    return hands

@@ -1,0 +1,33 @@
+"""Virtual time: a heap of calls to make. Two calls at the same nanosecond run in the order in which they were asked for."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import Any
+
+from atoll.ids import Nanos
+
+
+class World:
+    __slots__ = ("_count", "_heap", "now")
+
+    def __init__(self) -> None:
+        self.now: Nanos = 0
+        self._heap: list[tuple[Nanos, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = 0
+
+    def at(self, when: Nanos, call: Callable[..., None], *args: Any) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (max(when, self.now), self._count, call, args))
+
+    def after(self, delay: Nanos, call: Callable[..., None], *args: Any) -> None:
+        self.at(self.now + delay, call, *args)
+
+    def step(self) -> bool:
+        """Make the next call. False: nothing is left to happen."""
+        if not self._heap:
+            return False
+        self.now, _, call, args = heapq.heappop(self._heap)
+        call(*args)
+        return True

@@ -1,0 +1,175 @@
+"""The tape: one JSON line a record, append-only, each line sealed by a checksum chained to the line before.
+
+    {"c":"5f1d0c2a","header":{...}}                       line 0
+    {"c":"93ab01ff","n":1,"t":0,"w":-1,"e":{...},"f":[...]}   a record: number, time, worker, event, effects
+    {"c":"0be4711d","end":8122}                           the footer of a run that ended; a crash leaves none
+
+The chain makes a missing, swapped or altered line as visible as a damaged one. A last line without its newline is
+what a killed writer leaves behind: everything before it is good.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+import msgspec
+
+from atoll.errors import TapeError
+from atoll.ids import Nanos, WorkerId
+from atoll.protocol.vocabulary import Effect, Event
+
+FORMAT = 1
+
+
+class Header(msgspec.Struct, frozen=True, kw_only=True):
+    """What a bit-exact replay depends on."""
+
+    format: int = FORMAT
+    config: dict[str, Any]
+    code_version: str
+    data_fingerprint: str
+    threads: int
+    dtype: str
+    torch_version: str
+    cpu_capability: str
+    tensors: bool
+    """False: decisions only, nothing was trained."""
+    plan: list[dict[str, Any]] = []
+
+
+class Record(msgspec.Struct, frozen=True, rename={"number": "n", "now": "t", "worker": "w", "event": "e", "effects": "f"}):
+    number: int
+    now: Nanos
+    worker: WorkerId
+    event: Event
+    effects: tuple[Effect, ...]
+
+
+class _HeaderLine(msgspec.Struct):
+    header: Header
+
+
+class _FooterLine(msgspec.Struct, forbid_unknown_fields=True):
+    end: int
+
+
+_encode = msgspec.json.Encoder().encode
+_decode_record = msgspec.json.Decoder(Record).decode
+_PREFIX = len(b'{"c":"00000000",')
+
+
+def _seal(body: bytes, chain: int) -> tuple[bytes, int]:
+    chain = zlib.crc32(body, chain)
+    return b'{"c":"%08x",' % chain + body[1:] + b"\n", chain
+
+
+class TapeWriter:
+    """Append, then execute: `append` has handed the line to the operating system before it returns (`flush_each`)."""
+
+    def __init__(self, file: IO[bytes], header: Header, *, flush_each: bool = False) -> None:
+        self._file = file
+        self._flush_each = flush_each
+        self.count = 0
+        line, self._chain = _seal(_encode(_HeaderLine(header)), 0)
+        file.write(line)
+
+    @classmethod
+    def create(cls, path: Path, header: Header, *, flush_each: bool = False) -> TapeWriter:
+        try:
+            return cls(path.open("xb"), header, flush_each=flush_each)
+        except FileExistsError:
+            raise TapeError(f"tape {path}: exists already; a tape is never overwritten, choose another --out") from None
+
+    def append(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        self.count += 1
+        line, self._chain = _seal(_encode(Record(self.count, now, worker, event, tuple(effects))), self._chain)
+        self._file.write(line)
+        if self._flush_each:
+            self._file.flush()
+
+    def close(self) -> None:
+        """Seal a run that ended. Without it the tape reads as one cut by a crash."""
+        line, self._chain = _seal(_encode(_FooterLine(self.count)), self._chain)
+        self._file.write(line)
+        self._file.close()
+
+    def __enter__(self) -> TapeWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()
+
+
+class Tape:
+    """A readable tape. `cut` is known once `records` was walked to its end: the writer did not live to seal it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.cut = False
+        self.whole_records = 0
+        with self._open() as file:
+            self.header, self._chain0 = self._read_header(file.readline())
+
+    def _open(self) -> IO[bytes]:
+        try:
+            return self.path.open("rb")
+        except FileNotFoundError:
+            raise TapeError(f"tape {self.path}: no such file") from None
+        except OSError as error:
+            raise TapeError(f"tape {self.path}: cannot be read ({error.strerror})") from None
+
+    def _read_header(self, line: bytes) -> tuple[Header, int]:
+        body, chain = self._unseal(line, 0, 0)
+        try:
+            header = msgspec.json.decode(body, type=_HeaderLine).header
+        except msgspec.DecodeError as error:
+            raise TapeError(f"tape {self.path}: its header cannot be read: {error}") from None
+        if header.format != FORMAT:
+            raise TapeError(f"tape {self.path}: format {header.format}; this version reads format {FORMAT}")
+        return header, chain
+
+    def _unseal(self, line: bytes, chain: int, number: int) -> tuple[bytes, int]:
+        where = f"tape {self.path}: " + (f"record {number}" if number else "the header")
+        if len(line) < _PREFIX + 2 or not line.startswith(b'{"c":"') or not line.endswith(b"\n"):
+            raise TapeError(f"{where} is damaged or truncated")
+        body = b"{" + line[_PREFIX:-1]
+        chain = zlib.crc32(body, chain)
+        if line[6:14] != b"%08x" % chain:
+            raise TapeError(f"{where} is damaged, or a record before it is missing: its checksum does not fit")
+        return body, chain
+
+    def records(self) -> Iterator[Record]:
+        chain, number = self._chain0, 0
+        with self._open() as file:
+            file.readline()
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break  # the writer was killed in the middle of this line
+                body, chain = self._unseal(line, chain, number + 1)
+                if body.startswith(b'{"end"'):
+                    self._check_footer(body, number, file.read(1))
+                    return
+                number += 1
+                try:
+                    record = _decode_record(body)
+                except msgspec.DecodeError as error:
+                    raise TapeError(f"tape {self.path}: record {number} is no record: {error}") from None
+                self.whole_records = number
+                yield record
+        self.cut = True
+
+    def _check_footer(self, body: bytes, number: int, rest: bytes) -> None:
+        if msgspec.json.decode(body, type=_FooterLine).end != number or rest:
+            raise TapeError(f"tape {self.path}: the footer after record {number} does not fit")
+
+
+def find_tape(path: Path) -> Path:
+    """A run's directory or the tape itself."""
+    return path / "run.tape" if path.is_dir() else path

@@ -1,0 +1,138 @@
+"""Feed a tape's events to new machines and demand the taped decisions back.
+
+Without an executor it re-derives decisions only, and needs no tensor. With one it carries the effects out again, in
+the taped order, and so retrains the model bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from atoll.config import Config, from_builtins
+from atoll.errors import ReplayDiverged, TapeError
+from atoll.ids import SYNCER, Nanos, WorkerId, seconds, worker_name
+from atoll.protocol.learner import LearnerMachine
+from atoll.protocol.syncer import SyncerMachine
+from atoll.protocol.vocabulary import Effect, Event, Received, Send, Started, Stored
+from atoll.tape.format import Record, Tape
+
+
+class Machine(Protocol):
+    def on(self, event: Event, now: Nanos) -> Sequence[Effect]: ...
+    def deadline(self) -> Nanos | None: ...
+
+
+class Hands(Protocol):
+    """Carries effects out for one worker. Handed in: this room knows no tensor."""
+
+    def execute(self, effect: Effect, blob: Any) -> Sequence[Event]: ...
+    def blob_for(self, send: Send) -> Any: ...
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    records: int
+    cut: bool
+    outer_step: int
+
+
+def machine_for(config: Config, worker: WorkerId, incarnation: int) -> Machine:
+    return SyncerMachine(config) if worker == SYNCER else LearnerMachine(config, worker, incarnation)
+
+
+def replay(
+    tape: Tape,
+    hands_for: Callable[[WorkerId, int], Hands] | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Stops at the first difference with its story."""
+    try:
+        config = from_builtins(tape.header.config)
+    except Exception as error:
+        raise TapeError(f"tape {tape.path}: the config in its header is refused: {error}") from None
+    machines: dict[WorkerId, Machine] = {}
+    hands: dict[WorkerId, Hands] = {}
+    post = _Post()
+    digests: dict[int, str] = {}
+    story: deque[Record] = deque(maxlen=12)
+    for record in tape.records():
+        worker, event = record.worker, record.event
+        if isinstance(event, Started):
+            if worker != SYNCER or worker not in machines:  # a syncer that came back is the same machine, re-derived
+                machines[worker] = machine_for(config, worker, event.incarnation)
+            if hands_for is not None:
+                hands[worker] = hands_for(worker, event.incarnation)
+        if worker not in machines:
+            raise TapeError(f"tape {tape.path}: record {record.number}: {worker_name(worker)} acts before it started")
+        effects = tuple(machines[worker].on(event, record.now))
+        story.append(record)
+        if effects != record.effects:
+            raise ReplayDiverged(tell(story, record, effects))
+        if hands_for is not None:
+            _check_weights(record, digests)
+            digests.update(_carry_out(hands[worker], record, effects, post))
+        if progress is not None:
+            progress(record.number)
+    syncer = machines.get(SYNCER)
+    outer_step = syncer.outer_step if isinstance(syncer, SyncerMachine) else 0
+    return Outcome(tape.whole_records, tape.cut, outer_step)
+
+
+class _Post:
+    """Bytes on their way, from the Send that took them to the Received that brought them."""
+
+    def __init__(self) -> None:
+        self._bags: dict[tuple[int, int, int, int], object] = {}
+
+    def take(self, event: Event) -> object | None:
+        if not isinstance(event, Received):
+            return None
+        e = event.envelope
+        return self._bags.pop((e.sender, e.incarnation, e.receiver, e.seq), None)
+
+    def put(self, send: Send, blob: object | None) -> None:
+        if blob is not None:
+            e = send.envelope
+            self._bags[e.sender, e.incarnation, e.receiver, e.seq] = blob
+
+
+def _carry_out(hands: Hands, record: Record, effects: Sequence[Effect], post: _Post) -> dict[int, str]:
+    blob = post.take(record.event)
+    stored: dict[int, str] = {}
+    for effect in effects:
+        if isinstance(effect, Send):
+            post.put(effect, hands.blob_for(effect))
+            continue
+        for event in hands.execute(effect, blob):
+            if isinstance(event, Stored):
+                stored[event.outer_step] = event.digest
+    return stored
+
+
+def _check_weights(record: Record, digests: dict[int, str]) -> None:
+    event = record.event
+    if isinstance(event, Stored) and digests.get(event.outer_step) != event.digest:
+        raise ReplayDiverged(
+            f"record {record.number}: Theta of outer step {event.outer_step} has digest {digests.get(event.outer_step)} here, "
+            f"{event.digest} on the tape; the header says which thread count, dtype, torch and CPU it was made with"
+        )
+
+
+def tell(story: Sequence[Record], record: Record, effects: Sequence[Effect]) -> str:
+    """A readable account: what led here, what the tape says, what the machine says."""
+    lines = [
+        f"record {record.number}: {worker_name(record.worker)} at {seconds(record.now):.6f} s decides otherwise than the tape",
+        "what led here:",
+    ]
+    lines += [f"  {r.number:>8} {seconds(r.now):12.6f} {worker_name(r.worker):<10} {r.event}" for r in story]
+    width = max(len(record.effects), len(effects))
+    for i in range(width):
+        taped = record.effects[i] if i < len(record.effects) else "(nothing)"
+        derived = effects[i] if i < len(effects) else "(nothing)"
+        if taped != derived:
+            lines += [f"first difference, effect {i + 1}:", f"  tape:    {taped}", f"  machine: {derived}"]
+            break
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""Between a model's live tensors and the flat fp32 vectors of a fragment.
+
+Reading always copies: a vector is a value, and the next inner step must not reach into it. Writing goes in place and in
+slot order, so an optimiser that holds the parameters keeps holding them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from atoll.tensors.inventory import walk
+from atoll.tensors.layout import Fragment, Slot
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Canonical name to live parameter or persistent buffer, tied ones once. Frozen parameters are listed too."""
+    return {entry.name: entry.tensor for entry in walk(model)}
+
+
+def read_params(model_tensors: Mapping[str, Tensor], fragment: Fragment, out: Tensor | None = None) -> Tensor:
+    """A flat fp32 copy of the fragment's parameters, into `out` if given, else on the first one's device."""
+    return _read(model_tensors, fragment.params, fragment.numel, out)
+
+
+@torch.no_grad()
+def write_params(model_tensors: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> None:
+    """Write a flat vector into the live parameters, each cast to its own dtype."""
+    assert flat.numel() == fragment.numel, f"fragment {fragment.id} has {fragment.numel} elements, not {flat.numel()}"
+    for slot in fragment.params:
+        _piece(model_tensors, slot).copy_(_stretch(flat, slot))
+
+
+def read_buffers(model_tensors: Mapping[str, Tensor], fragment: Fragment) -> Tensor:
+    """A flat fp32 copy of the fragment's buffers; integers and bools as numbers."""
+    return _read(model_tensors, fragment.buffers, fragment.buffer_numel, None)
+
+
+@torch.no_grad()
+def write_buffers(model_tensors: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> None:
+    """Write a flat vector into the live buffers. Integers are rounded half to even; a bool is true above one half."""
+    expected = fragment.buffer_numel
+    assert flat.numel() == expected, f"fragment {fragment.id} has {expected} buffer elements, not {flat.numel()}"
+    for slot in fragment.buffers:
+        values = _stretch(flat, slot)
+        if slot.kind == "bool_buffer":
+            values = values > 0.5  # one half itself is false, as a tied vote is in merge_buffers
+        elif slot.kind == "other_buffer":
+            values = _to_integers(values, slot.dtype)
+        _piece(model_tensors, slot).copy_(values)
+
+
+def cast_like(fragment: Fragment, flat: Tensor) -> Tensor:
+    """What `flat` becomes in the live parameters, as fp32 again.
+
+    The very same tensor where all slots are fp32: treat it as a value. A learner's differences are taken against this
+    cast, or the rounding of bf16 weights would travel as if it had been learnt.
+    """
+    if all(slot.dtype == torch.float32 for slot in fragment.params):
+        return flat
+    cast = flat.clone()
+    for slot in fragment.params:
+        if slot.dtype != torch.float32:
+            stretch = cast[slot.offset : slot.offset + slot.numel]
+            stretch.copy_(stretch.to(slot.dtype))
+    return cast
+
+
+@torch.no_grad()
+def _read(model_tensors: Mapping[str, Tensor], slots: Sequence[Slot], numel: int, out: Tensor | None) -> Tensor:
+    if out is None:
+        device = model_tensors[slots[0].name].device if slots else None
+        out = torch.empty(numel, dtype=torch.float32, device=device)
+    assert out.shape == (numel,) and out.dtype == torch.float32, f"out must be a flat fp32 vector of {numel} elements"
+    for slot in slots:
+        _stretch(out, slot).copy_(_piece(model_tensors, slot))
+    return out
+
+
+def _piece(model_tensors: Mapping[str, Tensor], slot: Slot) -> Tensor:
+    tensor = model_tensors[slot.name].detach()
+    if tuple(tensor.shape) == slot.shape:
+        return tensor
+    return tensor.narrow(0, slot.row_start, slot.row_stop - slot.row_start)
+
+
+def _stretch(flat: Tensor, slot: Slot) -> Tensor:
+    return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
+
+
+def _to_integers(values: Tensor, dtype: torch.dtype) -> Tensor:
+    # Saturate: a cast outside the target's range is undefined in C and flips the sign on some machines. 2^63 - 1 is no
+    # double; 1024 below it is the largest double that still fits.
+    limits = torch.iinfo(dtype)
+    highest = min(limits.max, 2**63 - 1024)
+    return values.to(torch.float64).round_().clamp_(limits.min, highest).to(dtype)

@@ -1,0 +1,126 @@
+"""What a model holds: every parameter and persistent buffer once, in state-dict order, tied names gathered.
+
+Two names are tied when they lead to the same memory seen in the same way, so a weight shared by assignment, by a shared
+module or by `Parameter(other.data)` is found alike. The first name in state-dict order is the canonical one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from atoll.errors import ConfigError
+
+OUTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_WIDEST = 1 << 24
+
+
+@dataclass(slots=True)
+class Entry:
+    """One tensor of the model with all the names it goes by."""
+
+    name: str
+    module: str
+    """The dotted name of the module that owns the canonical name; "" is the model itself."""
+    tensor: Tensor
+    parameter: bool = False
+    trainable: bool = False
+    embedding_weight: bool = False
+    names: list[str] = field(default_factory=list)
+
+
+def walk(model: nn.Module) -> list[Entry]:
+    """Every parameter and persistent buffer, tied ones once, in state-dict order."""
+    entries: dict[Hashable, Entry] = {}
+    # Shared modules are visited under each of their names: a glob may know a tensor by its second name.
+    for module_name, module in model.named_modules(remove_duplicate=False):
+        for leaf, tensor, parameter in _own_tensors(module):
+            name = f"{module_name}.{leaf}" if module_name else leaf
+            _refuse_untouchable(name, tensor)
+            entry = entries.setdefault(_memory(tensor), Entry(name, module_name, tensor))
+            entry.names.append(name)
+            # Any trainable name makes the shared memory trainable: the inner optimiser changes it all the same.
+            entry.parameter |= parameter
+            entry.trainable |= parameter and tensor.requires_grad
+            entry.embedding_weight |= isinstance(module, nn.Embedding | nn.EmbeddingBag) and leaf == "weight"
+    return list(entries.values())
+
+
+def slot_kind(entry: Entry, outer_scope: str) -> str | None:
+    """How a tensor travels; None: it stays at home (frozen parameters, and tensors without elements)."""
+    if entry.tensor.numel() == 0 or (entry.parameter and not entry.trainable):
+        return None
+    dtype = entry.tensor.dtype
+    if dtype.is_complex:
+        raise ConfigError(f"{entry.name} is {dtype}: complex tensors cannot travel; keep its two parts as real ones")
+    if entry.parameter or (dtype.is_floating_point and outer_scope == "all_floating"):
+        if dtype not in OUTER_DTYPES:
+            raise ConfigError(
+                f"{entry.name} is {dtype}: the outer state is fp32, so its dtype must be float32, bfloat16 or float16"
+            )
+        return "param"
+    if dtype.is_floating_point:
+        return "float_buffer"
+    if dtype == torch.bool:
+        return "bool_buffer"
+    _refuse_wide_integers(entry)
+    return "other_buffer"
+
+
+def refuse_overlaps(entries: list[Entry]) -> None:
+    """Two different views of one memory (a transposed tie, a slice) would be stepped twice each round, silently."""
+    spans = sorted((*_byte_span(entry.tensor), entry.name) for entry in entries if not entry.tensor.is_meta)
+    for (device, _, stop, name), (next_device, next_start, _, next_name) in pairwise(spans):
+        if device == next_device and next_start < stop:
+            raise ConfigError(
+                f"{name} and {next_name} overlap in memory but differ in shape or strides: tie whole tensors"
+            )
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
+    for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        yield leaf, parameter, True
+    # torch has no public way to ask whether a buffer is persistent, short of a state dict of the whole model.
+    transient = module._non_persistent_buffers_set
+    for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+        if leaf not in transient:
+            yield leaf, buffer, False
+
+
+def _memory(tensor: Tensor) -> Hashable:
+    # Tensors without memory of their own (meta device, no elements) all share address 0: only identity tells.
+    if tensor.is_meta or tensor.numel() == 0:
+        return id(tensor)
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
+
+
+def _byte_span(tensor: Tensor) -> tuple[str, int, int]:
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return str(tensor.device), start, start + (last + 1) * tensor.element_size()
+
+
+def _refuse_untouchable(name: str, tensor: Tensor) -> None:
+    if is_lazy(tensor):
+        raise ConfigError(f"{name} is not initialised: run one forward pass through lazy modules before training")
+    # By name, so that this room does not import torch.distributed to refuse what only torch.distributed makes.
+    if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
+        raise ConfigError(f"{name} is a DTensor: a learner's model must hold plain tensors, so do not shard it")
+
+
+def _refuse_wide_integers(entry: Entry) -> None:
+    # Buffers travel in fp32. A counter that grows past 2^24 merely loses its last bits; a hash or a bit mask, present
+    # from the start, would be destroyed, and that can be seen here.
+    if entry.tensor.is_meta:
+        return
+    values = entry.tensor.detach().to(torch.int64)
+    if bool(((values > _WIDEST) | (values < -_WIDEST)).any()):
+        raise ConfigError(
+            f"buffer {entry.name} holds integers beyond 2^24, more than fp32 carries: register it with persistent=False"
+        )

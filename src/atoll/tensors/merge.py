@@ -1,0 +1,213 @@
+"""Merging the outer gradients of several learners into one: the mean, and radial-directional averaging (RDA).
+
+Every function depends on its arguments' values and order only; the caller sorts by LearnerId. On the CPU results are
+the same for any number of threads: elementwise arithmetic multiplies and adds in separate, singly rounded steps, and
+norms add up in float64 over a tree of fixed shape (`squared_norms`). A GPU need not agree with a CPU in the last
+bit (it divides by a number as by its reciprocal), so one run merges on one kind of device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from atoll.tensors.layout import Fragment, Slot
+
+METHODS = ("mean", "rda")
+NORMS = ("tensor", "row", "fragment")
+
+CANCELLED = 1e-6
+"""Directions cancel when their weighted average is no longer than this (unit vectors average to a length of 0 to 1,
+orthogonal ones to 1/sqrt(M)). Directions are fp32, so opposite ones leave a residue of about 1e-7 that is rounding and
+nothing else; below this bound RDA would blow that noise up to full length."""
+
+_LEAF = 1024
+_BATCH = 1 << 20
+
+
+def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """`sum_i w_i*d_i / sum_i w_i`, in the order given.
+
+    Equal weights of whatever size give the bits of weight 1, `((d0 + d1) + d2) / 3`; one learner gives its own bits.
+    """
+    voters, shares = _voters(deltas, weights)
+    if len(voters) == 1:
+        return voters[0].clone()
+    total = _weighted(voters[0], shares[0], None)
+    scratch = torch.empty_like(total) if any(share != 1.0 for share in shares[1:]) else None
+    for delta, share in zip(voters[1:], shares[1:], strict=True):
+        total.add_(delta if share == 1.0 else _weighted(delta, share, scratch))
+    return total.div_(sum(shares))
+
+
+def rda(deltas: Sequence[Tensor], weights: Sequence[float], segments: Sequence[tuple[int, int]]) -> Tensor:
+    """RDA of each segment `(offset, numel)` on its own; elements outside every segment come out as zero."""
+    voters, shares = _voters(deltas, weights)
+    out = torch.zeros_like(voters[0])
+    for offset, numel in segments:
+        blocks = [voter[offset : offset + numel].view(1, numel) for voter in voters]
+        _rda_rows(blocks, shares, out[offset : offset + numel].view(1, numel))
+    return out
+
+
+def merge(
+    deltas: Sequence[Tensor],
+    weights: Sequence[float],
+    fragment: Fragment,
+    *,
+    method: str,
+    embedding_method: str,
+    norm: str,
+) -> Tensor:
+    """One outer gradient for the fragment; embedding slots by a method of their own.
+
+    `norm` says what RDA takes for one vector: each slot ("tensor"), each stretch along the last axis ("row"; slots of
+    one axis as one), or all non-embedding slots together and all embedding slots together ("fragment").
+    """
+    assert method in METHODS and embedding_method in METHODS and norm in NORMS, (method, embedding_method, norm)
+    assert all(delta.shape == (fragment.numel,) for delta in deltas), "deltas are flat vectors of the whole fragment"
+    if method == embedding_method == "mean":
+        return mean(deltas, weights)
+    voters, shares = _voters(deltas, weights)
+    out = torch.empty_like(voters[0])
+    for embedding, how in ((False, method), (True, embedding_method)):
+        slots = [slot for slot in fragment.params if slot.embedding == embedding]
+        if how == "mean":
+            for offset, numel in _runs(slots):
+                part = slice(offset, offset + numel)
+                out[part] = mean([voter[part] for voter in voters], shares)
+        elif norm == "fragment":
+            _rda_joint(voters, shares, _runs(slots), out)
+        else:
+            for slot in slots:
+                part = slice(slot.offset, slot.offset + slot.numel)
+                width = slot.shape[-1] if norm == "row" and len(slot.shape) > 1 else slot.numel
+                _rda_rows([voter[part].view(-1, width) for voter in voters], shares, out[part].view(-1, width))
+    return out
+
+
+def merge_buffers(values: Sequence[Tensor], weights: Sequence[float], fragment: Fragment) -> Tensor:
+    """The fragment's buffers, merged with the learners' weights and no momentum, as a flat fp32 vector.
+
+    Floats: the weighted mean. Integers: the weighted mean in float64, rounded half to even. Bools: the weighted
+    majority; a tie is False, which errs on the side of a flag not raised.
+    """
+    voters, _ = _voters(values, weights)
+    raw = [weight for weight in weights if weight != 0.0]
+    out = torch.empty_like(voters[0])
+    for slot in fragment.buffers:
+        part = slice(slot.offset, slot.offset + slot.numel)
+        stretches = [voter[part] for voter in voters]
+        if slot.kind == "float_buffer":
+            out[part] = mean(stretches, raw)
+        elif slot.kind == "bool_buffer":
+            out[part] = _sum64([stretch > 0.5 for stretch in stretches], raw) * 2 > sum(raw)
+        else:
+            out[part] = _sum64(stretches, raw).div_(sum(raw)).round_()
+    return out
+
+
+def outlier_norm(delta: Tensor) -> float:
+    """The L2 norm, in float64. NaN or Inf inside gives NaN or Inf: refuse with `not norm <= limit`."""
+    return math.sqrt(squared_norms(delta.reshape(1, -1)).item())
+
+
+def squared_norms(rows: Tensor) -> Tensor:
+    """The squared L2 norm of each row, in float64, added up over a tree that depends on the shape of `rows` only.
+
+    torch splits a reduction to one number among its threads, but never one leaf of many: so leaves of 1024 first, then
+    at most 1024 leaves, which is too few for torch to split. Batches bound the float64 copy to 8 MiB.
+    """
+    count, width = rows.shape
+    total = torch.zeros(count, dtype=torch.float64, device=rows.device)
+    for left in range(0, width, _BATCH):
+        span = min(_BATCH, width - left)
+        leaf = min(_LEAF, span)
+        padded = -(-span // leaf) * leaf
+        height = max(1, _BATCH // padded)
+        for top in range(0, count, height):
+            part = rows[top : top + height, left : left + span]
+            wide = torch.zeros(part.shape[0], padded, dtype=torch.float64, device=rows.device)
+            wide[:, :span].copy_(part)
+            total[top : top + height] += wide.square_().view(part.shape[0], -1, leaf).sum(-1).sum(-1)
+    return total
+
+
+def _rda_rows(blocks: Sequence[Tensor], shares: Sequence[float], out: Tensor) -> None:
+    """RDA of every row of the learners' blocks (rows x width) at once, into `out`, with one block as scratch."""
+    if len(blocks) == 1:
+        out.copy_(blocks[0])  # |v| * phi(phi(v)) is v
+        return
+    scratch = torch.empty_like(out)
+    magnitude = torch.zeros(out.shape[0], dtype=torch.float64, device=out.device)
+    for index, (block, share) in enumerate(zip(blocks, shares, strict=True)):
+        norms = squared_norms(block).sqrt_()
+        magnitude += norms * share
+        # phi(0) = 0: a zero row divided by one is zero.
+        divisor = norms.masked_fill(norms == 0, 1.0).to(out.dtype).unsqueeze(1)
+        direction = torch.div(block, divisor, out=scratch if index else out)
+        if share != 1.0:
+            direction.mul_(share)
+        if index:
+            out.add_(scratch)
+    total = sum(shares)
+    length = squared_norms(out).sqrt_()  # of the sum of directions; its average is 1/total of it
+    cancelled = length <= CANCELLED * total
+    scale = (magnitude / total) / length.masked_fill(cancelled, 1.0)
+    out.mul_(scale.to(out.dtype).unsqueeze(1))
+    if bool(cancelled.any()):
+        out[cancelled] = mean([block[cancelled] for block in blocks], shares)
+
+
+def _rda_joint(voters: Sequence[Tensor], shares: Sequence[float], runs: list[tuple[int, int]], out: Tensor) -> None:
+    """RDA of several stretches as one vector; nothing is copied unless embeddings lie between them."""
+    if not runs:
+        return
+    sizes = [numel for _, numel in runs]
+    width = sum(sizes)
+    if len(runs) == 1:
+        first = runs[0][0]
+        part = slice(first, first + width)
+        _rda_rows([voter[part].view(1, width) for voter in voters], shares, out[part].view(1, width))
+        return
+    gathered = [torch.cat([voter[start : start + size] for start, size in runs]).view(1, width) for voter in voters]
+    joint = torch.empty_like(gathered[0])
+    _rda_rows(gathered, shares, joint)
+    for (offset, numel), stretch in zip(runs, torch.split(joint[0], sizes), strict=True):
+        out[offset : offset + numel] = stretch
+
+
+def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """Neighbouring slots joined into `(offset, numel)` stretches."""
+    runs: list[tuple[int, int]] = []
+    for slot in slots:
+        if runs and sum(runs[-1]) == slot.offset:
+            runs[-1] = (runs[-1][0], runs[-1][1] + slot.numel)
+        else:
+            runs.append((slot.offset, slot.numel))
+    return runs
+
+
+def _voters(deltas: Sequence[Tensor], weights: Sequence[float]) -> tuple[list[Tensor], list[float]]:
+    """Who counts, and with how much. Weight 0 is absent: adding 0*d would change a -0.0, and let a NaN in."""
+    assert len(deltas) == len(weights), f"{len(deltas)} deltas and {len(weights)} weights"
+    assert all(0.0 <= weight < math.inf for weight in weights), f"weights must be finite and not negative: {weights}"
+    kept = [(delta, float(weight)) for delta, weight in zip(deltas, weights, strict=True) if weight > 0.0]
+    assert kept, "a merge needs at least one learner with a weight above 0"
+    voters = [delta for delta, _ in kept]
+    shares = [weight for _, weight in kept]
+    return voters, [1.0] * len(shares) if len(set(shares)) == 1 else shares
+
+
+def _weighted(delta: Tensor, share: float, scratch: Tensor | None) -> Tensor:
+    return torch.mul(delta, share, out=scratch)
+
+
+def _sum64(stretches: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    total = torch.zeros(stretches[0].shape, dtype=torch.float64, device=stretches[0].device)
+    for stretch, weight in zip(stretches, weights, strict=True):
+        total += stretch.to(torch.float64) * weight
+    return total

@@ -1,0 +1,92 @@
+"""The outer step: Theta and a merged outer gradient in, the next Theta out. Pure: no argument is changed.
+
+`delta` is before minus after, so that it is *subtracted*, like any gradient. The operations and their order are those
+of `torch.optim.SGD` on one flat parameter, bit for bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
+
+
+@dataclass(frozen=True, slots=True)
+class OuterRule:
+    optimizer: str
+    """"sgd", "momentum", "nesterov" or "delayed_nesterov"."""
+    learning_rate: float
+    momentum: float = 0.9
+    delay: int = 1
+    """N of delayed Nesterov: outer gradients gathered for one change of the momentum."""
+    c: float = 0.0
+    """Share of the momentum that delayed Nesterov applies in each of the steps between."""
+
+
+@dataclass(frozen=True, slots=True)
+class OuterState:
+    momentum: Tensor | None
+    pending: Tensor | None
+    """The sum of the outer gradients since the momentum last changed (delayed Nesterov only)."""
+    count: int
+    """Outer steps taken."""
+
+
+def initial_state(rule: OuterRule, numel: int, *, device: torch.device | None = None) -> OuterState:
+    """Zeros where the rule keeps something, None where it does not."""
+    assert rule.optimizer in OPTIMIZERS and rule.delay >= 1, rule
+    momentum = None if rule.optimizer == "sgd" else torch.zeros(numel, dtype=torch.float32, device=device)
+    delayed = rule.optimizer == "delayed_nesterov"
+    pending = torch.zeros(numel, dtype=torch.float32, device=device) if delayed else None
+    return OuterState(momentum, pending, 0)
+
+
+def outer_step(theta: Tensor, delta: Tensor, state: OuterState, rule: OuterRule) -> tuple[Tensor, OuterState]:
+    """The next Theta and the next state, both new."""
+    rate, mu = rule.learning_rate, rule.momentum
+    count = state.count + 1
+    match rule.optimizer:
+        case "sgd":
+            return theta.add(delta, alpha=-rate), OuterState(None, None, count)
+        case "momentum":
+            velocity = _accelerated(state, delta, mu)
+            return theta.add(velocity, alpha=-rate), OuterState(velocity, None, count)
+        case "nesterov":
+            velocity = _accelerated(state, delta, mu)
+            return theta.add(delta.add(velocity, alpha=mu), alpha=-rate), OuterState(velocity, None, count)
+        case "delayed_nesterov":
+            return _delayed_nesterov(theta, delta, state, rule)
+    raise AssertionError(f"unknown outer optimizer {rule.optimizer!r}")
+
+
+def mix(local: Tensor, global_: Tensor, alpha: float) -> Tensor:
+    """`alpha*local + (1 - alpha)*global_`: 0 takes global's bits (a NaN in local does not matter), 1 keeps local's."""
+    if alpha == 0.0:
+        return global_.clone()
+    if alpha == 1.0:
+        return local.clone()
+    return local.mul(alpha).add_(global_.mul(1.0 - alpha))
+
+
+def _accelerated(state: OuterState, delta: Tensor, mu: float) -> Tensor:
+    assert state.momentum is not None, "this rule keeps a momentum: start from initial_state(rule, numel)"
+    if state.count == 0:
+        return delta.clone()  # as torch does: mu*0 + (-0.0) would be +0.0
+    return state.momentum.mul(mu).add_(delta)
+
+
+def _delayed_nesterov(theta: Tensor, delta: Tensor, state: OuterState, rule: OuterRule) -> tuple[Tensor, OuterState]:
+    assert state.momentum is not None and state.pending is not None, "start from initial_state(rule, numel)"
+    n, c, mu = rule.delay, rule.c, rule.momentum
+    velocity, pending = state.momentum, state.pending.add(delta)
+    direction = delta.div(n)
+    if (state.count + 1) % n == 0:
+        velocity = velocity.mul(mu).add_(pending.div_(n))
+        direction.add_(velocity, alpha=(1.0 - c * n + c) * mu)
+        pending = torch.zeros_like(state.pending)
+    elif c != 0.0:
+        direction.add_(velocity, alpha=c * mu)
+    return theta.add(direction, alpha=-rule.learning_rate), OuterState(velocity, pending, state.count + 1)
