@@ -21,6 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,9 +49,9 @@ def jobs_of(names: list[str], x: Tensor) -> dict[tuple[str, str], Callable[[], o
     for name in names:
         c = codec(name)
         packet = c.encode(x)
-        jobs[name, "encode"] = lambda c=c: c.encode(x)
-        jobs[name, "decode"] = lambda c=c, packet=packet: c.decode(packet)
-        jobs[name, "accumulate"] = lambda c=c, packet=packet: c.accumulate(packet, into, 0.25)
+        jobs[name, "encode"] = partial(c.encode, x)
+        jobs[name, "decode"] = partial(c.decode, packet)
+        jobs[name, "accumulate"] = partial(c.accumulate, packet, into, 0.25)
     return jobs
 
 
@@ -61,7 +62,7 @@ def measure(names: list[str], x: Tensor, repetitions: int) -> dict[tuple[str, st
     recycled: list[float] = []
     for repetition in range(repetitions + 1):
         for key, job in jobs.items():
-            plain = seconds_of(lambda: x.clone(), x.device)
+            plain = seconds_of(x.clone, x.device)
             elapsed = seconds_of(job, x.device)
             if repetition:  # the first round warms up
                 recycled.append(plain)

@@ -135,8 +135,6 @@ class Cluster(_Section, frozen=True):
     down_gbit: Above0 = 1.0
     detect_seconds: Above0 = 3.0
     """How long a dead connection takes to be noticed."""
-    return_seconds: Above0 = 20.0
-    """How long a killed worker takes to come back."""
     parameters: Positive = 1_000_000
     """Model size where no tensor says it (atoll sim)."""
 
@@ -156,7 +154,6 @@ class Limits(_Section, frozen=True):
     """Patience with a peer's state transfer, in intervals of H rounds."""
     serves_max: Positive = 4
     """Peers' recoveries one learner serves at a time."""
-    frame_bytes_max: Positive = 4 * 1024**3
     members_max: Positive = 4096
 
 

@@ -13,6 +13,7 @@ Nothing here depends on the number of threads: operations are elementwise and co
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Final
 
@@ -42,13 +43,32 @@ class Scratch:
 
     __slots__ = ("bytes", "floats", "more_bytes", "packed", "parts", "words")
 
-    def __init__(self, rows: int, width: int, per_byte: int, device: torch.device) -> None:
-        self.floats = torch.empty(rows, width, dtype=torch.float32, device=device)
+    def __init__(self, rows: int, width: int, per_byte: int, memory: Tensor) -> None:
+        count = rows * width
+        self.floats = memory[: 4 * count].view(torch.float32).view(rows, width)
         self.words = self.floats.view(torch.int32)
-        self.bytes = torch.empty(rows, width, dtype=torch.int8, device=device)
+        self.bytes = memory[4 * count : 5 * count].view(rows, width)
         self.parts = self.bytes.chunk(per_byte, dim=1)
-        self.more_bytes = torch.empty_like(self.bytes)
+        self.more_bytes = memory[5 * count : 6 * count].view(rows, width)
         self.packed = self.more_bytes.view(-1)[: self.parts[0].numel()].view(rows, -1)
+
+    def bytes_over_floats(self) -> Tensor:
+        """Bytes in the memory of `floats`, for when those are spent."""
+        return self.floats.view(torch.int8).view(-1)[: self.bytes.numel()].view(self.bytes.shape)
+
+
+_kept = threading.local()
+
+
+def _memory(count: int, device: torch.device) -> Tensor:
+    """Six bytes an element. On the CPU each thread keeps its panel's worth: fresh pages would be faulted in at every
+    call, and cost more than a pass. Walks therefore must not nest; none does."""
+    if device.type != "cpu":
+        return torch.empty(6 * count, dtype=torch.int8, device=device)
+    memory: Tensor | None = getattr(_kept, "memory", None)
+    if memory is None or memory.numel() < 6 * count:
+        memory = _kept.memory = torch.empty(6 * count, dtype=torch.int8)
+    return memory
 
 
 def panels(flat: Tensor, per_block: int, blocks: int) -> list[Tensor]:
@@ -66,7 +86,7 @@ def scratch_for(elements: list[Tensor], per_byte: int) -> Iterator[Scratch]:
     for panel in elements:
         rows, width = panel.shape[0], -(-panel.shape[1] // per_byte) * per_byte
         if scratch is None or scratch.floats.shape != (rows, width):
-            scratch = Scratch(rows, width, per_byte, panel.device)
+            scratch = Scratch(rows, width, per_byte, _memory(rows * width, panel.device))
         yield scratch
 
 

@@ -73,8 +73,7 @@ class _E3M0Kernel:
         torch.add(limit, self._round, out=limit)
         torch.bitwise_right_shift(limit, self._one, out=limit)
         torch.maximum(limit, self._one, out=limit)
-        torch.minimum(signed, limit, out=signed)
-        torch.maximum(signed, limit.neg_(), out=signed)
+        torch.clamp(signed, torch.neg(limit, out=scratch.bytes_over_floats()), limit, out=signed)
 
     def _stochastic(self, grid: Tensor, scratch: Scratch, rng: torch.Generator) -> None:
         """Adding a uniform mantissa instead of half a binade carries with just the right probability."""

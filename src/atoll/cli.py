@@ -1,0 +1,258 @@
+"""The command line: parse, build, call. Exit codes: 0, 1 (the run failed), 2 (the user's input)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from atoll import __version__, config
+from atoll.chaos import Plan, load_plan
+from atoll.config import PRESETS, Config
+from atoll.errors import AtollError, UserError
+from atoll.ids import SYNCER, Nanos, WorkerId
+from atoll.protocol.vocabulary import Effect, Event, Stored
+from atoll.tape.format import Tape, find_tape
+from atoll.views.run import RunView, Summary, summarise
+from atoll.views.strip import strip_lines
+from atoll.views.tables import comparison_table, run_table
+
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    help="Atoll trains one model on many islands of compute that never wait for each other.",
+)  # fmt: skip
+out, err = Console(), Console(stderr=True)
+
+Recipe = Annotated[Path | None, typer.Argument(help="A TOML recipe; without one, the preset's defaults.")]
+PresetOption = Annotated[str | None, typer.Option("--preset", help=f"One of {', '.join(PRESETS)}.")]
+LearnersOption = Annotated[int | None, typer.Option("--learners", help="How many learners (M).")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key, such as protocol.overlap=2. Repeatable.")]
+ChaosOption = Annotated[str | None, typer.Option("--chaos", help="A plan of faults: a TOML file, or random:SEED:COUNT:SECONDS.")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of model, data order and virtual hardware.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Where the run goes; by default a new folder under runs/.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="End with one JSON object on standard output; progress goes to stderr.")]
+ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="CPU threads of torch. Replay needs the same number.")]
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        err.print(f"atoll: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2)
+    except AtollError as error:
+        err.print(f"atoll: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        err.print("atoll: interrupted; the tape is readable up to its last whole record")
+        sys.exit(130)
+
+
+def _version(show: bool) -> None:
+    if show:
+        out.print(f"atoll {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+    """Atoll trains one model on many islands of compute that never wait for each other."""
+
+
+# ---------------------------------------------------------------- running
+
+
+@app.command()
+def train(
+    recipe: Recipe = None,
+    virtual: Annotated[bool, typer.Option("--virtual", help="Train on the simulated cluster: real training, virtual time.")] = True,
+    preset: PresetOption = None,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    chaos: ChaosOption = None,
+    seed: SeedOption = None,
+    out_dir: OutOption = None,
+    as_json: JsonOption = False,
+    threads: ThreadsOption = 1,
+) -> None:
+    """Train a model. Time is virtual: the protocol, the faults and the training are real."""
+    settings = _settings(recipe, preset, learners, seed, set_)
+    plan = load_plan(chaos, settings.learners) if chaos else Plan()
+    summary = _run(settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json)
+    _show(summary, as_json)
+
+
+@app.command()
+def sim(
+    recipe: Recipe = None,
+    preset: PresetOption = None,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    chaos: ChaosOption = None,
+    seed: SeedOption = None,
+    out_dir: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the protocol alone, without tensors: who merges with whom, who waits, what travels."""
+    settings = _settings(recipe, preset, learners, seed, set_)
+    plan = load_plan(chaos, settings.learners) if chaos else Plan()
+    _show(_run(settings, plan, out_dir, tensors=False, threads=1, quiet=as_json), as_json)
+
+
+@app.command()
+def compare(
+    presets: Annotated[list[str] | None, typer.Argument(help="Presets to run; by default all of them.")] = None,
+    recipe: Annotated[Path | None, typer.Option("--recipe", help="The recipe all of them share.")] = None,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    chaos: ChaosOption = None,
+    seed: SeedOption = None,
+    out_dir: OutOption = None,
+    as_json: JsonOption = False,
+    threads: ThreadsOption = 1,
+) -> None:
+    """Train several presets on the same recipe, data and number of outer steps, and print one table."""
+    names = presets or list(PRESETS)
+    each = [_settings(recipe, name, learners, seed, set_) for name in names]
+    plan = load_plan(chaos, each[0].learners) if chaos else Plan()
+    base = out_dir or _new_directory("compare", each[0].seed)
+    summaries = [
+        _run(settings, plan, base / settings.preset, tensors=True, threads=threads, quiet=as_json) for settings in each
+    ]
+    if as_json:
+        _print_json(summaries)
+    else:
+        out.print(comparison_table(summaries))
+
+
+def _settings(
+    recipe: Path | None, preset: str | None, learners: int | None, seed: int | None, assignments: Sequence[str] | None
+) -> Config:
+    overrides: dict[str, Any] = {}
+    if learners is not None:
+        overrides["learners"] = learners
+    if seed is not None:
+        overrides["seed"] = seed
+    settings = config.load(recipe, preset_name=preset, assignments=assignments or (), overrides=overrides)
+    for warning in config.warnings(settings):
+        err.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
+    return settings
+
+
+def _run(settings: Config, plan: Plan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool) -> Summary:
+    from atoll.executor.environment import use_threads  # torch takes seconds to import; --help and config do not wait for it
+    from atoll.sim.run import run_virtual
+
+    use_threads(threads)
+    directory = directory or _new_directory(settings.preset, settings.seed)
+    view = RunView(settings.learners)
+    with _progress(settings, view, quiet) as observer:
+        done = run_virtual(settings, plan, directory, tensors=tensors, observers=[view, observer])
+    summary = summarise(
+        settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final,
+        theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory),
+    )  # fmt: skip
+    (directory / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+    return summary
+
+
+def _new_directory(name: str, seed: int) -> Path:
+    number = 1
+    while (path := Path("runs") / f"{name}-seed{seed}-{number}").exists():
+        number += 1
+    return path
+
+
+class _progress:
+    """A bar on a terminal, a line every tenth of the run otherwise."""
+
+    def __init__(self, settings: Config, view: RunView, quiet: bool) -> None:
+        self._settings, self._view, self._quiet = settings, view, quiet
+        self._bar: Progress | None = None
+        self._next = 0
+
+    def __enter__(self) -> Callable[[Nanos, WorkerId, Event, Sequence[Effect]], None]:
+        console = err if self._quiet else out
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                TextColumn("{task.fields[loss]}"), console=console,
+            )  # fmt: skip
+            self._bar.start()
+            self._task = self._bar.add_task(self._settings.preset, total=self._settings.outer_steps, loss="")
+        self._console = console
+        return self._observe
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _observe(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        if worker != SYNCER or not isinstance(event, Stored):
+            return
+        loss = f"train loss {self._view.train_loss:.4f}" if self._view.train_loss is not None else ""
+        if self._bar is not None:
+            self._bar.update(self._task, completed=event.outer_step, loss=loss)
+        elif event.outer_step >= self._next:
+            self._next = event.outer_step + max(1, self._settings.outer_steps // 10)
+            done = f"{self._settings.preset}: outer step {event.outer_step} of {self._settings.outer_steps}"
+            self._console.print(f"{done}, {now / 1e9:.1f} virtual s {loss}", highlight=False)
+
+
+# ---------------------------------------------------------------- reading
+
+
+@app.command()
+def replay(
+    path: Annotated[Path, typer.Argument(metavar="DIR_OR_TAPE", help="A run's folder or its tape.")],
+    weights: Annotated[bool, typer.Option("--weights", help="Train again, and demand every Theta bit for bit.")] = False,
+    threads: Annotated[int | None, typer.Option("--threads", min=1, help="By default as many as the tape says.")] = None,
+) -> None:
+    """Feed a tape to new machines and demand the same decisions; stops at the first difference with its story."""
+    from atoll.executor.environment import use_threads
+    from atoll.sim.run import replay_run
+
+    tape = Tape(find_tape(path))
+    use_threads(threads or tape.header.threads)
+    outcome, theta, doubts = replay_run(tape, weights=weights)
+    for doubt in doubts:
+        err.print(f"warning: {doubt}", style="yellow", markup=False, soft_wrap=True)
+    if outcome.cut:
+        err.print(f"the tape was cut by a crash after record {outcome.records}; all before it is whole", markup=False)
+    out.print(f"{outcome.records} records re-derived, outer step {outcome.outer_step}: every decision as taped", highlight=False)
+    if theta is not None:
+        out.print(f"every Theta as taped, bit for bit; final sha256 {theta}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def strip(path: Annotated[Path, typer.Argument(metavar="TAPE", help="A tape or a run's folder.")]) -> None:
+    """Print a tape, one fixed-width line per event."""
+    for line in strip_lines(Tape(find_tape(path)).records()):
+        typer.echo(line)
+
+
+@app.command("config")
+def show_config(recipe: Recipe = None, preset: PresetOption = None, learners: LearnersOption = None, set_: SetOption = None, seed: SeedOption = None) -> None:
+    """Print the complete resolved config as TOML that `atoll train` accepts."""
+    typer.echo(config.to_toml(_settings(recipe, preset, learners, seed, set_)), nl=False)
+
+
+def _show(summary: Summary, as_json: bool) -> None:
+    if as_json:
+        _print_json(summary)
+    else:
+        out.print(run_table(summary))
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(msgspec.json.encode(value).decode())
+
+
+if __name__ == "__main__":
+    main()

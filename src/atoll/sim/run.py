@@ -1,0 +1,110 @@
+"""One virtual run from a config to its tape: build the workbench, run the cluster, evaluate Theta before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from atoll.chaos import Plan
+from atoll.config import Config, to_toml
+from atoll.errors import UserError
+from atoll.executor.environment import code_version, cpu_capability, mismatches
+from atoll.executor.syncer import TensorHands
+from atoll.executor.workbench import Workbench, language_workbench
+from atoll.protocol.ledger import Fates
+from atoll.sim.cluster import Cluster, Observer
+from atoll.tape.format import Header, Tape, TapeWriter
+from atoll.tape.replay import Outcome, replay
+from atoll.tensors.access import named_tensors
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a run leaves behind."""
+
+    cluster: Cluster
+    fates: Fates
+    tape: Path | None
+    loss_first: float | None
+    loss_final: float | None
+    theta_sha256: str | None
+
+
+def header_for(config: Config, plan: Plan, bench: Workbench | None) -> Header:
+    return Header(
+        config=msgspec.to_builtins(config), code_version=code_version(),
+        data_fingerprint=bench.fingerprint if bench else "", threads=torch.get_num_threads(),
+        dtype=config.model.dtype, torch_version=str(torch.__version__), cpu_capability=cpu_capability(),
+        tensors=bench is not None, plan=msgspec.to_builtins(plan.faults),
+    )  # fmt: skip
+
+
+def run_virtual(
+    config: Config, plan: Plan, directory: Path | None, *, tensors: bool, observers: Sequence[Observer] = (),
+    bench: Workbench | None = None, limit_seconds: float | None = None,
+) -> Outputs:  # fmt: skip
+    """`limit_seconds` bounds virtual time; by default ten times what an undisturbed run would take, and the plan's length."""
+    if tensors and bench is None:
+        bench = language_workbench(config)
+    hands = TensorHands(bench) if bench else None
+    first = bench.evaluate_theta(*hands.disk.theta()) if bench and hands else None
+    writer = _open_tape(directory, config, header_for(config, plan, bench)) if directory else None
+    watching: list[Observer] = [writer.append] if writer else []
+    cluster = Cluster(config, plan=plan, hands_for=hands, observers=[*watching, *observers])
+    cluster.run(until_seconds=limit_seconds if limit_seconds is not None else patience(config, plan))
+    if writer:
+        writer.close()
+    final = bench.evaluate_theta(*hands.disk.theta()) if bench and hands else None
+    if bench and hands and directory:
+        _save_theta(directory / "theta.safetensors", bench, hands)
+    return Outputs(
+        cluster, cluster.syncer.fates(), directory / "run.tape" if directory else None, first, final,
+        hands.disk.theta_sha256() if hands else None,
+    )  # fmt: skip
+
+
+def patience(config: Config, plan: Plan) -> float:
+    c = config.cluster
+    step = c.step_seconds * c.slow_factor + 4 * c.latency_seconds + _transfer_seconds(config)
+    return plan.healed_at() + config.limits.muster_seconds + 10 * config.outer_steps * step
+
+
+def _transfer_seconds(config: Config) -> float:
+    return config.cluster.parameters * 32 * 2 / (min(config.cluster.up_gbit, config.cluster.down_gbit) * 1e9)
+
+
+def _open_tape(directory: Path, config: Config, header: Header) -> TapeWriter:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {directory}: cannot be made a directory ({error.strerror})") from None
+    writer = TapeWriter.create(directory / "run.tape", header)
+    (directory / "config.toml").write_text(to_toml(config), encoding="utf8")
+    return writer
+
+
+def _save_theta(path: Path, bench: Workbench, hands: TensorHands) -> None:
+    model = bench.model_of(*hands.disk.theta())
+    save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(model).items()}, path)
+
+
+def replay_run(tape: Tape, *, weights: bool, progress: Callable[[int], None] | None = None) -> tuple[Outcome, str | None, list[str]]:
+    """Decisions, and with `weights` every Theta. Returns the outcome, Theta's digest, and why bits might differ here."""
+    if not weights:
+        return replay(tape, progress=progress), None, []
+    header = tape.header
+    if not header.tensors:
+        raise UserError(f"tape {tape.path}: nothing was trained on it (atoll sim); replay it without --weights")
+    bench = language_workbench(msgspec.convert(header.config, Config))
+    doubts = mismatches(header.threads, header.torch_version, header.cpu_capability, header.code_version)
+    if bench.fingerprint != header.data_fingerprint:
+        doubts.append(f"data: fingerprint {header.data_fingerprint[:12]} on the tape, {bench.fingerprint[:12]} here")
+    hands: Any = TensorHands(bench)
+    outcome = replay(tape, hands, progress)
+    return outcome, hands.disk.theta_sha256(), doubts

@@ -1,0 +1,72 @@
+"""Summaries as tables for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from atoll.views.run import Summary
+
+
+def run_table(s: Summary) -> Table:
+    """The verdict of one run."""
+    table = Table(title=f"{s.preset}, {s.learners} learners, seed {s.seed}", show_header=False)
+    table.add_column("what")
+    table.add_column("figure")
+    rows = [
+        ("outer steps", str(s.outer_steps)),
+        ("virtual time", f"{s.virtual_seconds:,.1f} s"),
+        ("goodput", f"{s.goodput:.1%} of the learners' time went into steps that count"),
+        ("uptime", f"{s.uptime:.1%} of the time at least one learner was stepping"),
+        ("waited", f"{s.waited_seconds:,.1f} s, all learners together" if s.waited_seconds else "no learner ever waited"),
+        ("rounds by participants", ", ".join(f"{n}: {count}" for n, count in s.participants.items())),
+        ("(token, fragment)", _tokens(s)),
+        ("bytes up, down", f"{s.bytes_up:,}, {s.bytes_down:,}"),
+    ]
+    rows += [
+        ("recovery", f"learner {r.learner} from {r.source} in {r.seconds:.2f} s, {r.bytes:,} bytes") for r in s.recoveries[:12]
+    ]
+    if len(s.recoveries) > 12:
+        rows.append(("", f"and {len(s.recoveries) - 12} more recoveries"))
+    if s.loss_first is not None and s.loss_final is not None:
+        rows.append(("held-out loss", f"{s.loss_first:.4f} at first, {s.loss_final:.4f} at the end"))
+    if s.theta_sha256:
+        rows.append(("Theta", f"sha256 {s.theta_sha256}"))
+    if s.run_dir:
+        rows.append(("run", s.run_dir))
+    for what, figure in rows:
+        table.add_row(what, figure)
+    return table
+
+
+def _tokens(s: Summary) -> str:
+    t = s.tokens
+    why = ", ".join(f"{reason} {count:,}" for reason, count in t.discarded_by_reason.items())
+    return f"trained {t.trained:,} = merged {t.merged:,} + discarded {t.discarded:,} ({why or 'none'}) + in flight {t.in_flight:,}"
+
+
+def comparison_table(summaries: Sequence[Summary], reference: str = "ddp") -> Table:
+    """Presets line by line on the same recipe."""
+    base = next((s for s in summaries if s.preset == reference), None)
+    table = Table(title="held-out loss of Theta at equal outer steps")
+    for column in ("preset", "first", "final", "final / first", f"over {reference}", "tokens", "bytes up + down", "goodput", "waited"):
+        table.add_column(column, justify="left" if column == "preset" else "right")
+    for s in summaries:
+        over = ""
+        if base and base.loss_final and s.loss_final:
+            over = f"{s.loss_final / base.loss_final - 1:+.1%}"
+        ratio = f"{s.loss_final / s.loss_first:.3f}" if s.loss_first and s.loss_final else ""
+        table.add_row(
+            s.preset, _loss(s.loss_first), _loss(s.loss_final), ratio, over, f"{tokens_trained(s):,}",
+            f"{s.bytes_up + s.bytes_down:,}", f"{s.goodput:.1%}", f"{s.waited_seconds:,.0f} s",
+        )  # fmt: skip
+    return table
+
+
+def tokens_trained(s: Summary) -> int:
+    return s.tokens.trained // max(1, s.fragments)
+
+
+def _loss(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
