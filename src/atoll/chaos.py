@@ -6,6 +6,7 @@ random stream it draws from.
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -130,7 +131,7 @@ def _parse_random(text: str, learners: int) -> Plan:
         seed, count, span = int(parts[1]), int(parts[2]), float(parts[3])
     except (IndexError, ValueError):
         raise PlanError(f"chaos plan {text!r}: must be random:SEED:COUNT:SECONDS, such as random:7:10:200") from None
-    if count < 0 or span <= 0 or len(parts) != 4:
+    if count < 0 or not 0 < span < math.inf or len(parts) != 4:
         raise PlanError(f"chaos plan {text!r}: COUNT must be 0 or more and SECONDS above 0")
     return random_plan(random.Random(seed), learners, count=count, span=span)
 
@@ -142,7 +143,8 @@ def check_plan(plan: Plan, learners: int) -> None:
             raise PlanError(
                 f"chaos plan, fault {number}: names worker {workers}; learners are 0 to {learners - 1}, the syncer is -1"
             )
-        if fault.at < 0 or getattr(fault, "lasts", 1.0) <= 0 or getattr(fault, "factor", 1.0) < 1.0:
+        numbers = (fault.at, getattr(fault, "lasts", 1.0), getattr(fault, "factor", 1.0))
+        if not all(map(math.isfinite, numbers)) or fault.at < 0 or numbers[1] <= 0 or numbers[2] < 1.0:
             raise PlanError(f"chaos plan, fault {number}: at must be 0 or more, lasts above 0, factor at least 1")
         if len(workers) == 2 and workers[0] == workers[1]:
             raise PlanError(f"chaos plan, fault {number}: a link needs two ends, a and b are both {workers[0]}")

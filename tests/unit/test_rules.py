@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.config import Config, load
@@ -46,6 +46,7 @@ def test_offsets_of_more_fragments_than_steps_share_steps() -> None:
     assert offsets(5, 2) == (0, 0, 0, 1, 1)
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_offsets_are_spread_as_evenly_as_integers_allow(size: tuple[int, int]) -> None:
     fragments, interval = size
@@ -69,6 +70,7 @@ def test_due_of_more_fragments_than_steps_is_several_at_once() -> None:
     assert [Schedule(decoupled(5, 2)).due(t) for t in (1, 2)] == [(3, 4), (0, 1, 2)]
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(1, 500))
 def test_every_fragment_is_due_exactly_once_in_any_interval_of_h_outer_steps(size: tuple[int, int], first: int) -> None:
     fragments, interval = size
@@ -77,6 +79,7 @@ def test_every_fragment_is_due_exactly_once_in_any_interval_of_h_outer_steps(siz
     assert sorted(due) == list(range(fragments))
 
 
+@settings(deadline=None)
 @given(sizes, st.integers(1, 500))
 def test_fragment_is_due_when_the_outer_step_less_its_offset_is_a_multiple_of_h(size: tuple[int, int], t: int) -> None:
     fragments, interval = size
@@ -146,6 +149,7 @@ def test_ramp_shorter_than_its_phases_skips_the_ones_without_an_outer_step() -> 
     assert [schedule.policy(t).interval for t in (1, 2, 3)] == [2, 8, 24]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(2, 40), st.floats(0.0, 0.9), st.integers(1, 400))
 def test_ramp_never_leaves_an_outer_step_without_a_policy(p: int, h: int, ramp: float, steps: int) -> None:
     config = load(overrides={
@@ -215,6 +219,7 @@ def test_grace_before_anything_was_measured_is_nothing() -> None:
     assert grace_window(2, 0, 0, 0, 0.8) == 0
 
 
+@settings(deadline=None)
 @given(st.integers(0, 100), *[st.integers(0, 10**12)] * 3, st.floats(0.0, 1.0))
 def test_grace_stays_between_nothing_and_a_step(tau: int, step: int, quorum: int, sync: int, gamma: float) -> None:
     assert 0 <= grace_window(tau, step, quorum, sync, gamma) <= step
@@ -242,6 +247,7 @@ def test_ema_starts_at_the_first_value_and_moves_a_tenth_of_the_way() -> None:
     assert ema(1000, 500, 0.1) == 950
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**12), st.integers(0, 10**12), st.floats(0.01, 1.0))
 def test_ema_stays_between_old_and_new(old: int, new: int, weight: float) -> None:
     assert min(old, new) - 1 <= ema(old, new, weight) <= max(old, new)
@@ -290,6 +296,7 @@ def test_learning_rate_beyond_the_end_stays_at_the_final_share() -> None:
     assert learning_rate(config, 130) == pytest.approx(0.25)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 1000), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.sampled_from(["cosine", "constant"]))
 def test_learning_rate_lies_between_zero_and_its_peak(steps: int, warm: float, final: float, kind: str) -> None:
     config = load(overrides={

@@ -26,6 +26,7 @@ from atoll.codecs.blocks import (
     TINY,
     BitPacker,
     Scratch,
+    absmax_rows,
     block_absmax,
     constant,
     flush_tiny,
@@ -52,13 +53,9 @@ class _E3M0Kernel:
         self._one = constant(1, device)
         self._four = constant(4, device)
 
-    def inverse(self, stat: Tensor) -> Tensor:
-        return inverse_scale(stat, _BELOW_128)
-
-    def quantise(
-        self, x: Tensor, inverse: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None
-    ) -> None:
-        grid = torch.mul(x, inverse, out=scratch.floats)
+    def quantise(self, x: Tensor, stat: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None) -> None:
+        absmax_rows(x, stat, scratch)
+        grid = torch.mul(x, inverse_scale(stat, _BELOW_128), out=scratch.floats)
         if rng is None:
             self._nearest(grid, scratch)
         else:
@@ -73,7 +70,8 @@ class _E3M0Kernel:
         torch.add(limit, self._round, out=limit)
         torch.bitwise_right_shift(limit, self._one, out=limit)
         torch.maximum(limit, self._one, out=limit)
-        torch.clamp(signed, torch.neg(limit, out=scratch.bytes_over_floats()), limit, out=signed)
+        torch.minimum(signed, limit, out=signed)
+        torch.maximum(signed, limit.neg_(), out=signed)
 
     def _stochastic(self, grid: Tensor, scratch: Scratch, rng: torch.Generator) -> None:
         """Adding a uniform mantissa instead of half a binade carries with just the right probability."""
@@ -104,10 +102,7 @@ class E3M0(Scaled):
     def kernel(self, device: torch.device) -> Kernel:
         return _E3M0Kernel(device)
 
-    def stat(self, x: Tensor) -> Tensor:
-        return block_absmax(x)
-
-    def scales(self, stat: Tensor) -> Tensor:
+    def scales(self, stat: Tensor, x: Tensor) -> Tensor:
         return flush_tiny(stat)
 
     def error_bound(self, x: Tensor) -> Tensor:

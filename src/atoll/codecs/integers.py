@@ -18,6 +18,7 @@ from atoll.codecs.blocks import (
     TINY,
     BitPacker,
     Scratch,
+    absmax_rows,
     block_absmax,
     constant,
     flush_tiny,
@@ -25,7 +26,6 @@ from atoll.codecs.blocks import (
     panels,
     per_element,
     require_vector,
-    scratch_for,
 )
 from atoll.codecs.layout import BLOCK, block_count
 from atoll.codecs.packet import Packet
@@ -48,13 +48,9 @@ class _IntKernel:
         self._packer = BitPacker(bits, device) if bits < 8 else None
         self.unit = self._packer.unit if self._packer else 1.0
 
-    def inverse(self, stat: Tensor) -> Tensor:
-        return inverse_scale(stat, self._code_max * _STEP)
-
-    def quantise(
-        self, x: Tensor, inverse: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None
-    ) -> None:
-        grid = torch.mul(x, inverse, out=scratch.floats)
+    def quantise(self, x: Tensor, stat: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None) -> None:
+        absmax_rows(x, stat, scratch)
+        grid = torch.mul(x, inverse_scale(stat, self._code_max * _STEP), out=scratch.floats)
         if rng is not None:
             grid.div_(_STEP).add_(torch.rand(grid.shape, generator=rng, device=grid.device))
             grid.floor_().clamp_(-self._code_max, self._code_max).mul_(_STEP)
@@ -81,14 +77,12 @@ class IntCodec(Scaled):
     def kernel(self, device: torch.device) -> Kernel:
         return _IntKernel(self._bits, device)
 
-    def stat(self, x: Tensor) -> Tensor:
-        return block_absmax(x)
-
-    def scales(self, stat: Tensor) -> Tensor:
+    def scales(self, stat: Tensor, x: Tensor) -> Tensor:
         # By a tensor: CUDA divides by a Python number as a product with its inverse, and scales would differ from the
         # CPU's. Next to the largest float a scale rounded up would decode to Inf; the error bound covers the clamp.
         steps = flush_tiny(stat) / constant(self._code_max, stat.device, torch.float32)
-        return steps.clamp_(max=_FLOAT_MAX / self._code_max * (1 - 2.0**-22))
+        steps.clamp_(max=_FLOAT_MAX / self._code_max * (1 - 2.0**-22))
+        return steps.add_(stat - stat)  # 0, or NaN where the clamp has hidden an Inf
 
     def error_bound(self, x: Tensor) -> Tensor:
         """Half a step, and a little for the inverse's and the product's rounding. A block sent as zeros errs by x."""
@@ -108,12 +102,8 @@ class _SignKernel:
         self._zero = constant(0.0, device, torch.float32)
         self._sign_shift = constant(31, device, torch.int32)
 
-    def inverse(self, stat: Tensor) -> Tensor:
-        return stat  # signs need no scale
-
-    def quantise(
-        self, x: Tensor, inverse: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None
-    ) -> None:
+    def quantise(self, x: Tensor, stat: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None) -> None:
+        torch.sum(torch.abs(x, out=scratch.floats), dim=1, keepdim=True, out=stat)
         torch.add(x, self._zero, out=scratch.floats)  # -0.0 + 0.0 is +0.0
         scratch.bytes.copy_(scratch.words.bitwise_right_shift_(self._sign_shift))
         self._packer.pack(scratch, codes)
@@ -136,30 +126,33 @@ class SignCodec(Scaled):
             raise ConfigError("codec int1 has no stochastic rounding; int8, int4, int2 and e3m0 have")
         return super().encode(x)
 
-    def stat(self, x: Tensor) -> Tensor:
-        means = _mean_magnitude(x, torch.float32)
+    def scales(self, stat: Tensor, x: Tensor) -> Tensor:
+        means = _means(stat, x.numel())
         # A sum of 256 magnitudes may overflow where their mean does not. This is rare, so it may be slow.
-        return means if bool(torch.isfinite(means).all()) else _mean_magnitude(x, torch.float64)
-
-    def scales(self, stat: Tensor) -> Tensor:
-        return flush_tiny(stat)
+        if not bool(torch.isfinite(means).all()):
+            means = _means(_exact_sums(x), x.numel())
+        return flush_tiny(means)
 
     def error_bound(self, x: Tensor) -> Tensor:
-        scale = per_element(_mean_magnitude(x, torch.float64), x.numel())
+        scale = per_element(_means(_exact_sums(x), x.numel()), x.numel())
         # 256 fp32 additions lose at most 256 half-ulps of the sum. A block sent as zeros errs by x itself.
         error = (x.abs() - scale).abs() + scale * 2.0**-15
         return torch.where(scale > 2 * TINY, error, torch.maximum(error, x.abs()))
 
 
-def _mean_magnitude(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Each block's mean of |x|, summed in dtype and rounded to fp32. The short block has its own count."""
+def _means(sums: Tensor, numel: int) -> Tensor:
+    """The short block has a count of its own."""
+    means = sums / BLOCK
+    if numel % BLOCK:
+        means[-1:] = sums[-1:] / constant(numel % BLOCK, sums.device, sums.dtype)
+    return means.float()
+
+
+def _exact_sums(x: Tensor) -> Tensor:
+    """Each block's sum of magnitudes in fp64, which 256 fp32 numbers cannot overflow."""
     require_vector(x, "x")
     blocks = x.numel() // BLOCK
-    sums = torch.empty(block_count(x.numel()), dtype=dtype, device=x.device)
-    elements = panels(x, BLOCK, blocks)
-    for panel, target, scratch in zip(elements, panels(sums, 1, blocks), scratch_for(elements, 1), strict=True):
-        magnitudes = torch.abs(panel, out=scratch.floats)
-        torch.sum(magnitudes, dim=1, keepdim=True, dtype=dtype, out=target)
-    sums[:blocks].div_(BLOCK)
-    sums[blocks:].div_(constant(x.numel() % BLOCK, x.device, dtype))
-    return sums.float()
+    sums = torch.empty(block_count(x.numel()), dtype=torch.float64, device=x.device)
+    for panel, target in zip(panels(x, BLOCK, blocks), panels(sums, 1, blocks), strict=True):
+        torch.sum(panel.abs(), dim=1, keepdim=True, dtype=torch.float64, out=target)
+    return sums

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs.blocks import Scratch, padded, panels, require_codec, require_vector, scratch_for
-from atoll.codecs.layout import BITS, BLOCK, layout
+from atoll.codecs.layout import BITS, BLOCK, block_count, layout
 from atoll.codecs.packet import Packet
 from atoll.errors import NotFinite
 
@@ -22,13 +22,9 @@ class Kernel(Protocol):
         """What `expand` gives, times scale, times unit, is the decoded value."""
         ...
 
-    def inverse(self, stat: Tensor) -> Tensor:
-        """What `quantise` wants to know of each block, made for all of them at once."""
+    def quantise(self, x: Tensor, stat: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None) -> None:
+        """Fills codes, and stat with one number a row, from which its scale comes: NaN or Inf if the row holds such."""
         ...
-
-    def quantise(
-        self, x: Tensor, inverse: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None
-    ) -> None: ...
 
     def expand(self, codes: Tensor, scratch: Scratch) -> Tensor:
         """Small integers as floats, in `scratch.floats`."""
@@ -44,11 +40,8 @@ class Scaled:
     def kernel(self, device: torch.device) -> Kernel:
         raise NotImplementedError
 
-    def stat(self, x: Tensor) -> Tensor:
-        """One number a block, from which its scale comes. NaN or Inf in the block must come out as NaN or Inf."""
-        raise NotImplementedError
-
-    def scales(self, stat: Tensor) -> Tensor:
+    def scales(self, stat: Tensor, x: Tensor) -> Tensor:
+        """One fp32 scale a block. NaN and Inf stay."""
         raise NotImplementedError
 
     def nbytes(self, numel: int) -> int:
@@ -60,22 +53,24 @@ class Scaled:
 
     def encode(self, x: Tensor, *, rng: torch.Generator | None = None) -> Packet:
         require_vector(x, "x")
-        stat = self.stat(x)
-        if not bool(torch.isfinite(stat).all()):
-            raise NotFinite(f"the tensor to encode as {self.name}")
         codes = torch.empty(layout(self.name, x.numel()).codes, dtype=torch.int8, device=x.device)
+        stat = torch.empty(block_count(x.numel()), dtype=torch.float32, device=x.device)
         kernel = self.kernel(x.device)
         blocks = x.numel() // BLOCK
         elements = panels(x, BLOCK, blocks)
-        for panel, inverse, target, scratch in zip(
+        for panel, stat_panel, code_panel, scratch in zip(
             elements,
-            panels(kernel.inverse(stat), 1, blocks),
+            panels(stat, 1, blocks),
             panels(codes, BLOCK // self.per_byte, blocks),
             scratch_for(elements, self.per_byte),
             strict=True,
         ):
-            kernel.quantise(padded(panel, scratch.floats.shape[1]), inverse, target, scratch, rng)
-        return Packet(self.name, x.numel(), codes, self.scales(stat))
+            kernel.quantise(padded(panel, scratch.floats.shape[1]), stat_panel, code_panel, scratch, rng)
+        scales = self.scales(stat, x)
+        # The codes of a block with NaN or Inf are garbage, but they never leave this function.
+        if not bool(torch.isfinite(scales).all()):
+            raise NotFinite(f"the tensor to encode as {self.name}")
+        return Packet(self.name, x.numel(), codes, scales)
 
     def decode(self, packet: Packet) -> Tensor:
         out = torch.empty(packet.numel, dtype=torch.float32, device=packet.codes.device)

@@ -82,7 +82,7 @@ class Admission:
         self.release_leases(member)
         member.incarnation = incarnation
         member.step_ema = None
-        member.counted = member.reported = member.tokens = 0
+        member.counted = member.reported = member.tokens = member.samples = 0
 
     def _begin_recovery(self, member: Member) -> None:
         self._versions.restart_channel(member, [NO_VERSION] * self._config.protocol.fragments)
@@ -136,6 +136,8 @@ class Admission:
 
     def loaded(self, member: Member, body: Loaded) -> None:
         if member.standing != JOINING or body.ticket != member.ticket or len(body.held) != len(member.held):
+            return
+        if not all(0 <= v <= newest for v, newest in zip(body.held, self._versions.all_newest(), strict=True)):
             return
         self._versions.restart_channel(member, body.held)
         member.reported, member.heard_at = body.local_step, self._desk.now

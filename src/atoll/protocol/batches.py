@@ -32,6 +32,9 @@ class Batches:
 
     def draw(self) -> tuple[LearnerId, int]:
         """(stream, position) of the next batch; beyond the grants, on in one's own stream."""
+        if self._offset == self._unit_steps:  # its last batch is trained: only now it is not left any more
+            self._left.popleft()
+            self._offset = 0
         if not self._left:
             self._left.append(Unit(self._me, self.own_next))
             self._self_issued.add(self.own_next)
@@ -39,7 +42,4 @@ class Batches:
         unit = self._left[0]
         position = unit.index * self._unit_steps + self._offset
         self._offset += 1
-        if self._offset == self._unit_steps:
-            self._left.popleft()
-            self._offset = 0
         return unit.stream, position

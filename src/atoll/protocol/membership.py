@@ -51,6 +51,7 @@ class Member:
         "peer",
         "position",
         "reported",
+        "samples",
         "seen",
         "sent",
         "session",
@@ -72,6 +73,7 @@ class Member:
         self.counted: LocalStep = 0
         self.position: OuterStep = 0
         self.tokens = 0
+        self.samples = 0
         self.step_ema: Nanos | None = None
         self.heard_at: Nanos = 0
         self.lost_at: Nanos = 0

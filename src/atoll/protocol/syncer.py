@@ -170,13 +170,17 @@ class SyncerMachine:
         self._watch_soon()
 
     def _report(self, member: Member, body: Report) -> None:
+        known = self.config.protocol.fragments
+        if any(not 0 <= a.fragment < known or not 0 <= a.version <= self.versions.newest(a.fragment) for a in body.adopted):
+            return self._refuse(member.learner, "report names an adoption that never could be", disconnect=True)
         self.ledger.trained(member.learner, body.tokens)
-        self.leases.drew(member.learner, body.stream, body.batch, body.local_step)
+        if body.local_step > 0:  # on entering, before its first step, it has drawn nothing
+            self.leases.drew(member.learner, body.stream, body.batch, body.local_step)
         for adoption in body.adopted:
             self._adopted(member, adoption)
         newer = body.local_step > member.reported
         member.reported = max(member.reported, body.local_step)
-        member.tokens = body.tokens
+        member.tokens, member.samples = body.tokens, body.samples
         if newer:
             member.step_ema = ema(member.step_ema, body.step_nanos, self.config.protocol.ema_weight)
         if body.session != member.session or member.standing not in (IN_SYNC, SILENT):
@@ -213,7 +217,11 @@ class SyncerMachine:
             self._refuse(member.learner, f"fragment {body.fragment} is against version {body.anchor}, which is gone")
             self._gone(member)
             return self.admission.recover(member, "a difference against a version that is gone is never re-based")
-        if not 0 <= body.c_tokens <= body.tokens <= member.tokens or body.local_step > member.reported:
+        if (
+            not 0 <= body.c_tokens <= body.tokens <= member.tokens
+            or not 0 <= body.c_steps <= body.local_step <= member.reported
+            or not 0 <= body.c_samples <= member.samples
+        ):
             return self._refuse(member.learner, "contribution claims more than was reported", disconnect=True)
         round_.take(member.learner, body)
         self._pull_time = ema(self._pull_time, self._desk.now - round_.fixed_at, self.config.protocol.ema_weight)

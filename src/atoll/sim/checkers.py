@@ -34,6 +34,7 @@ from atoll.protocol.vocabulary import (
     Membership,
     Merge,
     Received,
+    RecordState,
     Refuse,
     Reissue,
     Report,
@@ -241,6 +242,8 @@ class Safety:
                     newest = versions.newest(fragment)
                     coming = max(member.sent[fragment], member.deferred.get(fragment, -1))
                     self._demand(coming == newest, 6, f"learner {member.learner} was not told of version {newest} of {fragment}")
+                    stuck = fragment in member.deferred and member.sent[fragment] == member.held[fragment]
+                    self._demand(not stuck, 6, f"version {newest} of {fragment} is kept back from learner {member.learner} for nothing")
 
     # ------------------------------------------------------------ the learners
 
@@ -273,6 +276,9 @@ class Safety:
                 case LoadState(held=held):
                     self._held[m] = dict(enumerate(held))
                     self._pending[m] = {p: v for p, v in self._pending[m].items() if v > held[p]}
+                case RecordState(snapshot=marker):
+                    late = {p: v for p, v in self._held[m].items() if v > marker}
+                    self._demand(not late, 4, f"learner {m} records {late} for snapshot {marker}: the cut is not consistent")
                 case Finished():
                     moved_on = True
                 case Send(envelope=envelope):
@@ -317,22 +323,24 @@ class Safety:
 class Liveness:
     """Once healed, everybody is back in sync and rounds go on."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Cluster, healed_at: float | None = None) -> None:
         self._cluster = cluster
+        self._healed_at = cluster.plan.healed_at() if healed_at is None else healed_at
 
     def check_end(self) -> None:
         syncer, config = self._cluster.syncer, self._cluster.config
         if syncer.outer_step != config.outer_steps:
             raise InvariantViolated(f"liveness: outer step {syncer.outer_step} of {config.outer_steps}")
         # since healing at least this long everybody had time to come back
-        if self._cluster.virtual_seconds() > self._cluster.plan.healed_at() + settle_seconds(config):
+        if self._cluster.virtual_seconds() > self._healed_at + settle_seconds(config):
             out = [m.learner for m in syncer.roster if m.standing != IN_SYNC]
             if out or len(syncer.roster) < config.learners:
                 raise InvariantViolated(f"liveness: learners {out} did not come back in sync after the plan healed")
 
 
 def settle_seconds(config: Config) -> float:
-    """Time to notice, dial, recover: generous, and a bound all the same."""
-    p, c = config.protocol, config.cluster
-    recovery = config.limits.recovery_intervals * 2 * max(2, p.local_steps_per_round) * c.step_seconds * c.slow_factor
-    return c.detect_seconds * 3 + config.limits.first_pull_seconds + 2 * recovery
+    """Time to notice, dial, recover, with one source that does not answer: generous, and a bound all the same."""
+    p, c, limits = config.protocol, config.cluster, config.limits
+    step = c.step_seconds * c.slow_factor + 4 * c.latency_seconds
+    one_transfer = limits.recovery_intervals * max(2, p.local_steps_per_round) * step
+    return 3 * c.detect_seconds + 2 * limits.silence_steps * step + 2 * one_transfer + 20 * step

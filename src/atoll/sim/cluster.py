@@ -41,6 +41,9 @@ class Observer(Protocol):
     def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None: ...
 
 
+STANDSTILL_EVENTS = 100_000
+"""More events than this at one instant are a loop."""
+
 HandsFor = Callable[[WorkerId, Incarnation], Hands]
 
 
@@ -96,16 +99,21 @@ class Cluster:
         for learner in range(self.config.learners):
             self._start_worker(learner)
         for fault in self.plan.faults:
-            self.world.at(nanos(fault.at), self._strike, fault)
+            self.world.at(nanos(fault.at), self.strike, fault)
 
     def run(self, *, until_seconds: float = float("inf")) -> None:
         """To the last outer step. Virtual time that runs past `until_seconds` means that no progress is made."""
         self.start()
         limit = nanos(until_seconds) if until_seconds != float("inf") else None
         step = self.world.step
+        instant, since = self.world.now, self.events
         while not (self._workers[SYNCER].alive and self.syncer.finished):
             if not step():
                 raise RunFailed(f"nothing is left to happen at outer step {self.syncer.outer_step}")
+            if self.world.now != instant:
+                instant, since = self.world.now, self.events
+            elif self.events - since > STANDSTILL_EVENTS:
+                raise RunFailed(f"time stands still at {seconds(instant):.6f} s: workers answer each other for ever")
             if limit is not None and self.world.now > limit:
                 reached = f"outer step {self.syncer.outer_step} of {self.config.outer_steps}"
                 raise RunFailed(f"no more than {reached} after {until_seconds:.0f} virtual seconds")
@@ -217,7 +225,7 @@ class Cluster:
 
     # ------------------------------------------------------------ faults
 
-    def _strike(self, fault: Fault) -> None:
+    def strike(self, fault: Fault) -> None:
         match fault:
             case Kill(learner=learner, lasts=lasts):
                 self._kill(learner, lasts)

@@ -31,12 +31,15 @@ class Host(Protocol):
 class _Way:
     """One direction of a connection."""
 
-    __slots__ = ("blocked", "corrupt_next", "free_at", "held")
+    __slots__ = ("blocked", "corrupt_next", "free_at", "held", "landed")
 
     def __init__(self) -> None:
         self.blocked = 0
         self.free_at: Nanos = 0
         self.held: list[tuple[int, Envelope, Blob | None]] = []
+        """Not sent yet."""
+        self.landed: list[tuple[int, Envelope, Blob | None]] = []
+        """Crossed the wire while it was blocked: ahead of whatever is still on its way."""
         self.corrupt_next = False
 
 
@@ -94,6 +97,7 @@ class Network:
         line.epoch += 1
         for way in line.ways.values():
             way.held.clear()
+            way.landed.clear()
             way.free_at = 0
 
     # ------------------------------------------------------------ sending
@@ -126,7 +130,7 @@ class Network:
             return
         way = line.way(envelope.sender)
         if way.blocked:
-            way.held.append((serial, envelope, blob))
+            way.landed.append((serial, envelope, blob))
         elif way.corrupt_next:
             way.corrupt_next = False
             self.cut(envelope.sender, envelope.receiver, "a frame's checksum does not fit", 0)
@@ -159,8 +163,12 @@ class Network:
         return let_go
 
     def _release(self, line: _Line, way: _Way) -> None:
-        held, way.held = sorted(way.held, key=lambda m: m[0]), []
-        if line.up:
+        landed, way.landed = way.landed, []
+        held, way.held = way.held, []
+        epoch = line.epoch
+        for serial, envelope, blob in landed:
+            self._land(line, epoch, serial, envelope, blob)
+        if line.up and line.epoch == epoch:
             for serial, envelope, blob in held:
                 self._transmit(line, way, serial, envelope, blob)
 
@@ -176,6 +184,7 @@ class Network:
         line.epoch += 1
         for way in line.ways.values():
             way.held.clear()
+            way.landed.clear()
             way.corrupt_next = False
         for end, other in ((a, b), (b, a)):
             if self._host.is_up(end):

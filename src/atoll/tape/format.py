@@ -137,7 +137,7 @@ class Tape:
 
     def _unseal(self, line: bytes, chain: int, number: int) -> tuple[bytes, int]:
         where = f"tape {self.path}: " + (f"record {number}" if number else "the header")
-        if len(line) < _PREFIX + 2 or not line.startswith(b'{"c":"') or not line.endswith(b"\n"):
+        if len(line) < _PREFIX + 2 or not line.startswith(b'{"c":"') or line[14:16] != b'",' or not line.endswith(b"\n"):
             raise TapeError(f"{where} is damaged or truncated")
         body = b"{" + line[_PREFIX:-1]
         chain = zlib.crc32(body, chain)

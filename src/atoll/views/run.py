@@ -11,7 +11,18 @@ from atoll.config import Config
 from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, WorkerId, seconds, worker_name
 from atoll.protocol.ledger import Fates
 from atoll.protocol.vocabulary import (
-    Effect, Event, Hello, Loaded, Merge, Received, Recovered, Report, Resume, Send, StepDone, Stored,
+    Effect,
+    Event,
+    Hello,
+    Loaded,
+    Merge,
+    Received,
+    Recovered,
+    Report,
+    Resume,
+    Send,
+    StepDone,
+    Stored,
 )  # fmt: skip
 from atoll.tape.format import Record
 

@@ -1,0 +1,123 @@
+"""A tiny task to train for real in virtual time, and hands that remember what they sent. Also a script: prints a run's digest."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.chaos import Plan
+from atoll.config import Config, load
+from atoll.executor.hands import Blob, Hands
+from atoll.executor.syncer import TensorHands
+from atoll.executor.workbench import Workbench, layout_for
+from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId
+from atoll.protocol.vocabulary import Effect, Event, Send
+from atoll.sim.cluster import Cluster
+from atoll.workload.mlp import BatchNormMlp, Mlp
+from atoll.workload.seeds import generator
+
+Build = Callable[[], nn.Module]
+
+
+def mlp() -> nn.Module:
+    return Mlp(3, inputs=4, hidden=5, outputs=2)
+
+
+def batch_norm_mlp() -> nn.Module:
+    return BatchNormMlp(3, inputs=4, hidden=5, outputs=2)
+
+
+def tiny_config(preset: str = "diloco", *, learners: int = 2, outer_steps: int = 12, **sections: Any) -> Config:
+    protocol = {"local_steps_per_round": 4} | sections.pop("protocol", {})
+    inner = {"learning_rate": 0.05, "warmup_share": 0.0, "schedule": "constant"} | sections.pop("inner", {})
+    top = {"learners": learners, "outer_steps": outer_steps, "protocol": protocol, "inner": inner}
+    return load(preset_name=preset, overrides=top | sections)
+
+
+def batch_at(seed: int, stream: int, position: int, rows: int) -> tuple[Tensor, Tensor]:
+    chance = generator("tiny data", seed, stream, position)
+    x = torch.randn(rows, 4, generator=chance)
+    return x, torch.stack([x.sum(1).sin(), (x[:, 0] * x[:, 1]).cos()], dim=1)
+
+
+def tiny_bench(config: Config, build: Build = mlp) -> Workbench:
+    sizes = config.data.samples_by_learner
+
+    def batch(learner: int, stream: int, position: int) -> tuple[Tensor, Tensor]:
+        return batch_at(config.seed, stream, position, sizes[learner] if sizes else config.data.batch_size)
+
+    def loss(model: nn.Module, drawn: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(model(drawn[0]), drawn[1])
+
+    return Workbench(
+        config, build, batch, loss, lambda drawn: (4 * drawn[0].shape[0], drawn[0].shape[0]), lambda model: 0.0,
+        layout_for(config, build()), "tiny",
+    )  # fmt: skip
+
+
+class Sent:
+    """One message with the bytes beside it."""
+
+    def __init__(self, send: Send, blob: Blob | None) -> None:
+        self.envelope, self.body, self.blob = send.envelope, send.envelope.body, blob
+
+
+class Run:
+    """A cluster that trains; everything that was sent and every effect, to look at afterwards."""
+
+    def __init__(self, config: Config, build: Build = mlp, plan: Plan | None = None) -> None:
+        self.config = config
+        self.bench = tiny_bench(config, build)
+        self.hands = TensorHands(self.bench)
+        self.sent: list[Sent] = []
+        self.log: list[tuple[Nanos, WorkerId, Event, Sequence[Effect]]] = []
+        self.cluster = Cluster(config, plan=plan, hands_for=self._hands, observers=[self._watch])
+        self.cluster.run(until_seconds=5000)
+
+    def _watch(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        self.log.append((now, worker, event, tuple(effects)))
+
+    def _hands(self, worker: WorkerId, incarnation: Incarnation) -> Hands:
+        return _Remembering(self.hands(worker, incarnation), self.sent)
+
+    def effects(self, *kinds: type, of: WorkerId | None = None) -> list[Any]:
+        return [e for _, w, _, effects in self.log if of in (None, w) for e in effects if isinstance(e, kinds)]
+
+    def to_syncer(self) -> list[Sent]:
+        return [s for s in self.sent if s.envelope.receiver == SYNCER]
+
+    def contributions(self) -> list[Sent]:
+        return [s for s in self.to_syncer() if s.blob is not None]
+
+    def digest(self) -> str:
+        return self.hands.disk.theta_sha256()
+
+
+class _Remembering:
+    def __init__(self, hands: Hands, sent: list[Sent]) -> None:
+        self._hands, self._sent = hands, sent
+
+    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+        return self._hands.execute(effect, blob)
+
+    def blob_for(self, send: Send) -> Blob | None:
+        blob = self._hands.blob_for(send)
+        self._sent.append(Sent(send, blob))
+        return blob
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for v in value.values() for t in tensors_in(v)]
+    return [t for v in value for t in tensors_in(v)] if isinstance(value, list | tuple) else []
+
+
+if __name__ == "__main__":
+    print(Run(tiny_config(sys.argv[1])).digest())

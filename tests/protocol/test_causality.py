@@ -1,0 +1,121 @@
+"""Channels are FIFO by (sender, incarnation) sequence numbers; vector clocks only grow."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.ids import SYNCER
+from atoll.protocol.causality import OPENERS, Mailbox, merge_clocks
+from atoll.protocol.vocabulary import Envelope, Hello, Message, StateRequest, StateTransfer, Tick, Welcome
+
+HELLO = Hello((0,), 0, 0, False, (), 0, "joins")
+
+
+def from_learner(seq: int, body: Message = Tick(1), *, incarnation: int = 0, clock: tuple[int, ...] = ()) -> Envelope:  # noqa: B008
+    return Envelope(0, incarnation, SYNCER, seq, clock, body)
+
+
+@pytest.fixture
+def box() -> Mailbox:
+    box = Mailbox(SYNCER, 0, 2)
+    assert box.refusal(from_learner(0, HELLO)) is None
+    return box
+
+
+def test_messages_in_sequence_are_taken(box: Mailbox) -> None:
+    assert [box.refusal(from_learner(seq)) for seq in (1, 2, 3)] == [None, None, None]
+
+
+def test_duplicate_is_dropped_silently_and_counted(box: Mailbox) -> None:
+    box.refusal(from_learner(1))
+    assert box.refusal(from_learner(1)) == ""
+    assert box.refusal(from_learner(0, HELLO)) == ""
+    assert box.duplicates == 2
+
+
+def test_gap_is_refused_and_the_missing_one_is_still_taken(box: Mailbox) -> None:
+    assert box.refusal(from_learner(2)) == "sequence 2 where 1 was due"
+    assert box.refusal(from_learner(1)) is None
+
+
+@pytest.mark.parametrize("body", [HELLO, Welcome(0), StateRequest(1), StateTransfer(1, 0, (), ())])
+def test_opener_may_jump_a_gap(box: Mailbox, body: Message) -> None:
+    assert isinstance(body, OPENERS)
+    assert box.refusal(from_learner(7, body)) is None
+    assert box.refusal(from_learner(8)) is None
+
+
+def test_newer_incarnation_must_open_its_channel(box: Mailbox) -> None:
+    assert box.refusal(from_learner(0, incarnation=1)) == "incarnation 1 did not open its channel"
+    assert box.refusal(from_learner(0, HELLO, incarnation=1)) is None
+    assert box.refusal(from_learner(1, incarnation=1)) is None
+
+
+def test_older_incarnation_is_refused_for_ever(box: Mailbox) -> None:
+    box.refusal(from_learner(0, HELLO, incarnation=2))
+    assert box.refusal(from_learner(1, incarnation=0)) == "incarnation 0 is older than 2"
+    assert box.refusal(from_learner(9, HELLO, incarnation=1)) == "incarnation 1 is older than 2"
+
+
+def test_stranger_that_opens_nothing_is_refused() -> None:
+    assert Mailbox(SYNCER, 0, 2).refusal(from_learner(0)) == "incarnation 0 did not open its channel"
+
+
+def test_refused_message_changes_nothing(box: Mailbox) -> None:
+    before = box.clock
+    box.refusal(from_learner(5, clock=(9, 9, 9)))
+    box.refusal(from_learner(0, clock=(9, 9, 9)))
+    box.refusal(from_learner(0, incarnation=4, clock=(9, 9, 9)))
+    assert box.clock == before
+    assert box.refusal(from_learner(1)) is None
+
+
+def test_taken_message_merges_clocks(box: Mailbox) -> None:
+    box.advance(4)
+    box.refusal(from_learner(1, clock=(2, 7, 0)))
+    assert box.clock == (4, 7, 0)
+
+
+def test_sequence_numbers_count_per_receiver() -> None:
+    box = Mailbox(SYNCER, 0, 2)
+    assert [box.seal(r, Tick(1)).seq for r in (0, 0, 1, 0, 1)] == [0, 1, 0, 2, 1]
+
+
+def test_restart_begins_channels_anew_under_the_higher_incarnation_and_keeps_the_clock() -> None:
+    box = Mailbox(SYNCER, 0, 2)
+    box.advance(3)
+    box.seal(0, Tick(1))
+    box.restart(1)
+    sealed = box.seal(0, Welcome(3))
+    assert (sealed.incarnation, sealed.seq, sealed.clock[0]) == (1, 0, 3)
+
+
+def test_clock_of_a_learner_beyond_the_declared_number_grows() -> None:
+    box = Mailbox(5, 0, 2)
+    box.advance(9)
+    assert box.clock == (0, 0, 0, 0, 0, 0, 9)
+
+
+clocks = st.lists(st.integers(0, 50), max_size=6).map(tuple)
+
+
+@settings(deadline=None)
+@given(clocks, clocks, clocks)
+def test_clocks_merge_like_a_maximum(a: tuple[int, ...], b: tuple[int, ...], c: tuple[int, ...]) -> None:
+    assert merge_clocks(a, b) == merge_clocks(b, a)
+    assert merge_clocks(a, merge_clocks(b, c)) == merge_clocks(merge_clocks(a, b), c)
+    assert merge_clocks(a, a) == a
+    merged = merge_clocks(a, b)
+    assert len(merged) == max(len(a), len(b))
+    assert all(m >= x for m, x in zip(merged, a, strict=False)) and all(m >= x for m, x in zip(merged, b, strict=False))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 12), max_size=40))
+def test_whatever_order_messages_come_in_they_are_taken_once_and_in_order(seqs: list[int]) -> None:
+    box = Mailbox(SYNCER, 0, 1)
+    box.refusal(from_learner(0, HELLO))
+    taken = [seq for seq in seqs if box.refusal(from_learner(seq)) is None]
+    assert taken == list(range(1, len(taken) + 1))

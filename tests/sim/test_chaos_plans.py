@@ -1,0 +1,46 @@
+"""Random chaos plans: no invariant is violated, and once healed the run makes progress. A failure prints its seed.
+
+`make test` runs the first 50 seeds, `make soak` 450 more.
+"""
+
+from __future__ import annotations
+
+import pytest
+from scenario import OUTER_STEPS, Scenario, verdict
+
+QUICK = range(50)
+LONG = range(50, 500)
+
+
+@pytest.mark.parametrize("seed", QUICK)
+def test_random_plan_violates_no_invariant_and_makes_progress(seed: int) -> None:
+    failure = verdict(seed)
+    assert failure is None, str(failure)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", LONG)
+def test_random_plan_of_the_long_soak_violates_no_invariant(seed: int) -> None:
+    failure = verdict(seed)
+    assert failure is None, str(failure)
+
+
+def test_scenarios_are_as_hard_as_they_claim() -> None:
+    """At least 200 outer steps and 10 faults each, 2 to 16 learners, and ambushes on recoveries and snapshots."""
+    scenarios = [Scenario(seed) for seed in QUICK]
+    assert all(s.config.outer_steps >= 200 for s in scenarios)
+    assert OUTER_STEPS >= 200
+    assert all(len(s.plan.faults) >= 10 for s in scenarios)
+    sizes = {s.config.learners for s in scenarios}
+    assert min(sizes) == 2
+    assert max(sizes) >= 15
+    assert {s.config.preset for s in scenarios} >= {"ddp", "fedavg", "diloco", "async_diloco", "streaming", "decoupled", "decoupled_ramp"}
+    close = [b.at - a.at < 1.0 for s in scenarios for a, b in zip(s.plan.faults, s.plan.faults[1:], strict=False)]
+    assert sum(close) > 50, "pairs of faults come close together"
+    struck = {"recovery": 0, "snapshot": 0}
+    for s in scenarios[:12]:
+        s.run()
+        for when, count in s.ambush.struck.items():
+            struck[when] += count
+    assert struck["recovery"] > 0
+    assert struck["snapshot"] > 0

@@ -1,0 +1,330 @@
+"""What survives a fault: nothing poisoned travels, nothing announced is lost, and who recovers takes what it should."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_runs import Batch, Run, batch_norm_mlp, bench_for, configured, draw, finite, run, same
+from torch import Tensor
+
+from atoll.chaos import Kill, KillSyncer
+from atoll.codecs import codec
+from atoll.executor.hands import Blob
+from atoll.executor.learner import TensorLearner
+from atoll.executor.syncer import Disk, TensorSyncer
+from atoll.ids import SYNCER, WorkerId
+from atoll.protocol.vocabulary import (
+    NO_VERSION,
+    Accept,
+    Adopt,
+    Contribution,
+    Effect,
+    Envelope,
+    InnerStep,
+    Keep,
+    LoadState,
+    LoadTheta,
+    Merge,
+    Poisoned,
+    Recovered,
+    Send,
+    Share,
+    Stage,
+    Started,
+    StepDone,
+    Store,
+    Stored,
+)  # fmt: skip
+
+TWO = {"fragmentation": "tensor", "fragments": 2}
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", {}),
+    "diloco": ("diloco", {}),
+    "async_diloco": ("async_diloco", {"overlap": 4}),
+    "streaming": ("streaming", TWO),
+    "decoupled": ("decoupled", {}),
+    "decoupled with everybody": ("decoupled", {"quorum": 3, "grace": "none"}),
+}
+
+
+# ---------------------------------------------------------------- NaN
+
+
+def poisoned(*streams: int) -> Callable[[int, int, int], Batch]:
+    """One NaN in the sixth batch of these streams."""
+
+    def batch(learner: int, stream: int, position: int) -> Batch:
+        x, y = draw(learner, stream, position)
+        if stream in streams and position == 5:
+            x[0, 0] = math.nan
+        return x, y
+
+    return batch
+
+
+def assert_nothing_poisoned_travelled(found: Run) -> None:
+    for envelope, blob in found.packets:
+        if blob.content is not None:
+            packet, buffers = blob.content
+            assert torch.isfinite(codec(packet.codec).decode(packet)).all(), envelope
+            assert torch.isfinite(buffers).all(), envelope
+
+
+@pytest.mark.parametrize("which", PRESETS)
+def test_learner_with_nan_in_its_weights_names_the_tensor_sends_nothing_of_it_and_recovers(which: str) -> None:
+    preset, protocol = PRESETS[which]
+    found = run(configured(preset, protocol=protocol, outer_steps=16), batch=poisoned(1))
+    first = found.events(Poisoned, 1)[0]
+    assert first.where.removeprefix("tensor ") in ("first.weight", "first.bias", "second.weight", "second.bias")
+    assert_nothing_poisoned_travelled(found)
+    assert [e.learner for e in found.effects(Recovered)].count(1) >= 2, "it joined, and it recovered"
+    assert all(finite(learner.model.state_dict()) for learner in found.hands.learners.values())
+    assert finite(found.theta()) and found.cluster.syncer.outer_step == 16
+
+
+@pytest.mark.parametrize("which", PRESETS)
+def test_run_with_nan_on_every_learner_at_once_goes_on_from_theta(which: str) -> None:
+    preset, protocol = PRESETS[which]
+    found = run(configured(preset, protocol=protocol, outer_steps=16), batch=poisoned(0, 1, 2))
+    assert {e.learner for e in found.events(Poisoned) if e.where.startswith("tensor ")} == {0, 1, 2}
+    assert_nothing_poisoned_travelled(found)
+    assert all(finite(learner.model.state_dict()) for learner in found.hands.learners.values())
+    assert finite(found.theta()) and found.cluster.syncer.outer_step == 16
+
+
+def alone(preset: str = "diloco", build: Any = None, **sections: Any) -> TensorLearner:
+    """A learner by itself, holding version 0 of everything."""
+    config = configured(preset, **sections)
+    bench = bench_for(config, *([build] if build else []))
+    learner = TensorLearner(bench, 0)
+    for p, version in enumerate(Disk(bench).newest()):
+        learner.execute(Keep(p, 0, NO_VERSION), Blob("fragment", 0, (version.announced, version.buffers)))
+        learner.execute(Adopt(p, 0, 0.0, False, "test"), None)
+    return learner
+
+
+def contribution(learner: TensorLearner, outer_step: int, fragment: int = 0) -> Blob:
+    body = Contribution(outer_step, fragment, 1, 0, 1, 1, 1, 1)
+    blob = learner.blob_for(Send(Envelope(0, 0, SYNCER, 0, (0, 0), body)))
+    assert blob is not None
+    return blob
+
+
+def test_learner_staging_nan_after_a_clean_copy_does_not_send_the_old_copy() -> None:
+    """The machine says which local step a copy is of; bytes of another step would be weighed wrongly."""
+    learner = alone("decoupled")
+    learner.execute(InnerStep(1, 0, 0, 0), None)
+    assert learner.execute(Stage(0, 1, NO_VERSION, False), None) == ()
+    assert contribution(learner, 4).content is not None
+    with torch.no_grad():
+        learner.model.first.weight[0, 0] = math.nan
+    (event,) = learner.execute(Stage(0, 2, NO_VERSION, False), None)
+    assert isinstance(event, Poisoned) and event.where == "tensor first.weight"
+    assert contribution(learner, 4).content is None
+
+
+def test_learner_with_nan_in_a_buffer_names_it_and_sends_nothing() -> None:
+    learner = alone(build=batch_norm_mlp)
+    with torch.no_grad():
+        learner.model.norm.running_var[3] = math.inf
+    happened = learner.execute(Stage(0, 1, 4, False), None)
+    assert [(type(e), e.where) for e in happened] == [(Poisoned, "tensor norm.running_var")]
+    assert contribution(learner, 4).content is None
+
+
+def merged(parts: list[Tensor], times: int = 1) -> tuple[str, list[Any]]:
+    """(digest of Theta, what happened) after one round of these differences, one a learner."""
+    bench = bench_for(configured("diloco"))
+    syncer = TensorSyncer(bench, Disk(bench))
+    happened: list[Any] = []
+    for learner, part in enumerate(parts):
+        packet = codec("fp32").encode(torch.zeros_like(part))
+        packet.codes.copy_(part)  # past the codec's own check, as a broken or hostile learner would
+        happened += syncer.execute(Accept(4, 0, learner, 0), Blob("packet", 4, (packet, torch.empty(0))))
+    for _ in range(times):
+        syncer.execute(Merge(4, 0, tuple(Share(learner, 1.0, 0, 4) for learner in range(len(parts))), 0, False), None)
+    happened += syncer.execute(Store(4, (0,)), None)
+    return syncer.disk.theta_sha256(), happened
+
+
+SIZE = bench_for(configured("diloco")).layout.fragments[0].numel
+GOOD = [torch.full((SIZE,), 0.5), torch.full((SIZE,), 0.25)]
+
+
+def test_merge_whose_last_contribution_was_poisoned_is_the_merge_of_the_others() -> None:
+    """The machine decides on Accept, Merge and Store at once, before it can hear that the contribution was poisoned."""
+    digest, happened = merged([*GOOD, torch.full((SIZE,), math.nan)])
+    assert [type(e) for e in happened] == [Poisoned, Stored] and happened[0].learner == 2
+    assert digest == merged(GOOD)[0] != merged(GOOD[:1])[0]
+
+
+def test_merge_carried_out_twice_gives_the_same_bytes() -> None:
+    assert merged(GOOD, times=2)[0] == merged(GOOD)[0]
+
+
+# ---------------------------------------------------------------- error feedback
+
+
+def feedback_learner() -> TensorLearner:
+    learner = alone(protocol={"codec_up": "int4", "error_feedback": True})
+    learner.execute(InnerStep(1, 0, 0, 0), None)
+    learner.execute(Stage(0, 1, 4, False), None)
+    contribution(learner, 4)
+    return learner
+
+
+def adopt(learner: TensorLearner, version: int, *, merged: bool) -> None:
+    announced = learner.anchors[0].clone()
+    learner.execute(Keep(0, version, NO_VERSION), Blob("fragment", 0, (announced, torch.empty(0))))
+    learner.execute(Adopt(0, version, 0.0, merged, "test"), None)
+
+
+def test_residual_is_committed_when_the_packet_was_merged() -> None:
+    learner = feedback_learner()
+    assert learner.state(with_residuals=True)["residuals"] == {}
+    difference = learner._difference(0)
+    packet, _ = contribution(learner, 4).content
+    adopt(learner, 4, merged=True)
+    assert torch.equal(learner.state(with_residuals=True)["residuals"][0], difference - codec("int4").decode(packet))
+
+
+def test_residual_is_dropped_when_the_packet_was_not_merged() -> None:
+    learner = feedback_learner()
+    adopt(learner, 4, merged=False)
+    assert learner.state(with_residuals=True)["residuals"] == {}
+
+
+def test_residual_joins_the_next_packet() -> None:
+    learner = feedback_learner()
+    adopt(learner, 4, merged=True)
+    residual = learner.state(with_residuals=True)["residuals"][0]
+    assert residual.count_nonzero() > 0
+    learner.execute(Stage(0, 1, 8, False), None)  # nothing was trained since: all there is to send is the residual
+    packet, _ = contribution(learner, 8).content
+    assert torch.equal(codec("int4").decode(packet), codec("int4").decode(codec("int4").encode(residual)))
+
+
+@pytest.mark.parametrize("path", ["theta", "peer"])
+def test_residual_after_recovery_is_zero(path: str) -> None:
+    learner = feedback_learner()
+    adopt(learner, 4, merged=True)
+    if path == "theta":
+        learner.execute(LoadTheta("test"), None)
+    else:
+        peer = feedback_learner()
+        adopt(peer, 4, merged=True)
+        learner.execute(LoadState(1, (4,)), Blob("state", 0, peer.state()))
+    assert learner.state(with_residuals=True)["residuals"] == {}
+
+
+def test_error_feedback_over_a_run_changes_what_is_learnt_and_ends_closer_to_the_exact_run() -> None:
+    def theta(up: str, feedback: bool) -> Tensor:
+        protocol = {"codec_up": up, "error_feedback": feedback}
+        (flat,), _ = run(configured("diloco", outer_steps=40, protocol=protocol)).hands.disk.theta()
+        return flat
+
+    exact = theta("fp32", False)
+    assert (theta("int2", True) - exact).norm() < (theta("int2", False) - exact).norm()
+
+
+# ---------------------------------------------------------------- a killed syncer
+
+
+@pytest.mark.parametrize("preset", ["diloco", "decoupled"])
+@pytest.mark.parametrize("at", [4.03, 6.6, 9.0])
+def test_syncer_killed_and_back_holds_the_very_bytes_that_were_announced(preset: str, at: float) -> None:
+    class Announced(Run):
+        """Every digest a syncer stored, and the bytes on disk at the moment of each later adoption."""
+
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self.unlike: list[str] = []
+
+        def carried_out(self, worker: WorkerId, effect: Effect) -> None:
+            if isinstance(effect, Adopt):
+                version = self.hands.disk.versions[effect.fragment].get(effect.version)
+                anchor = self.hands.learners[worker].anchors[effect.fragment]
+                if version is None or not torch.equal(anchor, version.announced):
+                    self.unlike.append(f"learner {worker}: {effect}")
+
+    config = configured(preset, outer_steps=16, protocol={"codec_down": "bf16"})
+    found = Announced(bench_for(config), [KillSyncer(at, 3.0)])
+    found.go()
+    assert len([1 for _, w, e, _ in found.seen if w == SYNCER and isinstance(e, Started)]) == 2
+    assert found.unlike == []
+    stored = [e.outer_step for e in found.events(Stored, SYNCER)]
+    assert stored == sorted(set(stored)), "a stored round never reopens"
+    assert found.cluster.syncer.outer_step == 16
+
+
+def test_synchronous_run_with_a_killed_syncer_ends_with_the_same_theta() -> None:
+    """Everybody waits for it, and nothing that was staged is lost."""
+    config = configured("diloco", outer_steps=16)
+    killed = run(config, [KillSyncer(6.6, 3.0)])
+    assert killed.cluster.virtual_seconds() > run(config).cluster.virtual_seconds() + 1.0
+    assert same(killed.theta(), run(config).theta())
+
+
+# ---------------------------------------------------------------- a killed learner
+
+
+class Recovery(Run):
+    """Keeps the newcomer's and its peer's state at the moment the newcomer has loaded it."""
+
+    moment: tuple[dict[str, Any], dict[str, Any]] | None = None
+
+    def carried_out(self, worker: WorkerId, effect: Effect) -> None:
+        if isinstance(effect, LoadState):
+            # what the peer holds now may be a step further than what it sent; the blob is the state it sent
+            self.moment = (self.hands.learners[worker].state(), self._sent_state)
+
+    def sent(self, envelope: Envelope, blob: Blob | None) -> None:
+        super().sent(envelope, blob)
+        if blob is not None and blob.kind == "state":
+            self._sent_state = blob.content
+
+
+def flat_moments(state: dict[str, Any]) -> list[Tensor]:
+    return [value for slot in state["optimizer"]["state"].values() for value in slot.values()]
+
+
+def test_learner_killed_and_recovered_through_a_peer_has_its_weights_and_moments_and_draws_its_own_data() -> None:
+    found = Recovery(bench_for(configured(outer_steps=30)), [Kill(8.0, 1, 4.0)])
+    found.go()
+    sources = [e.source for e in found.effects(Recovered) if e.learner == 1]
+    assert sources[0] == SYNCER and sources[1] in (0, 2)
+    assert found.moment is not None
+    mine, peers = found.moment
+    assert same(mine["tensors"], peers["tensors"])
+    assert len(flat_moments(mine)) == len(flat_moments(peers)) > 0
+    assert all(torch.equal(a, b) for a, b in zip(flat_moments(mine), flat_moments(peers), strict=True))
+    again = next(i for i, (_, w, e, _) in enumerate(found.seen) if w == 1 and isinstance(e, Started) and e.incarnation == 1)
+    drawn = {w: {(e.stream, e.batch) for e in found.effects(InnerStep, w, since=again)} for w in range(3)}
+    assert drawn[1] and {stream for stream, _ in drawn[1]} == {1}, "not the peer's stream"
+    assert not drawn[1] & (drawn[0] | drawn[2]), "nor what was leased to others in the meantime"
+
+
+def test_learner_killed_and_recovered_from_theta_under_mixing_takes_theta_as_it_is() -> None:
+    """alpha mixes in a learner's own weights; one that has just started has none worth keeping."""
+    unlike = []
+
+    class Lonely(Run):
+        def carried_out(self, worker: WorkerId, effect: Effect) -> None:
+            if isinstance(effect, LoadTheta):
+                learner = self.hands.learners[worker]
+                expected = self.hands.bench.model_of(learner.anchors, [torch.empty(0)] * 2).state_dict()
+                unlike.append(not same(learner.model.state_dict(), expected))
+
+    config = configured("streaming", learners=1, outer_steps=16, protocol=TWO | {"alpha": 0.5})
+    Lonely(bench_for(config), [Kill(8.0, 0, 3.0)]).go()
+    assert unlike == [False, False]
+
+
+def test_loss_reported_by_a_poisoned_step_is_the_measurement() -> None:
+    found = run(configured("diloco", outer_steps=16), batch=poisoned(1))
+    losses = [e.loss for e in found.events(StepDone, 1)]
+    assert math.isnan(losses[5]) and math.isfinite(losses[4]) and math.isfinite(losses[-1])

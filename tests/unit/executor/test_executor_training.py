@@ -1,0 +1,187 @@
+"""Inner steps, what goes up the wire, and how it is merged: every choice of the config runs and does what it says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from small_runs import Batch, Run, bench_for, configured, draw, finite, mlp, run, same, squared_error
+from torch import Tensor
+
+from atoll.config import load
+from atoll.errors import ConfigError
+from atoll.executor.hands import Blob
+from atoll.executor.learner import TensorLearner
+from atoll.executor.syncer import Disk
+from atoll.ids import SYNCER, WorkerId
+from atoll.protocol.vocabulary import NO_VERSION, Adopt, Effect, InnerStep, Keep, StepDone
+from atoll.rules import Schedule
+from atoll.tensors.access import named_tensors, read_params
+
+# ---------------------------------------------------------------- inner steps
+
+
+def test_accumulation_over_three_micro_batches_counts_optimiser_steps_and_draws_every_micro_batch_once() -> None:
+    drawn: Counter[tuple[int, int, int]] = Counter()
+
+    def counted(learner: int, stream: int, position: int) -> Batch:
+        drawn[learner, stream, position] += 1
+        return draw(learner, stream, position)
+
+    found = run(configured("diloco", outer_steps=8, inner={"accumulate": 3}), batch=counted)
+    assert drawn == {(m, m, position): 1 for m in range(3) for position in range(24)}
+    for learner in found.hands.learners.values():
+        assert {int(state["step"]) for state in learner.optimizer.state.values()} == {8}
+    assert [e.body.c_steps for e, _ in found.packets] == [4] * 6, "H counts optimiser steps"
+    assert [e.body.c_samples for e, _ in found.packets] == [4 * 3 * 4] * 6
+
+
+def test_accumulation_of_micro_batches_is_one_step_on_their_mean_loss() -> None:
+    config = configured("diloco", inner={"accumulate": 2})
+    learner = alone(config)
+    (done,) = learner.execute(InnerStep(1, 0, 3, 0), None)
+    model = mlp()
+    halves = [squared_error(model, draw(0, 0, position)) for position in (6, 7)]
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    ((halves[0] / 2) + (halves[1] / 2)).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.param_groups[0]["lr"] = 3e-3 * (1 / (0.05 * 12 + 1))
+    optimizer.step()
+    assert isinstance(done, StepDone) and (done.tokens, done.samples) == (8, 8)
+    assert done.loss == pytest.approx(float((halves[0] + halves[1]).detach()) / 2)
+    for name, value in learner.model.state_dict().items():
+        assert torch.allclose(value, model.state_dict()[name], rtol=1e-6, atol=1e-8), name
+
+
+def alone(config: Any) -> TensorLearner:
+    bench = bench_for(config)
+    learner = TensorLearner(bench, 0)
+    for p, version in enumerate(Disk(bench).newest()):
+        learner.execute(Keep(p, 0, NO_VERSION), Blob("fragment", 0, (version.announced, version.buffers)))
+        learner.execute(Adopt(p, 0, 0.0, False, "test"), None)
+    return learner
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_adoption_keeps_or_resets_the_moments_of_its_fragment_and_of_no_other(preserve: bool) -> None:
+    learner = alone(configured(inner={"preserve_optimizer_state": preserve}))
+    tensors = named_tensors(learner.model)
+    for step in (1, 2):
+        learner.execute(InnerStep(step, 0, step, 0), None)
+    names = [{slot.name for slot in fragment.params} for fragment in learner._fragments]
+    before = {name: learner.optimizer.state[tensor]["exp_avg"].clone() for name, tensor in tensors.items()}
+    learner.execute(Keep(1, 4, NO_VERSION), Blob("fragment", 0, (learner.anchors[1], torch.empty(0))))
+    learner.execute(Adopt(1, 4, 0.0, True, "test"), None)
+    kept = {name for name, tensor in tensors.items() if tensor in learner.optimizer.state}
+    assert kept == (names[0] | names[1] if preserve else names[0])
+    assert all(torch.equal(learner.optimizer.state[tensors[name]]["exp_avg"], before[name]) for name in kept)
+    learner.execute(InnerStep(3, 0, 3, 0), None)
+    counts = {name: int(learner.optimizer.state[tensor]["step"]) for name, tensor in tensors.items()}
+    assert counts == {name: 3 if preserve or name in names[0] else 1 for name in counts}
+
+
+# ---------------------------------------------------------------- the wire
+
+UP = ["fp32", "bf16", "int8", "int4", "int2", "int1", "e3m0", "top_k:0.1", "random_drop:0.5"]
+
+
+@pytest.mark.parametrize("up", UP)
+def test_run_with_any_codec_up_trains_and_sends_the_bytes_the_codec_promises(up: str) -> None:
+    found = run(configured(protocol={"codec_up": up}, outer_steps=16))
+    assert finite(found.theta()) and not same(found.theta(), mlp().state_dict())
+    sizes = {(e.body.fragment, blob.nbytes) for e, blob in found.packets}
+    coder = found.hands.learners[0]._codec
+    assert sizes == {(p, coder.nbytes(f.numel)) for p, f in enumerate(found.hands.bench.layout.fragments)}
+
+
+def theta_with_rounding(seed: int, up: str) -> str:
+    config = configured("diloco", seed=seed, protocol={"codec_up": up, "stochastic_rounding": True})
+    return run(config).hands.disk.theta_sha256()
+
+
+@pytest.mark.parametrize("up", ["int4", "e3m0"])
+def test_stochastic_rounding_with_the_same_seed_gives_the_same_theta_and_with_another_does_not(up: str) -> None:
+    """Model and batches do not depend on the seed here: what differs is the rounding."""
+    first = theta_with_rounding(1, up)
+    assert theta_with_rounding(1, up) == first
+    assert theta_with_rounding(2, up) != first
+    assert run(configured("diloco", seed=1, protocol={"codec_up": up})).hands.disk.theta_sha256() != first
+
+
+def test_random_drop_with_the_same_seed_keeps_the_same_elements_and_with_another_does_not() -> None:
+    first, again, other = (
+        run(configured("diloco", seed=seed, protocol={"codec_up": "random_drop:0.5"})).hands.disk.theta_sha256()
+        for seed in (1, 1, 2)
+    )
+    assert first == again != other
+
+
+@pytest.mark.parametrize("up", ["int1", "fp32", "bf16", "top_k:0.1", "random_drop:0.5"])
+def test_stochastic_rounding_with_a_codec_that_has_none_is_refused_at_the_border(up: str) -> None:
+    """Not in the middle of a run, when the first fragment is staged."""
+    with pytest.raises(ConfigError, match="stochastic_rounding"):
+        load(preset_name="diloco", overrides={"protocol": {"codec_up": up, "stochastic_rounding": True}})
+
+
+# ---------------------------------------------------------------- merging
+
+
+@pytest.mark.parametrize("norm", ["tensor", "row", "fragment"])
+def test_run_with_rda_moves_theta_further_than_the_mean_of_nearly_orthogonal_updates(norm: str) -> None:
+    """Data that has nothing in common but the model: a mean of three shrinks by about sqrt(3), RDA does not."""
+
+    def noise(learner: int, stream: int, position: int) -> Batch:
+        x, y = draw(learner, stream, position)
+        return x, y.flip(0) * (1 - stream)
+
+    def moved(merge: str) -> float:
+        protocol = {"merge": merge, "merge_norm": norm}
+        outer = {"outer_optimizer": "sgd", "outer_learning_rate": 1.0}
+        found = run(configured("diloco", outer_steps=4, protocol=protocol, outer=outer), batch=noise)
+        (theta,), _ = found.hands.disk.theta()
+        (start,), _ = Disk(found.hands.bench).theta()
+        return float((theta - start).norm())
+
+    assert moved("rda") > 1.1 * moved("mean")
+
+
+def test_rda_run_of_one_learner_is_the_mean_run_bit_for_bit() -> None:
+    thetas = [run(configured(learners=1, protocol={"merge": merge})).hands.disk.theta_sha256() for merge in ("rda", "mean")]
+    assert thetas[0] == thetas[1]
+
+
+# ---------------------------------------------------------------- FedPart
+
+
+class Frozen(Run):
+    """Compares each fragment of a learner before and after each of its inner steps."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.schedule = Schedule(self.hands.bench.config)
+        self.last: dict[WorkerId, list[Tensor]] = {}
+        self.changed: list[tuple[set[int], set[int]]] = []
+
+    def carried_out(self, worker: WorkerId, effect: Effect) -> None:
+        if worker == SYNCER or not isinstance(effect, InnerStep | Adopt):
+            return
+        learner = self.hands.learners[worker]
+        tensors = named_tensors(learner.model)
+        now = [read_params(tensors, fragment) for fragment in learner._fragments]
+        if isinstance(effect, InnerStep):
+            ahead = next(t for t in range(effect.outer_step + 1, effect.outer_step + 99) if self.schedule.due(t))
+            moved = {p for p, (a, b) in enumerate(zip(self.last[worker], now, strict=True)) if not torch.equal(a, b)}
+            self.changed.append((moved, set(self.schedule.due(ahead))))
+        self.last[worker] = now
+
+
+@pytest.mark.parametrize("preset", ["streaming", "decoupled"])
+def test_inner_step_under_freezing_changes_the_fragment_due_next_and_no_other(preset: str) -> None:
+    protocol = {"fragmentation": "tensor", "fragments": 2, "freeze_not_due": True}
+    found = Frozen(bench_for(configured(preset, protocol=protocol, outer_steps=16)))
+    found.go()
+    assert {frozenset(due) for _, due in found.changed} == {frozenset({0}), frozenset({1})}
+    assert all(moved == due for moved, due in found.changed)
+    assert not same(found.theta(), mlp().state_dict())
