@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,9 @@ app = typer.Typer(
 out, err = Console(), Console(stderr=True)
 
 Recipe = Annotated[Path | None, typer.Argument(help="A TOML recipe; without one, the preset's defaults.")]
+VirtualOption = Annotated[
+    bool, typer.Option("--virtual", help="Train on the simulated cluster: real training in virtual time. The only way so far.")
+]
 PresetOption = Annotated[str | None, typer.Option("--preset", help=f"One of {', '.join(PRESETS)}.")]
 LearnersOption = Annotated[int | None, typer.Option("--learners", help="How many learners (M).")]
 SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key, such as protocol.overlap=2. Repeatable.")]
@@ -71,7 +74,7 @@ def _root(version: Annotated[bool, typer.Option("--version", callback=_version, 
 @app.command()
 def train(
     recipe: Recipe = None,
-    virtual: Annotated[bool, typer.Option("--virtual", help="Train on the simulated cluster: real training, virtual time.")] = True,
+    virtual: VirtualOption = True,
     preset: PresetOption = None,
     learners: LearnersOption = None,
     set_: SetOption = None,
@@ -177,7 +180,7 @@ class _progress:
         self._bar: Progress | None = None
         self._next = 0
 
-    def __enter__(self) -> Callable[[Nanos, WorkerId, Event, Sequence[Effect]], None]:
+    def __enter__(self) -> _progress:
         console = err if self._quiet else out
         if console.is_terminal:
             self._bar = Progress(
@@ -187,13 +190,13 @@ class _progress:
             self._bar.start()
             self._task = self._bar.add_task(self._settings.preset, total=self._settings.outer_steps, loss="")
         self._console = console
-        return self._observe
+        return self
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
-    def _observe(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+    def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
         if worker != SYNCER or not isinstance(event, Stored):
             return
         loss = f"train loss {self._view.train_loss:.4f}" if self._view.train_loss is not None else ""
@@ -238,7 +241,13 @@ def strip(path: Annotated[Path, typer.Argument(metavar="TAPE", help="A tape or a
 
 
 @app.command("config")
-def show_config(recipe: Recipe = None, preset: PresetOption = None, learners: LearnersOption = None, set_: SetOption = None, seed: SeedOption = None) -> None:
+def show_config(
+    recipe: Recipe = None,
+    preset: PresetOption = None,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+) -> None:
     """Print the complete resolved config as TOML that `atoll train` accepts."""
     typer.echo(config.to_toml(_settings(recipe, preset, learners, seed, set_)), nl=False)
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +25,8 @@ Share = Annotated[float, Meta(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Meta(ge=0.0)]
 Above0 = Annotated[float, Meta(gt=0.0)]
 ALL: Literal["all"] = "all"
+CODEC = r"^(fp32|bf16|int8|int4|int2|int1|e3m0|(top_k|random_drop):(0?\.\d+|1(\.0*)?))$"
+CodecName = Annotated[str, Meta(pattern=CODEC, description="fp32 bf16 int8 int4 int2 int1 e3m0 top_k:SHARE random_drop:SHARE")]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -63,8 +66,8 @@ class Protocol(_Section, frozen=True):
     adopt: Literal["exact", "arrival"] = "arrival"
     lead: Annotated[int, Meta(ge=-1)] = -1
     """Local steps a learner may run past its last due adoption. -1: tau where K = M, unlimited elsewhere."""
-    codec_up: str = "int4"
-    codec_down: str = "bf16"
+    codec_up: CodecName = "int4"
+    codec_down: CodecName = "bf16"
     error_feedback: bool = False
     stochastic_rounding: bool = False
     freeze_not_due: bool = False
@@ -252,21 +255,37 @@ def load(
     if not isinstance(chosen, str):
         raise ConfigError(f"preset = {chosen!r}: must be one of {', '.join(PRESETS)}")
     raw = msgspec.to_builtins(preset(chosen))
+    tables["preset"] = chosen
     for layer in (tables, special.get(chosen, {}), overrides or {}):
         _lay_over(raw, layer, "")
     for assignment in assignments:
         _lay_over(raw, _parse_assignment(assignment), "")
-    raw["preset"] = chosen
+    if raw["preset"] != chosen:
+        raise ConfigError(f"key preset = {raw['preset']!r}: choose a preset by --preset or at the top of a recipe, not by --set")
     return from_builtins(raw)
 
 
 def from_builtins(raw: Any) -> Config:
     """Build and check a Config from plain values; every refusal names the key, the value and what would be right."""
+    for key, value in _numbers(raw, ""):
+        if not math.isfinite(value):
+            raise ConfigError(f"key {key} = {value}: must be a finite number")
     try:
         config = msgspec.convert(raw, Config)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), raw)) from None
     return _resolved(config)
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, path)
+    elif isinstance(value, float):
+        yield path, value
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -293,7 +312,8 @@ def to_toml(config: Config) -> str:
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + "}"
-    return msgspec.json.encode(value).decode()  # TOML's strings, numbers, booleans and arrays are JSON's
+    # TOML's strings, numbers, booleans and arrays are JSON's, but for one control character that JSON leaves bare
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
 
 
 def _parse_assignment(text: str) -> dict[str, Any]:
@@ -333,12 +353,26 @@ def _explain(error: str, raw: Any) -> str:
     what, _, where = error.partition(" - at ")
     path = where.strip("`").removeprefix("$.").replace("[...]", "")
     value, kind = raw, Config
-    for part in path.split("."):
-        value = value.get(part) if isinstance(value, dict) else value
-        kind = get_type_hints(kind).get(part, kind) if isinstance(kind, type) else kind
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, dict):
+            value = value.get(part)
+            kind = get_type_hints(kind).get(part, kind) if isinstance(kind, type) else kind
+        elif isinstance(value, list | tuple) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+    if CODEC in what:
+        what = "must be fp32, bf16, int8, int4, int2, int1, e3m0, top_k:SHARE or random_drop:SHARE with a share up to 1"
     if what.startswith("Invalid enum value"):
-        what = "must be one of " + ", ".join(repr(choice) for choice in get_args(kind))
+        what = "must be one of " + ", ".join(_choices(kind))
     return f"key {path or '(top)'} = {value!r}: {what[0].lower()}{what[1:]}"
+
+
+def _choices(kind: Any) -> list[str]:
+    """What a type admits, in words: literals by value, unions flattened."""
+    if get_origin(kind) is Literal:
+        return [repr(choice) for choice in get_args(kind)]
+    if get_args(kind):
+        return [word for part in get_args(kind) for word in _choices(part)]
+    return ["a whole number"] if kind is int else []
 
 
 def _resolved(config: Config) -> Config:

@@ -195,7 +195,7 @@ def test_newcomer_without_a_broadcast_in_two_expected_rounds_gets_theta() -> Non
     s.comes_back(2, at=10 * MS)
     member = s.machine.roster.get(2)
     assert member is not None and member.join_deadline is not None
-    assert member.join_deadline == 10 * MS + 2 * s.machine.expected_round()
+    assert member.join_deadline == 10 * MS + 2 * s.machine.pulse.expected_round()
     effects = s.passes(SECOND)
     assert sent(effects, 2, TakeTheta) == [TakeTheta(4, "no broadcast within two expected rounds")]
     assert {(a.outer_step, a.fragment, a.previous) for a in sent(effects, 2, Announce)} == {(0, 0, -1), (1, 1, -1)}  # type: ignore[union-attr]

@@ -36,10 +36,8 @@ def config_for(rng: random.Random, seed: int) -> Config:
         protocol["elastic"] = rng.random() < 0.7
     cluster = {"latency_seconds": rng.choice([0.0, 0.02, 0.3]), "slow_share": rng.choice([0.0, 0.5])}
     limits = {"versions_max": rng.choice([2, 3, 8])}
-    overrides = {
-        "outer_steps": OUTER_STEPS, "learners": learners, "seed": seed, "protocol": protocol, "cluster": cluster, "limits": limits,
-    }  # fmt: skip
-    return load(preset_name=preset, overrides=overrides)
+    size = {"outer_steps": OUTER_STEPS, "learners": learners, "seed": seed}
+    return load(preset_name=preset, overrides=size | {"protocol": protocol, "cluster": cluster, "limits": limits})
 
 
 class Ambush:

@@ -15,6 +15,7 @@ from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.membership import Member
+from atoll.protocol.round import Rounds
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import Merge
@@ -110,7 +111,7 @@ def leases_are_granted_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def any_number_of_rounds_in_flight(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SyncerMachine, "_blocked", lambda self, round_: False)
+    patch.setattr(Rounds, "block", lambda self, round_: False)
 
 
 def snapshot_recorded_after_adopting(patch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.config import Config
-from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep, WorkerId
+from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, Nanos, OuterStep, WorkerId
 from atoll.protocol.batches import Batches
 from atoll.protocol.causality import Mailbox
 from atoll.protocol.counters import Counters
 from atoll.protocol.desk import Desk
 from atoll.protocol.recovery import Errand, Service
 from atoll.protocol.snapshot import marker_of
+from atoll.protocol.staging import Staging
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
@@ -25,7 +26,6 @@ from atoll.protocol.vocabulary import (
     Announce,
     Connected,
     ConnectionLost,
-    Contribution,
     DeadlinePassed,
     Decline,
     Effect,
@@ -54,7 +54,6 @@ from atoll.protocol.vocabulary import (
     Report,
     Resume,
     Serve,
-    Stage,
     Started,
     StateRequest,
     StateTransfer,
@@ -62,7 +61,6 @@ from atoll.protocol.vocabulary import (
     TakeTheta,
     Tick,
     Ticket,
-    Unstage,
     Wait,
     Welcome,
 )  # fmt: skip
@@ -77,15 +75,6 @@ class _Pending(NamedTuple):
     version: OuterStep
     previous: OuterStep
     merged: bool
-
-
-class _Staged(NamedTuple):
-    local_step: LocalStep
-    anchor: OuterStep
-    c_steps: int
-    c_tokens: int
-    c_samples: int
-    tokens: int
 
 
 class LearnerMachine:
@@ -108,7 +97,7 @@ class LearnerMachine:
         self.counters = Counters(p.fragments)
         self.held: list[OuterStep] = [NO_VERSION] * p.fragments
         self._pending: dict[FragmentId, _Pending] = {}
-        self._staged: dict[tuple[FragmentId, OuterStep], _Staged] = {}
+        self._staged = Staging(self._desk)
         self._pulls: list[Pull] = []
         self._adoptions: list[Adoption] = []
         self._batches = Batches(learner, p.local_steps_per_round)
@@ -338,7 +327,7 @@ class LearnerMachine:
         alpha = self.config.protocol.alpha if regular else 0.0  # catching up takes Theta as it is
         self._desk.emit(Adopt(fragment, pending.version, alpha, pending.merged, reason))
         self._holds(fragment, pending.version)
-        self._unstage(fragment, up_to=pending.version)
+        self._staged.drop_up_to(fragment, pending.version)
 
     def _holds(self, fragment: FragmentId, version: OuterStep) -> None:
         self.held[fragment] = version
@@ -358,28 +347,15 @@ class LearnerMachine:
         wanted: set[FragmentId] = set()
         for outer_step in range(self.outer_known + 1, self.outer_known + self.config.protocol.overlap + 1):
             wanted.update(self.schedule.due(outer_step))
-        for fragment, slot in [key for key in self._staged if key[0] not in wanted]:
-            self._unstage_one(fragment, slot)
+        self._staged.keep_only(wanted)
         for fragment in sorted(wanted):
             self._stage(fragment, NO_VERSION)
 
     def _stage(self, fragment: FragmentId, slot: OuterStep) -> None:
-        count = self.counters.since(fragment)
         restart = self.config.protocol.anchor == "round_start"
-        self._staged[fragment, slot] = _Staged(
-            self.counters.local_step, self.held[fragment], *count, self.counters.tokens
-        )  # fmt: skip
-        self._desk.emit(Stage(fragment, self.counters.local_step, slot, restart))
+        self._staged.put(fragment, slot, self.counters, self.held[fragment], restart=restart)
         if restart:
             self.counters.reset(fragment)
-
-    def _unstage(self, fragment: FragmentId, up_to: OuterStep) -> None:
-        for key in [k for k in self._staged if k[0] == fragment and k[1] <= up_to]:
-            self._unstage_one(*key)
-
-    def _unstage_one(self, fragment: FragmentId, slot: OuterStep) -> None:
-        del self._staged[fragment, slot]
-        self._desk.emit(Unstage(fragment, slot))
 
     def _pulled(self, pull: Pull) -> None:
         if self.phase in (JOINING, DONE):
@@ -405,14 +381,8 @@ class LearnerMachine:
                 for fragment in missing:
                     self._stage(fragment, slot)
                 for fragment in pull.fragments:
-                    self._contribute(pull.outer_step, fragment, slot)
+                    self._send(self._staged.contribution(pull.outer_step, fragment, slot))
         self._pulls = waiting
-
-    def _contribute(self, outer_step: OuterStep, fragment: FragmentId, slot: OuterStep) -> None:
-        s = self._staged[fragment, slot]
-        self._send(Contribution(
-            outer_step, fragment, s.local_step, s.anchor, s.c_steps, s.c_tokens, s.c_samples, s.tokens
-        ))  # fmt: skip
 
     # ------------------------------------------------------------ joining, recovery, the end
 
@@ -437,8 +407,7 @@ class LearnerMachine:
         self._errand.end()
         self._pulls.clear()
         self._pending.clear()
-        for key in list(self._staged):
-            self._unstage_one(*key)
+        self._staged.keep_only(())
         self._hello(reason)
 
     def _take_theta(self, body: TakeTheta) -> None:
@@ -506,8 +475,7 @@ class LearnerMachine:
         lead = max(0, self.schedule.policy(enter.outer_step + 1).lead)
         if not enter.outer_step <= self.position <= enter.outer_step + 1 + lead:
             self.position = enter.outer_step
-        for key in [k for k in self._staged if NO_VERSION < k[1] <= enter.outer_step]:
-            self._unstage_one(*key)
+        self._staged.drop_slots_up_to(enter.outer_step)
         self._session = enter.session
         self._entering = None
         self._saw(enter.outer_step)

@@ -101,3 +101,32 @@ class Round:
     def _settle(self) -> None:
         if not self.awaited:
             self.move("all_in")
+
+
+class Rounds(dict[OuterStep, Round]):
+    """Open rounds by outer step, in order: some in flight, at most one of the rest gathering at a time."""
+
+    def gathering(self) -> Round | None:
+        """The lowest round that still gathers."""
+        for round_ in self.values():
+            if round_.phase in (GATHERING, GRACE):
+                return round_
+        return None
+
+    def in_flight(self) -> list[Round]:
+        return [r for r in self.values() if r.phase in IN_FLIGHT]
+
+    def last(self, committed: OuterStep) -> OuterStep:
+        return max(self, default=committed)
+
+    def block(self, round_: Round) -> bool:
+        """At most tau rounds in flight, on different fragments."""
+        flying = self.in_flight()
+        if any(r.policy.overlap == 0 for r in flying) or (flying and round_.policy.overlap == 0):
+            return True
+        return len(flying) >= max(1, round_.policy.overlap) or any(set(r.due) & set(round_.due) for r in flying)
+
+    def close_gathering_after(self, outer_step: OuterStep) -> None:
+        """An earlier round gathers again: a later one had counted nobody yet and opens anew in its turn."""
+        for later in [t for t, r in self.items() if t > outer_step and r.phase in (GATHERING, GRACE)]:
+            del self[later]

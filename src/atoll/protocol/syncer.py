@@ -17,7 +17,8 @@ from atoll.protocol.desk import Desk
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Fates, Ledger
 from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
-from atoll.protocol.round import GATHERING, GRACE, IN_FLIGHT, PULLING, READY, STORING, Round
+from atoll.protocol.pulse import Pulse
+from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds
 from atoll.protocol.snapshot import Snapshot, marker_of
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
@@ -51,7 +52,7 @@ from atoll.protocol.vocabulary import (
     Stored,
     Tick,
 )  # fmt: skip
-from atoll.rules import Schedule, contribution_weight, ema, fresh, grace_window, median_nanos, paced_until
+from atoll.rules import Schedule, contribution_weight, fresh, paced_until
 
 
 class SyncerMachine:
@@ -66,21 +67,16 @@ class SyncerMachine:
         self.ledger = Ledger(p.fragments, adoption_discards=p.anchor != "round_start")
         self.leases = Leases(p.fragments, p.local_steps_per_round)
         self.snapshot = Snapshot(self._desk)
+        self.pulse = Pulse(config)
         self.admission = Admission(
             config, self._desk, self.roster, self.versions, self.ledger, self.leases,
-            self.expected_round, lambda: self.outer_step,
+            self.pulse.expected_round, lambda: self.outer_step,
         )  # fmt: skip
-        self.rounds: dict[OuterStep, Round] = {}
+        self.rounds = Rounds()
         self._fresh: set[LearnerId] = set()
         self._mustered = False
         self._muster_until: Nanos | None = None
-        self._last_fixed_at: Nanos | None = None
         self._last_commit_at: Nanos = 0
-        self._step_time: Nanos = 0
-        self._round_time: Nanos | None = None
-        self._sync_time: Nanos | None = None
-        self._pull_time: Nanos | None = None
-        self._unadopted: dict[OuterStep, Nanos] = {}
         self._watch_at: Nanos | None = None
         self._hold_until: Nanos | None = None
         self.refused = 0
@@ -182,7 +178,7 @@ class SyncerMachine:
         member.reported = max(member.reported, body.local_step)
         member.tokens, member.samples = body.tokens, body.samples
         if newer:
-            member.step_ema = ema(member.step_ema, body.step_nanos, self.config.protocol.ema_weight)
+            self.pulse.reported(member, body.step_nanos)
         if body.session != member.session or member.standing not in (IN_SYNC, SILENT):
             return
         if member.standing == SILENT:
@@ -197,9 +193,7 @@ class SyncerMachine:
         self.ledger.adopted(member.learner, adoption.fragment, adoption.tokens, adoption.version)
         self.versions.acknowledged(member, adoption)
         self.versions.prune((adoption.fragment,))
-        fixed_at = self._unadopted.pop(adoption.version, None)
-        if fixed_at is not None:
-            self._sync_time = ema(self._sync_time, self._desk.now - fixed_at, self.config.protocol.ema_weight)
+        self.pulse.adopted(adoption.version, self._desk.now)
 
     def _returned(self, member: Member) -> None:
         """A silent member is heard again: it catches up if its versions are still kept, else it recovers."""
@@ -224,7 +218,7 @@ class SyncerMachine:
         ):
             return self._refuse(member.learner, "contribution claims more than was reported", disconnect=True)
         round_.take(member.learner, body)
-        self._pull_time = ema(self._pull_time, self._desk.now - round_.fixed_at, self.config.protocol.ema_weight)
+        self.pulse.pulled(round_, self._desk.now)
         self.leases.pulled(member.learner, body.fragment, body.local_step)
         self._desk.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
         return None
@@ -239,7 +233,7 @@ class SyncerMachine:
     # ------------------------------------------------------------ gathering
 
     def _mark(self, member: Member) -> None:
-        round_ = self._gathering()
+        round_ = self.rounds.gathering()
         if round_ is None or member.standing != IN_SYNC:
             return
         if fresh(round_.policy.exact, round_.outer_step, member.position, member.reported, member.counted):
@@ -250,15 +244,8 @@ class SyncerMachine:
         for member in self.roster.in_sync():
             self._mark(member)
 
-    def _gathering(self) -> Round | None:
-        """The lowest round that still gathers; there is at most one above it, waiting its turn."""
-        for round_ in self.rounds.values():
-            if round_.phase in (GATHERING, GRACE):
-                return round_
-        return None
-
     def _open_next(self) -> Round | None:
-        outer_step = max(self.rounds, default=self.outer_step) + 1
+        outer_step = self.rounds.last(self.outer_step) + 1
         if outer_step > self.config.outer_steps:
             return None
         round_ = Round(outer_step, self.schedule.due(outer_step), self.schedule.policy(outer_step), self._desk.now)
@@ -284,16 +271,15 @@ class SyncerMachine:
         entering = [m for m in self.roster if m.entering and m.connected]
         if not entering:
             return
-        in_flight = [r for r in self.rounds.values() if r.phase in IN_FLIGHT]
-        if any(r.policy.overlap == 0 for r in in_flight):
+        if any(r.policy.overlap == 0 for r in self.rounds.in_flight()):
             return
-        gathering = self._gathering()
-        stands_at = (gathering.outer_step if gathering else max(self.rounds, default=self.outer_step) + 1) - 1
+        gathering = self.rounds.gathering()
+        stands_at = (gathering.outer_step if gathering else self.rounds.last(self.outer_step) + 1) - 1
         for member in entering:
             self.admission.enter(member, stands_at)
 
     def _gather(self) -> bool:
-        round_ = self._gathering() or self._open_next()
+        round_ = self.rounds.gathering() or self._open_next()
         self._hold_until = None
         if round_ is None:
             return False
@@ -306,14 +292,14 @@ class SyncerMachine:
         if round_.phase == GATHERING:
             round_.move("quorum_met")
             round_.quorum_at = now
-            round_.grace_until = now + self._grace(round_)
+            round_.grace_until = now + self.pulse.grace(round_)
         everybody = len(self._fresh) == len(self.roster.in_sync())
-        hold = paced_until(self._last_fixed_at, self.config.protocol.pace, self._step_time)
+        hold = paced_until(self.pulse.last_fixed_at, self.config.protocol.pace, self.pulse.step_time)
         hold = hold if everybody else max(hold, round_.grace_until)
         if now < hold:
             self._hold_until = hold
             return False
-        if self._blocked(round_):
+        if self.rounds.block(round_):
             return False
         self._fix(round_, everybody)
         return True
@@ -329,20 +315,6 @@ class SyncerMachine:
             self._hold_until = until
         return self._mustered
 
-    def _grace(self, round_: Round) -> Nanos:
-        p = self.config.protocol
-        if p.grace == "none" or round_.policy.plain_average:
-            return 0
-        quorum_time = round_.quorum_at - round_.opened_at
-        return grace_window(round_.policy.overlap, self._step_time, quorum_time, self._sync_time or 0, p.grace_gamma)
-
-    def _blocked(self, round_: Round) -> bool:
-        """At most tau rounds in flight, on different fragments."""
-        flying = [r for r in self.rounds.values() if r.phase in IN_FLIGHT]
-        if any(r.policy.overlap == 0 for r in flying) or (flying and round_.policy.overlap == 0):
-            return True
-        return len(flying) >= max(1, round_.policy.overlap) or any(set(r.due) & set(round_.due) for r in flying)
-
     def _fix(self, round_: Round, everybody: bool) -> None:
         now = self._desk.now
         participants = tuple(sorted(self._fresh))
@@ -352,17 +324,14 @@ class SyncerMachine:
             round_.counted_before[learner] = member.counted
             member.counted = member.reported
         round_.fix(participants, now)
-        round_.pull_deadline = now + self._pull_patience()
+        round_.pull_deadline = now + self.pulse.pull_patience()
         self._desk.emit(
             FixParticipants(round_.outer_step, round_.due, participants, self._why(round_, participants, everybody))
         )
         if round_.due:
             for learner in participants:
                 self._desk.send(learner, Pull(round_.outer_step, round_.due))
-        if self._last_fixed_at is not None:
-            self._round_time = ema(self._round_time, now - self._last_fixed_at, self.config.protocol.ema_weight)
-        self._last_fixed_at = now
-        self._step_time = median_nanos(m.step_ema for m in self.roster.in_sync())
+        self.pulse.fixed(now, self.roster.in_sync())
         self._fresh.clear()
 
     def _why(self, round_: Round, participants: tuple[LearnerId, ...], everybody: bool) -> str:
@@ -371,16 +340,6 @@ class SyncerMachine:
             return f"all {size} in sync reported"
         held = seconds(self._desk.now - round_.quorum_at)
         return f"{len(participants)} of {size}: quorum {self._quorum(round_)} met, window closed after {held:.3f} s"
-
-    def _pull_patience(self) -> Nanos:
-        """Deadlines derive from what was measured, never from a knob the user must guess."""
-        if self._pull_time is None:
-            return nanos(self.config.limits.first_pull_seconds)
-        return 4 * self._pull_time + 4 * max(self._step_time, 1)
-
-    def expected_round(self) -> Nanos:
-        known = self._round_time or self._step_time
-        return max(known, self._step_time, nanos(0.001))
 
     # ------------------------------------------------------------ merging
 
@@ -439,9 +398,7 @@ class SyncerMachine:
             for fragment in round_.due:
                 self.versions.announce(member, fragment)
         if round_.due:
-            self._unadopted[round_.outer_step] = round_.fixed_at
-            for old in [t for t in self._unadopted if t <= round_.outer_step - 4 * self.config.protocol.fragments]:
-                del self._unadopted[old]
+            self.pulse.announced(round_)
             self.admission.broadcast_went_out(round_.outer_step)
 
     def _finish(self) -> None:
@@ -493,8 +450,7 @@ class SyncerMachine:
                 member.counted = min(member.counted, counted)
         round_.counted_before.clear()
         round_.regather(self._desk.now)
-        for later in [t for t, r in self.rounds.items() if t > round_.outer_step and r.phase in (GATHERING, GRACE)]:
-            del self.rounds[later]
+        self.rounds.close_gathering_after(round_.outer_step)
         self._remark()
 
     def _deadlines(self) -> None:
@@ -505,7 +461,7 @@ class SyncerMachine:
                     member = self.roster.get(learner)
                     assert member is not None
                     self._drop(member, round_.outer_step, "missed the pull deadline")
-                round_.pull_deadline = now + self._pull_patience()
+                round_.pull_deadline = now + self.pulse.pull_patience()
         if self._watch_at is not None and now >= self._watch_at:
             self._watch()
 
@@ -513,40 +469,29 @@ class SyncerMachine:
 
     def _watch_soon(self) -> None:
         if self._watch_at is None:
-            self._watch_at = self._desk.now + self._watch_interval()
-
-    def _watch_interval(self) -> Nanos:
-        return self.expected_round() if self._step_time else nanos(1.0)
+            self._watch_at = self._desk.now + self.pulse.watch_interval()
 
     def _watch(self) -> None:
         now = self._desk.now
         leads = self._leads()
         # where a lead is bounded everybody waits for a round in flight, and its pull deadline says who is late
-        busy = leads and any(r.phase in IN_FLIGHT for r in self.rounds.values())
+        busy = leads and bool(self.rounds.in_flight())
         for member in self.roster:
             if member.standing == IN_SYNC and member.learner not in self._fresh and not busy:
-                patience = self._silence_patience(member)
+                patience = self.pulse.silence_patience(member)
                 since = max(member.heard_at, self._last_commit_at) if leads else member.heard_at
                 if now - since > patience:
                     self._gone(member)
                     self.admission.silent(member, f"silent for {seconds(now - since):.1f} s")
             elif member.standing == JOINING and member.join_deadline is not None and now >= member.join_deadline:
                 self.admission.deadline_passed(member)
-            elif member.standing == LOST and not member.given_up and now - member.lost_at > self._give_up_after():
+            elif member.standing == LOST and not member.given_up and now - member.lost_at > self.pulse.give_up_after():
                 self.admission.give_up(member)
-        self._watch_at = now + self._watch_interval()
+        self._watch_at = now + self.pulse.watch_interval()
 
     def _leads(self) -> bool:
         """Where a lead is bounded a member may be silent because it waits for us."""
         return self.schedule.policy(self.outer_step + 1).lead >= 0
-
-    def _silence_patience(self, member: Member) -> Nanos:
-        if member.step_ema is None:
-            return nanos(self.config.limits.first_pull_seconds)
-        return int(self.config.limits.silence_steps * max(member.step_ema, self._step_time))
-
-    def _give_up_after(self) -> Nanos:
-        return 2 * self.config.protocol.local_steps_per_round * self.expected_round()
 
     def _started(self, incarnation: int) -> None:
         """First start, or a return from the dead: what was not stored is gathered again."""
@@ -557,7 +502,7 @@ class SyncerMachine:
         self._fresh.clear()
         self.snapshot.abandon("the syncer restarted")
         self._hold_until = None
-        self._last_fixed_at = None
+        self.pulse.last_fixed_at = None
         for member in self.roster:
             if member.connected:
                 member.connected = False

@@ -243,7 +243,7 @@ class Safety:
                     coming = max(member.sent[fragment], member.deferred.get(fragment, -1))
                     self._demand(coming == newest, 6, f"learner {member.learner} was not told of version {newest} of {fragment}")
                     stuck = fragment in member.deferred and member.sent[fragment] == member.held[fragment]
-                    self._demand(not stuck, 6, f"version {newest} of {fragment} is kept back from learner {member.learner} for nothing")
+                    self._demand(not stuck, 6, f"learner {member.learner} waits for version {newest} of {fragment} in vain")
 
     # ------------------------------------------------------------ the learners
 

@@ -94,7 +94,9 @@ def _save_theta(path: Path, bench: Workbench, hands: TensorHands) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(model).items()}, path)
 
 
-def replay_run(tape: Tape, *, weights: bool, progress: Callable[[int], None] | None = None) -> tuple[Outcome, str | None, list[str]]:
+def replay_run(
+    tape: Tape, *, weights: bool, progress: Callable[[int], None] | None = None
+) -> tuple[Outcome, str | None, list[str]]:
     """Decisions, and with `weights` every Theta. Returns the outcome, Theta's digest, and why bits might differ here."""
     if not weights:
         return replay(tape, progress=progress), None, []

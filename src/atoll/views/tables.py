@@ -43,14 +43,16 @@ def run_table(s: Summary) -> Table:
 def _tokens(s: Summary) -> str:
     t = s.tokens
     why = ", ".join(f"{reason} {count:,}" for reason, count in t.discarded_by_reason.items())
-    return f"trained {t.trained:,} = merged {t.merged:,} + discarded {t.discarded:,} ({why or 'none'}) + in flight {t.in_flight:,}"
+    discarded = f"discarded {t.discarded:,} ({why or 'none'})"
+    return f"trained {t.trained:,} = merged {t.merged:,} + {discarded} + in flight {t.in_flight:,}"
 
 
 def comparison_table(summaries: Sequence[Summary], reference: str = "ddp") -> Table:
     """Presets line by line on the same recipe."""
     base = next((s for s in summaries if s.preset == reference), None)
     table = Table(title="held-out loss of Theta at equal outer steps")
-    for column in ("preset", "first", "final", "final / first", f"over {reference}", "tokens", "bytes up + down", "goodput", "waited"):
+    columns = ("preset", "first", "final", "final / first", f"over {reference}", "tokens", "bytes up + down", "goodput", "waited")
+    for column in columns:
         table.add_column(column, justify="left" if column == "preset" else "right")
     for s in summaries:
         over = ""

@@ -13,7 +13,7 @@ from atoll.workload.seeds import generator
 
 def unset_linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     """A Linear with unset memory, for its owner to fill: torch's own filling would advance the global generator."""
-    return cast(nn.Linear, nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias))  # type: ignore[no-untyped-call]
+    return cast(nn.Linear, nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias))
 
 
 class Mlp(nn.Module):

@@ -58,7 +58,7 @@ def test_stdlib_corpus_skips_tests_packages_and_build_files_and_sorts_the_rest(
     ]
     build = ["_sysconfigdata_linux.py", "config-3.11/g.py"]
     fake_stdlib(
-        monkeypatch, tmp_path, {name: b"no" for name in outside + build} | {"z.py": b"2", "b/a.py": b"1", "n.txt": b""}
+        monkeypatch, tmp_path, dict.fromkeys(outside + build, b"no") | {"z.py": b"2", "b/a.py": b"1", "n.txt": b""}
     )
     corpus = stdlib_corpus()
     assert corpus.documents == (b"1", b"2")

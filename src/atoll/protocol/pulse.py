@@ -1,0 +1,78 @@
+"""What the syncer measured of time, and the deadlines that follow from it: the user has no timeout to guess."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from atoll.config import Config
+from atoll.ids import Nanos, OuterStep, nanos
+from atoll.protocol.membership import Member
+from atoll.protocol.round import Round
+from atoll.rules import ema, grace_window, median_nanos
+
+
+class Pulse:
+    """Moving averages: a step, a round, a pull, and from participants fixed to the first reported adoption."""
+
+    def __init__(self, config: Config) -> None:
+        self._protocol = config.protocol
+        self._limits = config.limits
+        self.step_time: Nanos = 0
+        """Median over the learners of their own averages."""
+        self.last_fixed_at: Nanos | None = None
+        self._round_time: Nanos | None = None
+        self._sync_time: Nanos | None = None
+        self._pull_time: Nanos | None = None
+        self._unadopted: dict[OuterStep, Nanos] = {}
+
+    # ------------------------------------------------------------ measuring
+
+    def reported(self, member: Member, step: Nanos) -> None:
+        member.step_ema = ema(member.step_ema, step, self._protocol.ema_weight)
+
+    def fixed(self, now: Nanos, in_sync: Iterable[Member]) -> None:
+        if self.last_fixed_at is not None:
+            self._round_time = ema(self._round_time, now - self.last_fixed_at, self._protocol.ema_weight)
+        self.last_fixed_at = now
+        self.step_time = median_nanos(m.step_ema for m in in_sync)
+
+    def pulled(self, round_: Round, now: Nanos) -> None:
+        self._pull_time = ema(self._pull_time, now - round_.fixed_at, self._protocol.ema_weight)
+
+    def announced(self, round_: Round) -> None:
+        self._unadopted[round_.outer_step] = round_.fixed_at
+        for old in [t for t in self._unadopted if t <= round_.outer_step - 4 * self._protocol.fragments]:
+            del self._unadopted[old]
+
+    def adopted(self, version: OuterStep, now: Nanos) -> None:
+        fixed_at = self._unadopted.pop(version, None)
+        if fixed_at is not None:
+            self._sync_time = ema(self._sync_time, now - fixed_at, self._protocol.ema_weight)
+
+    # ------------------------------------------------------------ deadlines
+
+    def expected_round(self) -> Nanos:
+        return max(self._round_time or 0, self.step_time, nanos(0.001))
+
+    def grace(self, round_: Round) -> Nanos:
+        p = self._protocol
+        if p.grace == "none" or round_.policy.plain_average:
+            return 0
+        quorum_time = round_.quorum_at - round_.opened_at
+        return grace_window(round_.policy.overlap, self.step_time, quorum_time, self._sync_time or 0, p.grace_gamma)
+
+    def pull_patience(self) -> Nanos:
+        if self._pull_time is None:
+            return nanos(self._limits.first_pull_seconds)
+        return 4 * self._pull_time + 4 * max(self.step_time, 1)
+
+    def silence_patience(self, member: Member) -> Nanos:
+        if member.step_ema is None:
+            return nanos(self._limits.first_pull_seconds)
+        return int(self._limits.silence_steps * max(member.step_ema, self.step_time))
+
+    def give_up_after(self) -> Nanos:
+        return 2 * self._protocol.local_steps_per_round * self.expected_round()
+
+    def watch_interval(self) -> Nanos:
+        return self.expected_round() if self.step_time else nanos(1.0)

@@ -1,0 +1,61 @@
+"""Copies of fragments taken at step boundaries, waiting to be pulled: a pull in mid-step never reads live weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import NamedTuple
+
+from atoll.ids import FragmentId, LocalStep, OuterStep
+from atoll.protocol.counters import Counters
+from atoll.protocol.desk import Desk
+from atoll.protocol.vocabulary import NO_VERSION, Contribution, Stage, Unstage
+
+Key = tuple[FragmentId, OuterStep]
+
+
+class _Copy(NamedTuple):
+    local_step: LocalStep
+    anchor: OuterStep
+    c_steps: int
+    c_tokens: int
+    c_samples: int
+    tokens: int
+
+
+class Staging:
+    """Keyed by (fragment, slot): exact adoption has a slot per outer step, adoption on arrival one (NO_VERSION) whose
+    newest copy replaces the older. The counters at the time of the copy are those that are weighed."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._copies: dict[Key, _Copy] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._copies
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    def put(self, fragment: FragmentId, slot: OuterStep, counters: Counters, anchor: OuterStep, *, restart: bool) -> None:
+        count = counters.since(fragment)
+        self._copies[fragment, slot] = _Copy(counters.local_step, anchor, *count, counters.tokens)
+        self._desk.emit(Stage(fragment, counters.local_step, slot, restart))
+
+    def contribution(self, outer_step: OuterStep, fragment: FragmentId, slot: OuterStep) -> Contribution:
+        c = self._copies[fragment, slot]
+        return Contribution(outer_step, fragment, c.local_step, c.anchor, c.c_steps, c.c_tokens, c.c_samples, c.tokens)
+
+    def keep_only(self, fragments: Collection[FragmentId]) -> None:
+        self._drop(lambda key: key[0] not in fragments)
+
+    def drop_up_to(self, fragment: FragmentId, slot: OuterStep) -> None:
+        """What it was for is decided: this version of the fragment was adopted."""
+        self._drop(lambda key: key[0] == fragment and key[1] <= slot)
+
+    def drop_slots_up_to(self, outer_step: OuterStep) -> None:
+        self._drop(lambda key: NO_VERSION < key[1] <= outer_step)
+
+    def _drop(self, unwanted: Callable[[Key], bool]) -> None:
+        for key in [k for k in self._copies if unwanted(k)]:
+            del self._copies[key]
+            self._desk.emit(Unstage(*key))
