@@ -2,15 +2,20 @@
 
     python bench/codecs.py [--json] [--elements N] [--repetitions R] [--device cpu|cuda] [--codecs A,B]
 
-One thread, 64 MiB of fp32. The targets are that int4 and e3m0 encode and accumulate in no more than a clone. Clones
-and codec runs alternate, and the medians of one run are compared.
+One thread, 64 MiB of fp32. The targets are that int4 and e3m0 encode and accumulate in no more than `x.clone()`, read
+literally: a clone repeated in place, between the codecs' runs, medians of one run. PASS and FAIL mean that and nothing
+else.
 
 What a clone costs depends on the allocator. glibc maps 64 MiB afresh each time, and the clone pays the page faults.
 mimalloc (torch's wheels for aarch64) hands the block just freed back, and the clone is a bare copy at the speed of
-memory: one read and one write, which no chain of torch operations can match. So both are measured: `recycled` frees
-each clone before the next, `fresh` keeps them all alive so that the memory is always new. A learner that holds what it
-encodes is in the second case. The targets are judged against the plain (recycled) clone first, and against the fresh
-one in a line of its own.
+memory: one read and one write, which no chain of torch operations can match. So, as information, the ratio to a clone
+into fresh memory is printed too: clones are kept alive, as a learner keeps what it encodes.
+
+Would compiled kernels pass where the copy is bare? Measured on a Neoverse-N1 (4.2 ms a clone), the kernels alone, best
+of a run, in clones, for int4 encode and accumulate and e3m0 encode and accumulate: fused numba loops 1.4, 3.2, 9.0,
+3.8; LLVM IR vectorised by hand with NEON table lookups 1.2, 1.2, 1.4, 1.0. The last are bound by arithmetic, not by
+memory: already in L1 they take 1.1, 1.2, 1.4, 1.0. Four elements cost five to six vector operations, and in a clone's
+time the core's two vector pipes can do five. No dependency is worth a target it still misses.
 """
 
 from __future__ import annotations
@@ -59,16 +64,16 @@ def measure(names: list[str], x: Tensor, repetitions: int) -> dict[tuple[str, st
     """Medians in seconds. Clones run between the codecs' runs, so that a noisy minute hurts both alike."""
     jobs = jobs_of(names, x)
     times: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
-    recycled: list[float] = []
+    clones: list[float] = []
     for repetition in range(repetitions + 1):
         for key, job in jobs.items():
             plain = seconds_of(x.clone, x.device)
             elapsed = seconds_of(job, x.device)
             if repetition:  # the first round warms up
-                recycled.append(plain)
+                clones.append(plain)
                 times[key].append(elapsed)
     medians = {key: statistics.median(values) for key, values in times.items()}
-    medians["clone", "recycled"] = statistics.median(recycled)
+    medians["clone", "plain"] = statistics.median(clones)
     medians["clone", "fresh"] = fresh_clone(x, repetitions)
     return medians
 
@@ -81,17 +86,17 @@ def fresh_clone(x: Tensor, repetitions: int) -> float:
 
 def report(medians: dict[tuple[str, str], float], names: list[str], repetitions: int) -> None:
     out = sys.stdout.write
-    recycled, fresh = medians["clone", "recycled"], medians["clone", "fresh"]
-    out(f"clone: recycled {recycled * 1e3:.2f} ms, fresh {fresh * 1e3:.2f} ms; medians of {repetitions}\n")
-    out(f"{'codec':<16}{'job':<12}{'ms':>9}{'/recycled':>11}{'/fresh':>9}\n")
+    plain, fresh = medians["clone", "plain"], medians["clone", "fresh"]
+    out(f"x.clone(): {plain * 1e3:.2f} ms repeated, {fresh * 1e3:.2f} ms into fresh memory; medians of {repetitions}\n")
+    out(f"{'codec':<16}{'job':<12}{'ms':>9}{'/clone':>9}{'/fresh':>9}\n")
     for name in names:
         for job in ("encode", "decode", "accumulate"):
             took = medians[name, job]
-            out(f"{name:<16}{job:<12}{took * 1e3:>9.2f}{took / recycled:>11.2f}{took / fresh:>9.2f}\n")
-    for kind, clone in (("recycled", recycled), ("fresh", fresh)):
-        for name, job in (target for target in TARGETS if target in medians):
-            verdict = "PASS" if medians[name, job] <= clone else "FAIL"
-            out(f"{verdict} {name} {job} <= clone ({kind}): ratio {medians[name, job] / clone:.2f}\n")
+            out(f"{name:<16}{job:<12}{took * 1e3:>9.2f}{took / plain:>9.2f}{took / fresh:>9.2f}\n")
+    for name, job in (target for target in TARGETS if target in medians):
+        took = medians[name, job]
+        verdict = "PASS" if took <= plain else "FAIL"
+        out(f"{verdict} {name} {job}: {took / plain:.2f} of x.clone() (information: {took / fresh:.2f} of a fresh one)\n")
 
 
 def main() -> int:

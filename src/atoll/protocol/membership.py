@@ -10,7 +10,7 @@ said so. Only members in sync are counted, pulled from and asked to serve a reco
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from atoll.errors import PeerViolation
 from atoll.ids import FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep
@@ -60,11 +60,12 @@ class Member:
         "ticket",
         "tokens",
         "tried",
-        "wants_ticket",
+        "wants_ticket", "_moved",
     )  # fmt: skip
 
-    def __init__(self, learner: LearnerId, fragments: int) -> None:
+    def __init__(self, learner: LearnerId, fragments: int, moved: Callable[[], None]) -> None:
         self.learner = learner
+        self._moved = moved
         self.incarnation: Incarnation = -1
         self.standing = JOINING
         self.connected = False
@@ -97,6 +98,7 @@ class Member:
         if to is None:
             raise PeerViolation(f"learner {self.learner} is {self.standing}: {trigger} makes no sense")
         self.standing = to
+        self._moved()
 
 
 class Roster:
@@ -105,13 +107,14 @@ class Roster:
     def __init__(self, fragments: int) -> None:
         self._fragments = fragments
         self._members: dict[LearnerId, Member] = {}
+        self._in_sync: list[Member] | None = None
 
     def get(self, learner: LearnerId) -> Member | None:
         return self._members.get(learner)
 
     def admit(self, learner: LearnerId) -> Member:
         if learner not in self._members:
-            self._members[learner] = Member(learner, self._fragments)
+            self._members[learner] = Member(learner, self._fragments, self._forget_in_sync)
             self._members = dict(sorted(self._members.items()))
         return self._members[learner]
 
@@ -122,7 +125,13 @@ class Roster:
         return len(self._members)
 
     def in_sync(self) -> list[Member]:
-        return [m for m in self._members.values() if m.standing == IN_SYNC]
+        """Asked at every report, changed by few events: kept until somebody's standing moves."""
+        if self._in_sync is None:
+            self._in_sync = [m for m in self._members.values() if m.standing == IN_SYNC]
+        return self._in_sync
+
+    def _forget_in_sync(self) -> None:
+        self._in_sync = None
 
     def connected(self) -> list[Member]:
         return [m for m in self._members.values() if m.connected]

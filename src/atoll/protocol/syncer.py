@@ -105,9 +105,15 @@ class SyncerMachine:
         return self._desk.take()
 
     def deadline(self) -> Nanos | None:
-        found = [r.pull_deadline for r in self.rounds.values() if r.phase == PULLING]
-        found += [t for t in (self._hold_until, self._watch_at) if t is not None]
-        return min(found) if found and not self.finished else None
+        if self.finished:
+            return None
+        soonest = self._hold_until
+        if self._watch_at is not None and (soonest is None or self._watch_at < soonest):
+            soonest = self._watch_at
+        for round_ in self.rounds.values():
+            if round_.phase == PULLING and (soonest is None or round_.pull_deadline < soonest):
+                soonest = round_.pull_deadline
+        return soonest
 
     def fates(self) -> Fates:
         return self.ledger.fates()
@@ -258,7 +264,7 @@ class SyncerMachine:
             return round_.policy.quorum
         if not self.config.protocol.elastic:
             return max(1, sum(1 for m in self.roster if m.standing != LEFT))
-        return max(1, sum(1 for m in self.roster if m.standing == IN_SYNC))
+        return max(1, len(self.roster.in_sync()))
 
     def _turn(self) -> None:
         """Let whatever can move, move. Each pass either changes something or ends the loop."""

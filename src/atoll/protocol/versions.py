@@ -91,7 +91,7 @@ class Versions:
     def prune(self, fragments: Sequence[FragmentId]) -> None:
         for fragment in fragments:
             kept = self._kept[fragment]
-            if len(kept) == 1:
+            if len(kept) <= 2:
                 continue
             needed = min((m.held[fragment] for m in self._roster if self._holds(m, fragment)), default=kept[-1])
             # one older than the newest stays: a member one version behind is sent the difference to it

@@ -196,11 +196,13 @@ class Cluster:
             assert isinstance(done, StepDone)
             w.stepping_since = self.world.now
             self.world.after(self.hardware.step_nanos(w.worker), self._step_done, w, w.incarnation, done)
+        elif kind is Refuse:
+            assert isinstance(effect, Refuse)
+            if effect.disconnect:
+                self.network.cut(w.worker, effect.peer, effect.reason, 0)
         else:
             for event in hands.execute(effect, blob):
                 self.world.at(self.world.now, self._later, w, w.incarnation, event)
-            if isinstance(effect, Refuse) and effect.disconnect:
-                self.network.cut(w.worker, effect.peer, effect.reason, 0)
 
     def _later(self, w: _Worker, incarnation: Incarnation, event: Event) -> None:
         if w.incarnation == incarnation:

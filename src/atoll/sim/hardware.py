@@ -30,7 +30,9 @@ class Hardware:
         return self._cluster.slow_factor if learner < slow else 1.0
 
     def step_nanos(self, learner: LearnerId) -> Nanos:
-        rng = self._rng.setdefault(learner, random.Random(f"{self._seed}/step time/{learner}"))
+        rng = self._rng.get(learner)
+        if rng is None:
+            rng = self._rng[learner] = random.Random(f"{self._seed}/step time/{learner}")
         noise = max(0.1, 1.0 + self._cluster.step_noise * rng.gauss(0.0, 1.0)) if self._cluster.step_noise else 1.0
         mean = self._cluster.step_seconds * self.speed_class(learner) * self._slowed.get(learner, 1.0)
         return max(1, nanos(mean * noise))

@@ -52,7 +52,10 @@ class _Line:
         self.ways: dict[WorkerId, _Way] = {}
 
     def way(self, sender: WorkerId) -> _Way:
-        return self.ways.setdefault(sender, _Way())
+        way = self.ways.get(sender)
+        if way is None:
+            way = self.ways[sender] = _Way()
+        return way
 
 
 class Network:
