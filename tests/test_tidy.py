@@ -85,7 +85,7 @@ def test_functions_and_files_stay_readable(path: Path) -> None:
     text = path.read_text(encoding="utf8")
     tree = ast.parse(text)
     imports = sum((n.end_lineno or 0) - n.lineno + 1 for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom))
-    assert text.count("\n") - imports <= 450, f"{path.name} outgrew its room: split it by noun"
+    assert text.count("\n") - imports <= 500, f"{path.name} outgrew its room: split it by noun"
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             assert (node.end_lineno or 0) - node.lineno < 75, f"{path.name}: {node.name} is too long"

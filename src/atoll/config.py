@@ -432,8 +432,8 @@ def _cross_checks(c: Config) -> list[tuple[bool, str]]:
         (p.lead >= 0 and p.adopt == "exact" and p.lead != p.overlap,
          f"key protocol.lead = {p.lead}: exact adoption leads by overlap = {p.overlap}; leave it at -1"),
         (p.error_feedback and p.codec_up == "fp32", "key protocol.error_feedback = true: fp32 leaves no error to feed back"),
-        (p.stochastic_rounding and p.codec_up not in ("int8", "int4", "int2", "int1", "e3m0"),
-         f"key protocol.stochastic_rounding = true: needs an intN or e3m0 codec_up, not {p.codec_up!r}"),
+        (p.stochastic_rounding and p.codec_up not in ("int8", "int4", "int2", "e3m0"),
+         f"key protocol.stochastic_rounding = true: needs int8, int4, int2 or e3m0 as codec_up, not {p.codec_up!r}"),
         (c.learners > c.limits.members_max, f"key learners = {c.learners}: above limits.members_max = {c.limits.members_max}"),
     ]  # fmt: skip
 

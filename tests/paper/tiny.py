@@ -16,7 +16,7 @@ from atoll.executor.hands import Blob, Hands
 from atoll.executor.syncer import TensorHands
 from atoll.executor.workbench import Workbench, layout_for
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId
-from atoll.protocol.vocabulary import Effect, Event, Send
+from atoll.protocol.vocabulary import Effect, Event, Message, Send
 from atoll.sim.cluster import Cluster
 from atoll.workload.mlp import BatchNormMlp, Mlp
 from atoll.workload.seeds import generator
@@ -104,6 +104,9 @@ class _Remembering:
 
     def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
         return self._hands.execute(effect, blob)
+
+    def inspect(self, body: Message, blob: Blob) -> str:
+        return self._hands.inspect(body, blob)
 
     def blob_for(self, send: Send) -> Blob | None:
         blob = self._hands.blob_for(send)

@@ -128,11 +128,11 @@ class SyncerStage:
                 actor.session, actor.position = effect.envelope.body.session, effect.envelope.body.outer_step
         return effects
 
-    def hears(self, learner: LearnerId, body: Message, at: Nanos | None = None) -> list[Effect]:
+    def hears(self, learner: LearnerId, body: Message, at: Nanos | None = None, flaw: str = "") -> list[Effect]:
         actor = self.cast.setdefault(learner, Cast(self.config))
         envelope = Envelope(learner, actor.incarnation, SYNCER, actor.seq, (), body)
         actor.seq += 1
-        return self.on(Received(envelope, 0), at)
+        return self.on(Received(envelope, 0, flaw), at)
 
     def passes(self, at: Nanos) -> list[Effect]:
         return self.on(DeadlinePassed(), at)

@@ -608,7 +608,7 @@ def test_recover_while_waiting_starts_over_at_once() -> None:
 
 def test_poisoned_learner_recovers_with_the_tensors_name() -> None:
     stage = serving()
-    stage.on(Poisoned("tensor first.weight", 0, NO_VERSION, 1))
+    stage.on(Poisoned("tensor first.weight"))
     (hello,) = sent(stage.steps(), kind=Hello)
     assert hello.reason == "tensor first.weight holds NaN or Inf"  # type: ignore[union-attr]
 

@@ -298,9 +298,10 @@ def silent() -> SyncerStage:
     return s
 
 
-def test_member_unheard_of_for_eight_of_its_steps_is_silent() -> None:
+def test_member_unheard_of_for_eight_of_its_steps_and_the_measured_trip_is_silent() -> None:
     s = silent()
-    assert of(s.passes(SECOND), Membership) == [Membership(1, SILENT, "silent for 1.0 s")]
+    assert of(s.passes(SECOND), Membership) == [], "eight steps, but a trip there and back was measured too"
+    assert of(s.passes(2 * SECOND), Membership) == [Membership(1, SILENT, "silent for 2.0 s")]
 
 
 def test_member_heard_of_within_eight_of_its_steps_is_not_silent() -> None:

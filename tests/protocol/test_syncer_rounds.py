@@ -27,7 +27,6 @@ from atoll.protocol.vocabulary import (
     FixParticipants,
     ForgetVersion,
     Merge,
-    Poisoned,
     Pull,
     Received,
     Recover,
@@ -507,8 +506,8 @@ def test_poisoned_contribution_is_discarded_and_its_learner_recovers() -> None:
     s = SyncerStage(arrival(2, quorum=2), joined=2)
     s.steps(0)
     s.steps(1)
-    s.contributes(0, 1, 1)
-    effects = s.on(Poisoned("fragment 1 holds NaN or Inf", 0, 1, 1))
+    effects = s.hears(0, s.contribution(0, 1, 1), flaw="fragment 1 holds NaN or Inf")
+    assert of(effects, Accept) == []
     assert of(effects, Refuse, Discard) == [
         Refuse(0, "poisoned update: fragment 1 holds NaN or Inf", False),
         Discard(1, 0, "is gone"),

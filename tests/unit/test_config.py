@@ -209,7 +209,7 @@ def test_unknown_codec_is_refused_at_the_border_with_the_codecs_there_are(key: s
         ("decoupled", ["protocol.lead=0"], "protocol.lead = 0", "-1, or at least 1"),
         ("streaming", ["protocol.lead=3"], "protocol.lead = 3", "leave it at -1"),
         ("diloco", ["protocol.error_feedback=true"], "protocol.error_feedback = true", "fp32 leaves no error"),
-        ("diloco", ["protocol.stochastic_rounding=true"], "protocol.stochastic_rounding = true", "intN or e3m0"),
+        ("diloco", ["protocol.stochastic_rounding=true"], "protocol.stochastic_rounding = true", "int8, int4, int2 or e3m0"),
         ("decoupled", ["protocol.fragments=0"], "protocol.fragments = 0", "give a number"),
         ("streaming", ["model.name=mlp"], "protocol.fragments = 0", "model.numbers.layers"),
         ("decoupled", ["limits.members_max=3"], "learners = 4", "limits.members_max = 3"),

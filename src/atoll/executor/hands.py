@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from atoll.protocol.vocabulary import Effect, Event, Send
+from atoll.protocol.vocabulary import Effect, Event, Message, Send
 
 
 class Blob:
@@ -27,6 +27,10 @@ class Hands(Protocol):
     def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
         """Carry an effect out; `blob` came with the message being handled. Returns what happened, if anything did.
         Repeating an effect does nothing new: each is keyed by (outer_step, fragment)."""
+        ...
+
+    def inspect(self, body: Message, blob: Blob) -> str:
+        """What is wrong with the bytes that came with a message, before the machine sees it; "" if nothing is."""
         ...
 
     def blob_for(self, send: Send) -> Blob | None:

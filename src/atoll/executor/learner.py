@@ -26,6 +26,7 @@ from atoll.protocol.vocabulary import (
     Keep,
     LoadState,
     LoadTheta,
+    Message,
     Poisoned,
     RecordState,
     Send,
@@ -126,20 +127,23 @@ class TensorLearner:
 
     def _stage(self, effect: Stage) -> Sequence[Event]:
         p = effect.fragment
+        self._staged.pop((p, effect.slot), None)  # should this one be poisoned, an older copy must not go in its place
         difference = self._difference(p)
+        buffers = read_buffers(self._tensors, self._fragments[p])
         rng = None
         if self._config.protocol.stochastic_rounding or self._codec.name.startswith("random_drop"):
             rng = generator("rounding", self._config.seed, self._learner, p, effect.local_step)
         residual: Tensor | None = None
         try:
+            if not bool(torch.isfinite(buffers).all()):
+                raise NotFinite("a buffer")
             if self._config.protocol.error_feedback:
                 packet, residual = encode_with_feedback(self._codec, difference, self._residuals.get(p), rng=rng)
             else:
                 packet = self._codec.encode(difference, rng=rng)
         except NotFinite:
-            where = self._name_poison(p, difference)
-            return (Poisoned(where, self._learner, NO_VERSION, p),)
-        self._staged[p, effect.slot] = (packet, read_buffers(self._tensors, self._fragments[p]), residual)
+            return (Poisoned(self._name_poison(p, difference, buffers)),)
+        self._staged[p, effect.slot] = (packet, buffers, residual)
         if effect.restart:
             self._round_start[p] = read_params(self._tensors, self._fragments[p])
         return ()
@@ -148,7 +152,8 @@ class TensorLearner:
         """Before minus after: the sign of an outer gradient. Data-parallel sends the gradient itself."""
         fragment = self._fragments[p]
         if self._gradients:
-            return read_params({name: t.grad for name, t in self._tensors.items() if t.grad is not None}, fragment)
+            zero = torch.zeros(())  # a parameter that took no part in the loss has no gradient: it adds nothing
+            return read_params({n: zero.expand_as(t) if t.grad is None else t.grad for n, t in self._tensors.items()}, fragment)
         before = self._round_start[p]
         if before is None:
             anchor = self.anchors[p]
@@ -156,10 +161,11 @@ class TensorLearner:
             before = cast_like(fragment, anchor)
         return before - read_params(self._tensors, fragment)
 
-    def _name_poison(self, p: FragmentId, difference: Tensor) -> str:
-        for slot in self._fragments[p].params:
-            if not bool(torch.isfinite(difference[slot.offset : slot.offset + slot.numel]).all()):
-                return f"tensor {slot.name}"
+    def _name_poison(self, p: FragmentId, difference: Tensor, buffers: Tensor) -> str:
+        for flat, slots in ((difference, self._fragments[p].params), (buffers, self._fragments[p].buffers)):
+            for slot in slots:
+                if not bool(torch.isfinite(flat[slot.offset : slot.offset + slot.numel]).all()):
+                    return f"tensor {slot.name}"
         return f"fragment {p}"
 
     # ------------------------------------------------------------ adopting
@@ -231,6 +237,9 @@ class TensorLearner:
         self._residuals.clear()
         self._uncommitted.clear()
         self._staged.clear()
+
+    def inspect(self, body: Message, blob: Blob) -> str:
+        return ""
 
     def blob_for(self, send: Send) -> Blob | None:
         body = send.envelope.body

@@ -26,6 +26,7 @@ from atoll.protocol.vocabulary import (
     Keep,
     LoadState,
     Merge,
+    Message,
     Send,
     Stage,
     StateTransfer,
@@ -86,6 +87,9 @@ class NullLearner:
                 pass
         return ()
 
+    def inspect(self, body: Message, blob: Blob) -> str:
+        return ""
+
     def blob_for(self, send: Send) -> Blob | None:
         body = send.envelope.body
         if isinstance(body, Contribution):
@@ -126,19 +130,23 @@ class NullSyncer:
                     if step == t:
                         contributions.pop(m, None)
             case Merge(outer_step=t, fragment=p, shares=shares, previous=previous):
-                have = self._accepted.pop((t, p), {})
+                have = self._accepted.get((t, p), {})
                 if {s.learner for s in shares} != have.keys():
                     raise InvariantViolated(f"outer step {t} merges {shares}, but {sorted(have)} were accepted")
                 self._merged[t, p] = hash((self._disk.versions[p][previous], t, tuple((s.learner, s.local_step) for s in shares)))
             case Store(outer_step=t, fragments=fragments):
                 for p in fragments:
                     self._disk.versions[p][t] = self._merged.pop((t, p))
+                    self._accepted.pop((t, p), None)
                 return (Stored(t, f"{hash(tuple(self._disk.versions[p][t] for p in fragments)) & (2**64 - 1):016x}"),)
             case ForgetVersion(fragment=p, version=v):
                 del self._disk.versions[p][v]
             case _:
                 pass
         return ()
+
+    def inspect(self, body: Message, blob: Blob) -> str:
+        return ""
 
     def blob_for(self, send: Send) -> Blob | None:
         body = send.envelope.body

@@ -27,12 +27,13 @@ from atoll.protocol.vocabulary import (
     NO_VERSION,
     Accept,
     Announce,
+    Contribution,
     Discard,
     Effect,
     Event,
     ForgetVersion,
     Merge,
-    Poisoned,
+    Message,
     RecordSyncer,
     SealSnapshot,
     Send,
@@ -112,7 +113,7 @@ class TensorSyncer:
     def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
         match effect:
             case Accept():
-                return self._accept(effect, blob)
+                self._accept(effect, blob)
             case Discard(outer_step=t, learner=m):
                 for (step, _), contributions in self._accepted.items():
                     if step == t:
@@ -133,24 +134,32 @@ class TensorSyncer:
                 pass
         return ()
 
-    def _accept(self, effect: Accept, blob: Blob | None) -> Sequence[Event]:
-        t, p, m = effect.outer_step, effect.fragment, effect.learner
-        version = self.disk.versions[p].get(effect.anchor)
-        if blob is None or blob.content is None or version is None:
-            return (Poisoned("contribution without bytes", m, t, p),)
+    def inspect(self, body: Message, blob: Blob) -> str:
+        """Before the machine sees a contribution: can it be used at all? Nothing poisoned gets as far as a merge."""
+        if not isinstance(body, Contribution):
+            return ""
+        if blob.content is None:
+            return "it came without bytes"
         packet, buffers = blob.content
-        difference = self._up.decode(packet)
-        if not bool(torch.isfinite(difference).all()) or not bool(torch.isfinite(buffers).all()):
-            return (Poisoned(f"fragment {p} holds NaN or Inf", m, t, p),)
-        self._accepted.setdefault((t, p), {})[m] = (difference, buffers, version)
-        return ()
+        if packet.codec != self._up.name or packet.numel != self._fragments[body.fragment].numel:
+            return f"{packet.numel} numbers by {packet.codec} are not fragment {body.fragment} by {self._up.name}"
+        if not bool(torch.isfinite(self._up.decode(packet)).all()) or not bool(torch.isfinite(buffers).all()):
+            return f"fragment {body.fragment} holds NaN or Inf"
+        return ""
+
+    def _accept(self, effect: Accept, blob: Blob | None) -> None:
+        assert blob is not None
+        packet, buffers = blob.content
+        version = self.disk.versions[effect.fragment][effect.anchor]
+        accepted = self._accepted.setdefault((effect.outer_step, effect.fragment), {})
+        accepted[effect.learner] = (self._up.decode(packet), buffers, version)
 
     # ------------------------------------------------------------ merging
 
     def _merge(self, effect: Merge) -> Version:
         p = effect.fragment
         fragment, previous = self._fragments[p], self.disk.versions[p][effect.previous]
-        contributions = self._accepted.pop((effect.outer_step, p))
+        contributions = self._accepted[effect.outer_step, p]
         weights = [share.weight for share in effect.shares]
         parts = [contributions[share.learner] for share in effect.shares]
         deltas = [self._outer_gradient(fragment, previous, *part) for part in parts]
@@ -201,6 +210,7 @@ class TensorSyncer:
         stored = []
         for p in fragments:
             version = self._merged.pop((t, p))
+            self._accepted.pop((t, p), None)
             self.disk.versions[p][t] = version
             stored += [version.theta, version.buffers]
         return Stored(t, digest(stored))

@@ -323,7 +323,7 @@ class LearnerMachine:
     def _adopt(self, fragment: FragmentId, reason: str = "due") -> None:
         pending = self._pending.pop(fragment)
         policy = self.schedule.policy(pending.version)
-        regular = pending.merged and not policy.plain_average
+        regular = pending.merged and not policy.plain_average and self.phase != JOINING
         alpha = self.config.protocol.alpha if regular else 0.0  # catching up takes Theta as it is
         self._desk.emit(Adopt(fragment, pending.version, alpha, pending.merged, reason))
         self._holds(fragment, pending.version)
@@ -407,6 +407,8 @@ class LearnerMachine:
         self._errand.end()
         self._pulls.clear()
         self._pending.clear()
+        self.held = [NO_VERSION] * self._fragments  # or Theta, sent anew in the same version, would pass for known
+        self.position = NO_VERSION  # what it had trained is gone: it stands where Enter puts it
         self._staged.keep_only(())
         self._hello(reason)
 
@@ -473,7 +475,10 @@ class LearnerMachine:
     def _take_position(self, enter: Enter) -> None:
         """A learner that already stands where a member may stand keeps its place: it has trained that step."""
         lead = max(0, self.schedule.policy(enter.outer_step + 1).lead)
-        if not enter.outer_step <= self.position <= enter.outer_step + 1 + lead:
+        due = enter.outer_step + 1
+        while not self.schedule.due(due):
+            due += 1  # nobody waits before the next outer step with something due
+        if not enter.outer_step <= self.position <= due + lead:
             self.position = enter.outer_step
         self._staged.drop_slots_up_to(enter.outer_step)
         self._session = enter.session

@@ -35,6 +35,7 @@ class Member:
     """What the syncer knows of one learner."""
 
     __slots__ = (
+        "_moved",
         "connected",
         "counted",
         "deferred",
@@ -60,10 +61,10 @@ class Member:
         "ticket",
         "tokens",
         "tried",
-        "wants_ticket", "_moved",
+        "wants_ticket",
     )  # fmt: skip
 
-    def __init__(self, learner: LearnerId, fragments: int, moved: Callable[[], None]) -> None:
+    def __init__(self, learner: LearnerId, fragments: int, moved: Callable[[], None] = lambda: None) -> None:
         self.learner = learner
         self._moved = moved
         self.incarnation: Incarnation = -1

@@ -69,7 +69,8 @@ class Pulse:
     def silence_patience(self, member: Member) -> Nanos:
         if member.step_ema is None:
             return nanos(self._limits.first_pull_seconds)
-        return int(self._limits.silence_steps * max(member.step_ema, self.step_time))
+        away = 2 * max(self._pull_time or 0, self._sync_time or 0)  # a trip there and back, measured: distance is no silence
+        return int(self._limits.silence_steps * max(member.step_ema, self.step_time)) + away
 
     def give_up_after(self) -> Nanos:
         return 2 * self._protocol.local_steps_per_round * self.expected_round()

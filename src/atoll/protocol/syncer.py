@@ -40,7 +40,6 @@ from atoll.protocol.vocabulary import (
     Hello,
     Loaded,
     Merge,
-    Poisoned,
     Pull,
     Received,
     RecoveryFailed,
@@ -87,16 +86,14 @@ class SyncerMachine:
     def on(self, event: Event, now: Nanos) -> Sequence[Effect]:
         self._desk.now = now
         match event:
-            case Received(envelope=envelope):
-                self._receive(envelope)
+            case Received(envelope=envelope, flaw=flaw):
+                self._receive(envelope, flaw)
             case Stored(outer_step=outer_step):
                 self._stored(outer_step)
             case DeadlinePassed():
                 self._deadlines()
             case ConnectionLost(peer=peer, reason=reason):
                 self._lost(peer, reason)
-            case Poisoned(learner=learner, where=where):
-                self._poisoned(learner, where)
             case Started(incarnation=incarnation):
                 self._started(incarnation)
             case _:
@@ -120,7 +117,7 @@ class SyncerMachine:
 
     # ------------------------------------------------------------ messages
 
-    def _receive(self, envelope: Envelope) -> None:
+    def _receive(self, envelope: Envelope, flaw: str) -> None:
         learner = envelope.sender
         if not 0 <= learner < self.config.limits.members_max:
             return self._refuse(learner, "is no learner", disconnect=True)
@@ -135,6 +132,8 @@ class SyncerMachine:
         if member is None or not member.connected:
             return self._refuse(learner, "did not say Hello on this connection", disconnect=True)
         member.heard_at = self._desk.now
+        if flaw:
+            return self._poisoned(member, flaw)
         match body:
             case Report():
                 self._report(member, body)
@@ -229,12 +228,11 @@ class SyncerMachine:
         self._desk.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
         return None
 
-    def _poisoned(self, learner: LearnerId, where: str) -> None:
-        member = self.roster.get(learner)
-        if member is not None and member.connected:
-            self._refuse(learner, f"poisoned update: {where}")
-            self._gone(member)
-            self.admission.recover(member, f"poisoned update: {where}")
+    def _poisoned(self, member: Member, flaw: str) -> None:
+        """A learner whose weights went wrong is of no use until it has new ones."""
+        self._refuse(member.learner, f"poisoned update: {flaw}")
+        self._gone(member)
+        self.admission.recover(member, f"poisoned update: {flaw}")
 
     # ------------------------------------------------------------ gathering
 
@@ -242,7 +240,8 @@ class SyncerMachine:
         round_ = self.rounds.gathering()
         if round_ is None or member.standing != IN_SYNC:
             return
-        if fresh(round_.policy.exact, round_.outer_step, member.position, member.reported, member.counted):
+        stands = round_.policy.exact or round_.policy.lead >= 0  # who may wait for a round is counted where it stands
+        if fresh(stands, round_.outer_step, member.position, member.reported, member.counted):
             self._fresh.add(member.learner)
 
     def _remark(self) -> None:

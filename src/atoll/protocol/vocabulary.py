@@ -259,6 +259,8 @@ class ConnectionLost(_Word, frozen=True):
 class Received(_Word, frozen=True):
     envelope: Envelope
     payload_bytes: int
+    flaw: str = ""
+    """What the driver found wrong with the bytes beside it (NaN, Inf, another size): the machine decides what follows."""
 
 
 class StepDone(_Word, frozen=True):
@@ -278,12 +280,9 @@ class Stored(_Word, frozen=True):
 
 
 class Poisoned(_Word, frozen=True):
-    """A tensor holds NaN or Inf. On a learner: its own. On the syncer: in the contribution just accepted."""
+    """A tensor of this learner holds NaN or Inf: named, and never sent."""
 
     where: str
-    learner: LearnerId
-    outer_step: OuterStep
-    fragment: FragmentId
 
 
 class LeaveAsked(_Word, frozen=True):

@@ -158,7 +158,12 @@ class Cluster:
         return self._workers[worker].paused > 0
 
     def arrive(self, envelope: Envelope, blob: Blob | None) -> None:
-        self.happen(envelope.receiver, Received(envelope, blob.nbytes if blob else 0), blob)
+        if blob is None:
+            self.happen(envelope.receiver, Received(envelope, 0))
+            return
+        hands = self._workers[envelope.receiver].hands
+        flaw = hands.inspect(envelope.body, blob) if hands else ""
+        self.happen(envelope.receiver, Received(envelope, blob.nbytes, flaw), blob)
 
     def happen(self, worker: WorkerId, event: Event, blob: Blob | None = None) -> None:
         w = self._workers[worker]

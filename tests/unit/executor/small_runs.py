@@ -16,7 +16,7 @@ from atoll.executor.hands import Blob, Hands
 from atoll.executor.syncer import TensorHands
 from atoll.executor.workbench import Workbench, layout_for
 from atoll.ids import Incarnation, Nanos, WorkerId
-from atoll.protocol.vocabulary import Contribution, Effect, Envelope, Event, Send
+from atoll.protocol.vocabulary import Contribution, Effect, Envelope, Event, Message, Send
 from atoll.sim.cluster import Cluster
 from atoll.workload.mlp import BatchNormMlp, Mlp
 
@@ -75,6 +75,9 @@ class _Tapped:
         happened = self._hands.execute(effect, blob)
         self._run.carried_out(self._worker, effect)
         return happened
+
+    def inspect(self, body: Message, blob: Blob) -> str:
+        return self._hands.inspect(body, blob)
 
     def blob_for(self, send: Send) -> Blob | None:
         blob = self._hands.blob_for(send)
