@@ -1,5 +1,7 @@
-"""One torch thread in every test: tests run side by side, and a bit must not depend on the number of cores."""
+"""Bits depend on the number of threads: one, as the command line's default is."""
 
-import torch
+from __future__ import annotations
 
-torch.set_num_threads(1)
+from atoll.executor.environment import use_threads
+
+use_threads(1)

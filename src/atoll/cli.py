@@ -27,7 +27,9 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Atoll trains one model on many islands of compute that never wait for each other.",
 )  # fmt: skip
-out, err = Console(), Console(stderr=True)
+PLAIN_WIDTH = 132  # a file or a pipe has no width of its own, and tables must not be cut there
+out = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+err = Console(stderr=True, width=None if sys.stderr.isatty() else PLAIN_WIDTH)
 
 Recipe = Annotated[Path | None, typer.Argument(help="A TOML recipe; without one, the preset's defaults.")]
 VirtualOption = Annotated[

@@ -54,10 +54,13 @@ class Workbench:
 
 def layout_for(config: Config, model: nn.Module) -> Layout:
     p = config.protocol
-    layout = build_layout(
-        model, p.fragmentation, p.fragments, layers_per_fragment=p.layers_per_fragment, order=p.layer_order,
-        embedding_glob=p.embedding_glob or None, outer_scope=config.outer.apply_outer_optimizer_to,
-    )  # fmt: skip
+    try:
+        layout = build_layout(
+            model, p.fragmentation, p.fragments, layers_per_fragment=p.layers_per_fragment, order=p.layer_order,
+            embedding_glob=p.embedding_glob or None, outer_scope=config.outer.apply_outer_optimizer_to,
+        )  # fmt: skip
+    except ConfigError as error:  # that room speaks of its arguments; the user knows keys
+        raise ConfigError(f"section protocol: {error}") from None
     if len(layout.fragments) != p.fragments:
         found = len(layout.fragments)
         raise ConfigError(f"key protocol.fragments = {p.fragments}: this model has {found} by {p.fragmentation!r}")

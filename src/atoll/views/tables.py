@@ -51,9 +51,9 @@ def comparison_table(summaries: Sequence[Summary], reference: str = "ddp") -> Ta
     """Presets line by line on the same recipe."""
     base = next((s for s in summaries if s.preset == reference), None)
     table = Table(title="held-out loss of Theta at equal outer steps")
-    columns = ("preset", "first", "final", "final / first", f"over {reference}", "tokens", "bytes up + down", "goodput", "waited")
+    columns = ("preset", "first", "final", "ratio", f"over {reference}", "tokens", "MB up + down", "goodput", "waited")
     for column in columns:
-        table.add_column(column, justify="left" if column == "preset" else "right")
+        table.add_column(column, justify="left" if column == "preset" else "right", no_wrap=True)
     for s in summaries:
         over = ""
         if base and base.loss_final and s.loss_final:
@@ -61,13 +61,17 @@ def comparison_table(summaries: Sequence[Summary], reference: str = "ddp") -> Ta
         ratio = f"{s.loss_final / s.loss_first:.3f}" if s.loss_first and s.loss_final else ""
         table.add_row(
             s.preset, _loss(s.loss_first), _loss(s.loss_final), ratio, over, f"{tokens_trained(s):,}",
-            f"{s.bytes_up + s.bytes_down:,}", f"{s.goodput:.1%}", f"{s.waited_seconds:,.0f} s",
+            megabytes(s.bytes_up + s.bytes_down), f"{s.goodput:.1%}", f"{s.waited_seconds:,.0f} s",
         )  # fmt: skip
     return table
 
 
 def tokens_trained(s: Summary) -> int:
     return s.tokens.trained // max(1, s.fragments)
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:,.2f}"
 
 
 def _loss(value: float | None) -> str:
