@@ -156,10 +156,21 @@ def test_staging_ahead_covers_the_fragments_of_the_next_tau_outer_steps() -> Non
     stage = LearnerStage(arrival(fragments=4, interval=4, overlap=3))
     stage.enters()
     assert [s.fragment for s in of(stage.steps(), Stage)] == [1, 2, 3]
-    stage.hears(Tick(2))
+    stage.hears(Tick(1))
     effects = stage.steps()
-    assert of(effects, Unstage) == [Unstage(2, NO_VERSION)]
-    assert [s.fragment for s in of(effects, Stage)] == [0, 1, 3]
+    assert of(effects, Unstage) == [Unstage(1, NO_VERSION)]
+    assert [s.fragment for s in of(effects, Stage)] == [0, 2, 3]
+
+
+def test_staging_ahead_where_rounds_spin_covers_as_many_more_as_went_by_during_the_last_step() -> None:
+    stage = LearnerStage(arrival(fragments=8, interval=8, overlap=2))
+    stage.enters()
+    assert [s.fragment for s in of(stage.steps(), Stage)] == [1, 2]
+    for outer_step in (1, 2, 3):
+        stage.hears(Tick(outer_step))
+    assert [s.fragment for s in of(stage.steps(), Stage)] == [4, 5, 6, 7]
+    stage.hears(Tick(103))
+    assert [s.fragment for s in of(stage.steps(), Stage)] == list(range(8)), "never more than all"
 
 
 def test_learning_rate_follows_the_outer_step_last_seen() -> None:

@@ -94,6 +94,7 @@ class LearnerMachine:
         self._finish = False
         self.position: OuterStep = 0
         self.outer_known: OuterStep = 0
+        self._known_at_boundary: OuterStep = 0
         self.counters = Counters(p.fragments)
         self.held: list[OuterStep] = [NO_VERSION] * p.fragments
         self._pending: dict[FragmentId, _Pending] = {}
@@ -343,9 +344,13 @@ class LearnerMachine:
                 self._stage(fragment, self.position)
 
     def _stage_ahead(self) -> None:
-        """The fragments due in the next tau outer steps, anew at every boundary: a pull finds a fresh copy."""
+        """The fragments due in the next tau outer steps, anew at every boundary: a pull finds a fresh copy. Where rounds
+        spin faster than steps, as many more as went by during the last step."""
+        spin = max(1, self.outer_known - self._known_at_boundary)
+        self._known_at_boundary = self.outer_known
+        ahead = min(self.config.protocol.overlap + spin - 1, self.schedule.policy(self.outer_known + 1).interval)
         wanted: set[FragmentId] = set()
-        for outer_step in range(self.outer_known + 1, self.outer_known + self.config.protocol.overlap + 1):
+        for outer_step in range(self.outer_known + 1, self.outer_known + ahead + 1):
             wanted.update(self.schedule.due(outer_step))
         self._staged.keep_only(wanted)
         for fragment in sorted(wanted):
