@@ -131,11 +131,17 @@ class Cluster(_Section, frozen=True):
     step_seconds: Above0 = 1.0
     step_noise: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
     """Standard deviation of a step's duration, as a share of its mean."""
+    step_distribution: Literal["normal", "lognormal"] = "normal"
+    """`lognormal` has a long tail of slow steps."""
     slow_share: Share = 0.0
     slow_factor: Annotated[float, Meta(ge=1.0)] = 1.18
     latency_seconds: NonNegative = 0.02
     up_gbit: Above0 = 1.0
     down_gbit: Above0 = 1.0
+    mtbf_seconds: NonNegative = 0.0
+    """Mean time between failures of one learner, exponential; 0: none fail but by a chaos plan."""
+    repair_seconds: Above0 = 20.0
+    """Mean time until a failed learner is back, exponential."""
     detect_seconds: Above0 = 3.0
     """How long a dead connection takes to be noticed."""
     parameters: Positive = 1_000_000

@@ -93,10 +93,16 @@ class Versions:
             kept = self._kept[fragment]
             if len(kept) <= 2:
                 continue
-            needed = min((m.held[fragment] for m in self._roster if self._holds(m, fragment)), default=kept[-1])
+            needed = self.watermark(fragment)
             # one older than the newest stays: a member one version behind is sent the difference to it
             while len(kept) > 2 and (kept[0] < needed or len(kept) > self._keep_max):
                 self._desk.emit(ForgetVersion(fragment, kept.pop(0)))
+
+    def watermark(self, fragment: FragmentId) -> OuterStep:
+        """The oldest version of a fragment that any member may still send a difference against. Members report every
+        adoption, so this is finer than their clocks: those say what a learner has seen, not what it has taken over."""
+        held = (m.held[fragment] for m in self._roster if self._holds(m, fragment))
+        return min(held, default=self.newest(fragment))
 
     @staticmethod
     def _holds(member: Member, fragment: FragmentId) -> bool:

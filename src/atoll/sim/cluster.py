@@ -142,6 +142,9 @@ class Cluster:
         else:
             w.machine = self._learner_machine(self.config, worker, w.incarnation)
             self.world.after(nanos(0.001), self.network.dial, worker)
+            fails_after = self.hardware.time_to_failure(worker)
+            if fails_after is not None:
+                self.world.after(fails_after, self._fail, worker, w.incarnation)
         self.happen(worker, Started(w.incarnation))
 
     def _rederived_syncer(self) -> SyncerMachine:
@@ -249,6 +252,10 @@ class Cluster:
                 self.world.after(nanos(lasts), self.network.block(a, b, one_way=False, breaks=False))
             case Corrupt(a=a, b=b):
                 self.network.corrupt_next(a, b)
+
+    def _fail(self, worker: WorkerId, incarnation: Incarnation) -> None:
+        if self._workers[worker].incarnation == incarnation:
+            self._kill(worker, self.hardware.repair_seconds(worker))
 
     def _kill(self, worker: WorkerId, lasts: float) -> None:
         w = self._workers[worker]

@@ -1,7 +1,8 @@
-"""Virtual hardware: how long an inner step takes on which learner."""
+"""Virtual hardware: how long an inner step takes on which learner, when it fails, and when it is back."""
 
 from __future__ import annotations
 
+import math
 import random
 
 from atoll.config import Config
@@ -9,17 +10,23 @@ from atoll.ids import LearnerId, Nanos, nanos
 
 
 class Hardware:
-    """The first `slow_share` of the learners are `slow_factor` slower; noise is normal, never below a tenth of the mean.
+    """The first `slow_share` of the learners are `slow_factor` slower; a step never takes less than a tenth of its mean.
 
-    One random stream a learner: a new fault, or another learner, does not reshuffle anybody's step times.
+    One random stream a learner and purpose: a new fault, or another learner, does not reshuffle anybody's step times.
     """
 
     def __init__(self, config: Config) -> None:
         self._cluster = config.cluster
         self._learners = config.learners
         self._seed = config.seed
-        self._rng: dict[LearnerId, random.Random] = {}
+        self._streams: dict[tuple[str, LearnerId], random.Random] = {}
         self._slowed: dict[LearnerId, float] = {}
+
+    def _stream(self, purpose: str, learner: LearnerId) -> random.Random:
+        stream = self._streams.get((purpose, learner))
+        if stream is None:
+            stream = self._streams[purpose, learner] = random.Random(f"{self._seed}/{purpose}/{learner}")
+        return stream
 
     def slow(self, learner: LearnerId, factor: float) -> None:
         """Multiply; a fault that ends divides again."""
@@ -30,9 +37,23 @@ class Hardware:
         return self._cluster.slow_factor if learner < slow else 1.0
 
     def step_nanos(self, learner: LearnerId) -> Nanos:
-        rng = self._rng.get(learner)
-        if rng is None:
-            rng = self._rng[learner] = random.Random(f"{self._seed}/step time/{learner}")
-        noise = max(0.1, 1.0 + self._cluster.step_noise * rng.gauss(0.0, 1.0)) if self._cluster.step_noise else 1.0
         mean = self._cluster.step_seconds * self.speed_class(learner) * self._slowed.get(learner, 1.0)
-        return max(1, nanos(mean * noise))
+        return max(1, nanos(mean * self._noise(learner)))
+
+    def _noise(self, learner: LearnerId) -> float:
+        deviation = self._cluster.step_noise
+        if deviation == 0:
+            return 1.0
+        draw = self._stream("step time", learner).gauss(0.0, 1.0)
+        if self._cluster.step_distribution == "normal":
+            return max(0.1, 1.0 + deviation * draw)
+        sigma = math.sqrt(math.log1p(deviation**2))  # so that mean and deviation are those of the config
+        return max(0.1, math.exp(sigma * draw - sigma**2 / 2))
+
+    def time_to_failure(self, learner: LearnerId) -> Nanos | None:
+        """From a start to the next failure; None: this hardware does not fail by itself."""
+        mean = self._cluster.mtbf_seconds
+        return nanos(self._stream("failures", learner).expovariate(1 / mean)) if mean else None
+
+    def repair_seconds(self, learner: LearnerId) -> float:
+        return self._stream("repairs", learner).expovariate(1 / self._cluster.repair_seconds)
