@@ -159,7 +159,7 @@ class Limits(_Section, frozen=True):
     """How long the first round waits for the declared number of learners."""
     first_pull_seconds: Above0 = 60.0
     """Deadline of a pull before any was measured."""
-    recovery_intervals: Above0 = 2.0
+    recovery_intervals: Above0 = 8.0
     """Patience with a peer's state transfer, in intervals of H rounds."""
     serves_max: Positive = 4
     """Peers' recoveries one learner serves at a time."""

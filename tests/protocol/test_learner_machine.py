@@ -17,6 +17,7 @@ from atoll.protocol.vocabulary import (
     Decline,
     Enter,
     Envelope,
+    Event,
     Finish,
     Finished,
     Goodbye,
@@ -41,6 +42,7 @@ from atoll.protocol.vocabulary import (
     Stage,
     StateRequest,
     StateTransfer,
+    StepDone,
     Stored,
     TakeTheta,
     Tick,
@@ -453,7 +455,7 @@ def test_newcomer_takes_over_a_peers_state_and_says_what_it_knows() -> None:
     stage.announced(6, 0)
     effects = stage.hears(StateTransfer(9, 6, (4, 3), ((1, 5),)), sender=1)
     assert others(effects) == [LoadState(1, (4, 3))]
-    assert sent(effects, SYNCER) == [Loaded(9, 1, 0, (6, 5))]
+    assert sent(effects, SYNCER) == [Loaded(9, 1, 0, (4, 3))], "what it has yet to adopt it does not hold"
     assert stage.machine.deadline() is None
 
 
@@ -699,11 +701,13 @@ def test_finish_while_waiting_ends_at_once_with_the_wait_closed() -> None:
     assert stage.hears(Finish(40), at=260 * MS) == [Resume(60 * MS, "outer step 2 of fragment 0 is not back"), Finished(0)]
 
 
-def test_pull_after_the_end_is_declined() -> None:
+@pytest.mark.parametrize("late", [LeaveAsked("twice"), Connected(SYNCER), Poisoned("tensor a"), StepDone(1, 1, 1, None)])
+def test_whatever_happens_after_the_end_changes_nothing(late: Event) -> None:
     stage = serving()
     stage.hears(Finish(40))
     stage.steps()
-    assert sent(stage.hears(Pull(41, (1,)))) == [Decline(41, "is done")]
+    assert stage.on(late) == []
+    assert stage.hears(Pull(41, (1,))) == stage.hears(Recover("x")) == []
 
 
 def test_asked_to_leave_says_goodbye() -> None:

@@ -92,7 +92,7 @@ def test_report_of_the_same_last_batch_again_changes_nothing() -> None:
 def test_square_takes_the_learners_word_for_what_is_left() -> None:
     leases = Leases(1, 2)
     leases.top_up(0)
-    leases.square(0, (Unit(0, 1),), own_next=4, local_step=3)
+    leases.square(0, (Unit(0, 1),), own_next=4, local_step=3, grants=1)
     assert leases.own_next(0) == 4
     units, _ = leases.release(0)
     assert units == (Unit(0, 0), Unit(0, 1))
@@ -102,8 +102,30 @@ def test_square_takes_units_the_learner_still_holds_out_of_the_pool() -> None:
     leases = Leases(1, 2)
     leases.top_up(0)
     leases.release(0)  # given up for lost
-    leases.square(0, (Unit(0, 0), Unit(0, 1)), own_next=2, local_step=1)
+    leases.square(0, (Unit(0, 0), Unit(0, 1)), own_next=2, local_step=1, grants=1)
     assert leases.top_up(1) == (Unit(1, 0), Unit(1, 1))
+
+
+def test_square_gives_units_of_a_grant_that_never_arrived_back_to_the_pool() -> None:
+    """They were lost on the way, not trained: nobody would ever draw them."""
+    leases = Leases(1, 2)
+    assert leases.top_up(0) == (Unit(0, 0), Unit(0, 1))
+    leases.drew(0, 0, 0, 1)
+    leases.drew(0, 0, 1, 2)
+    assert leases.top_up(0) == (Unit(0, 2),)  # the second grant is lost with its connection
+    leases.square(0, (Unit(0, 1),), own_next=2, local_step=2, grants=1)
+    assert leases.top_up(1) == (Unit(0, 2), Unit(1, 0))
+
+
+def test_square_with_a_unit_reported_done_and_still_listed_settles_it_once() -> None:
+    leases = Leases(1, 2)
+    leases.top_up(0)
+    leases.drew(0, 0, 0, 1)
+    leases.drew(0, 0, 1, 2)
+    leases.square(0, (Unit(0, 0), Unit(0, 1)), own_next=2, local_step=2, grants=1)
+    leases.drew(0, 0, 2, 3)
+    leases.pulled(0, 0, 3)
+    assert leases.settled == 1
 
 
 def test_unit_whose_last_batch_still_trains_when_books_are_squared_is_not_settled_by_an_earlier_pull() -> None:
@@ -115,7 +137,7 @@ def test_unit_whose_last_batch_still_trains_when_books_are_squared_is_not_settle
         if step == 1:
             leases.drew(0, stream, batch, 1)
     # the second batch of unit 0 trains; the connection breaks and comes back
-    leases.square(0, batches.left(), batches.own_next, local_step=1)
+    leases.square(0, batches.left(), batches.own_next, local_step=1, grants=batches.grants)
     leases.pulled(0, 0, 1)
     assert leases.settled == 0
 

@@ -14,6 +14,7 @@ from atoll.executor.hands import Blob
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.vocabulary import (
     NO_VERSION,
+    AbortRound,
     Accept,
     Adopt,
     Announce,
@@ -125,6 +126,10 @@ class NullSyncer:
                 if version != anchor or self._disk.versions[p].get(anchor) != digest:
                     raise InvariantViolated(f"learner {m}'s anchor of fragment {p} is not the announced version {anchor}")
                 self._accepted.setdefault((t, p), {})[m] = digest
+            case AbortRound(outer_step=t):
+                for books in (self._accepted, self._merged):
+                    for key in [k for k in books if k[0] == t]:
+                        del books[key]
             case Discard(outer_step=t, learner=m):
                 for (step, _), contributions in self._accepted.items():
                     if step == t:

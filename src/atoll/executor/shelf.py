@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from atoll.executor.hands import Blob
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.vocabulary import Envelope
 
@@ -14,28 +15,42 @@ class Picture:
     def __init__(self) -> None:
         self.syncer: Any = None
         self.learners: dict[LearnerId, Any] = {}
-        self.in_flight: list[Envelope] = []
+        self.in_flight: list[tuple[Envelope, Blob | None]] = []
         self.sealed: tuple[LearnerId, ...] | None = None
 
 
 class Shelf:
-    """Keeps the newest `keep` sealed snapshots."""
+    """Keeps the newest `keep` sealed snapshots. What comes for one that is over, or was never begun, is not taken."""
 
     def __init__(self, keep: int = 2) -> None:
         self._keep = keep
         self.pictures: dict[OuterStep, Picture] = {}
 
-    def picture(self, snapshot: OuterStep) -> Picture:
-        return self.pictures.setdefault(snapshot, Picture())
+    def begin(self, snapshot: OuterStep, syncer: Any) -> None:
+        self.pictures[snapshot] = Picture()
+        self.pictures[snapshot].syncer = syncer
+
+    def _open(self, snapshot: OuterStep) -> Picture | None:
+        picture = self.pictures.get(snapshot)
+        return picture if picture is not None and picture.sealed is None else None
 
     def put_learner(self, snapshot: OuterStep, learner: LearnerId, state: Any) -> None:
-        self.picture(snapshot).learners[learner] = state
+        picture = self._open(snapshot)
+        if picture is not None:
+            picture.learners[learner] = state
+
+    def put_in_flight(self, snapshot: OuterStep, envelope: Envelope, blob: Blob | None) -> None:
+        picture = self._open(snapshot)
+        if picture is not None:
+            picture.in_flight.append((envelope, blob))
 
     def seal(self, snapshot: OuterStep, learners: tuple[LearnerId, ...], complete: bool) -> None:
-        if not complete:
-            self.pictures.pop(snapshot, None)
+        picture = self._open(snapshot)
+        if picture is None:
             return
-        picture = self.picture(snapshot)
+        if not complete:
+            del self.pictures[snapshot]
+            return
         picture.sealed = learners
         picture.learners = {m: s for m, s in picture.learners.items() if m in learners}
         sealed = sorted(t for t, p in self.pictures.items() if p.sealed is not None)

@@ -25,6 +25,7 @@ from atoll.executor.workbench import Workbench
 from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, OuterStep, WorkerId
 from atoll.protocol.vocabulary import (
     NO_VERSION,
+    AbortRound,
     Accept,
     Announce,
     Contribution,
@@ -34,6 +35,7 @@ from atoll.protocol.vocabulary import (
     ForgetVersion,
     Merge,
     Message,
+    RecordInFlight,
     RecordSyncer,
     SealSnapshot,
     Send,
@@ -114,6 +116,13 @@ class TensorSyncer:
         match effect:
             case Accept():
                 self._accept(effect, blob)
+            case AbortRound(outer_step=t):
+                for books in (self._accepted, self._merged):
+                    for key in [k for k in books if k[0] == t]:
+                        del books[key]
+            case RecordInFlight(snapshot=snapshot, envelope=envelope):
+                if self._shelf is not None:
+                    self._shelf.put_in_flight(snapshot, envelope, blob)
             case Discard(outer_step=t, learner=m):
                 for (step, _), contributions in self._accepted.items():
                     if step == t:
@@ -126,7 +135,7 @@ class TensorSyncer:
                 self.disk.versions[p].pop(v, None)
             case RecordSyncer(snapshot=snapshot):
                 if self._shelf is not None:
-                    self._shelf.picture(snapshot).syncer = self.disk.newest()
+                    self._shelf.begin(snapshot, self.disk.newest())
             case SealSnapshot(snapshot=snapshot, learners=learners, complete=complete):
                 if self._shelf is not None:
                     self._shelf.seal(snapshot, learners, complete)

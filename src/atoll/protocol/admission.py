@@ -59,7 +59,7 @@ class Admission:
         if incarnation != member.incarnation:
             self._begin_incarnation(member, incarnation)
         else:
-            self._leases.square(learner, body.left, body.own_next, body.local_step)
+            self._leases.square(learner, body.left, body.own_next, body.local_step, body.grants)
         self._desk.send(learner, Welcome(self._outer_step()))
         member.connected, member.given_up, member.heard_at = True, False, self._desk.now
         member.reported = body.local_step
@@ -92,7 +92,10 @@ class Admission:
             self._send_theta(member, "no peer is in sync")
         else:
             member.wants_ticket = True
-            member.join_deadline = self._desk.now + 2 * self._expected_round()
+            # a broadcast comes with every round that has something due: every ceil(H/P) outer steps
+            p = self._config.protocol
+            rounds = 2 * max(1, -(-p.local_steps_per_round // p.fragments))
+            member.join_deadline = self._desk.now + rounds * self._expected_round()
 
     def broadcast_went_out(self, outer_step: OuterStep) -> None:
         """Newcomers now have their t_s."""
@@ -203,7 +206,7 @@ class Admission:
     def _replace_source(self, peer: LearnerId) -> None:
         """Recovery survives the death of its source."""
         for member in self._roster:
-            if member.standing == JOINING and member.peer == peer:
+            if member.standing == JOINING and member.peer == peer and not member.entering:
                 member.tried.add(peer)
                 self._give_ticket(member)
 

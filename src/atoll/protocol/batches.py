@@ -9,7 +9,7 @@ from atoll.protocol.vocabulary import Grant, Unit
 
 
 class Batches:
-    __slots__ = ("_left", "_me", "_offset", "_self_issued", "_unit_steps", "own_next")
+    __slots__ = ("_left", "_me", "_offset", "_self_issued", "_unit_steps", "grants", "own_next")
 
     def __init__(self, me: LearnerId, unit_steps: int) -> None:
         self._me = me
@@ -17,12 +17,14 @@ class Batches:
         self._left: deque[Unit] = deque()
         self._self_issued: set[int] = set()
         self.own_next = 0
+        self.grants = 0
         self._offset = 0
 
     def left(self) -> tuple[Unit, ...]:
         return tuple(self._left)
 
     def granted(self, grant: Grant) -> None:
+        self.grants += 1
         for unit in grant.units:
             if unit.stream == self._me and unit.index in self._self_issued:
                 continue  # granted while we went on by ourselves: drawn already

@@ -73,5 +73,14 @@ class Mailbox:
             return f"sequence {envelope.seq} where {expected} was due"
         self._incarnations[sender] = incarnation
         self._expected[sender] = envelope.seq + 1
-        self.clock = merge_clocks(self.clock, envelope.clock)
+        self._learn(envelope)
         return None
+
+    def _learn(self, envelope: Envelope) -> None:
+        """Of everybody else the most that is known; of the sender what it says, a new incarnation counts from zero; of
+        oneself nobody knows better."""
+        clock = merge_clocks(self.clock, envelope.clock)
+        for source, at in ((envelope.clock, entry(envelope.sender)), (self.clock, entry(self._me))):
+            if at < len(source) and clock[at] != source[at]:
+                clock = (*clock[:at], source[at], *clock[at + 1 :])
+        self.clock = clock

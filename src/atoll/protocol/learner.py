@@ -116,6 +116,8 @@ class LearnerMachine:
 
     def on(self, event: Event, now: Nanos) -> Sequence[Effect]:
         self._desk.now = now
+        if self.phase == DONE:
+            return ()
         match event:
             case StepDone():
                 self._step_done(event)
@@ -216,7 +218,7 @@ class LearnerMachine:
             self._pending[fragment] = _Pending(body.outer_step, body.previous, self.learner in body.merged)
         self._saw(body.outer_step)
         if self.phase == WAITING:
-            self._record()
+            self._return_marker()
             self._adopt_due()
             self._go_on()
 
@@ -270,6 +272,12 @@ class LearnerMachine:
             self._recorded = self._marker
             self._desk.emit(RecordState(self._marker))
 
+    def _return_marker(self) -> None:
+        """At rest between two steps: record now, and say so before anything else is sent."""
+        if self.phase == WAITING and self._marker > self._recorded and self._has_state:
+            self._record()
+            self._report()
+
     def _report(self) -> None:
         step = self._last_step
         stream, batch = self._drawn
@@ -308,8 +316,13 @@ class LearnerMachine:
             return "its last local step is done"  # exactly H steps an interval: none beyond the last outer step
         lead = learner_overlap(self.config, policy, self.learner) if policy.exact else policy.lead
         outer_step = self.position - lead
-        missing = [p for p in self.schedule.due(outer_step) if self.held[p] < outer_step]
+        missing = [p for p in self.schedule.due(outer_step) if self._lacks(p, outer_step)]
         return f"outer step {outer_step} of fragment {missing[0]} is not back" if missing else ""
+
+    def _lacks(self, fragment: FragmentId, outer_step: OuterStep) -> bool:
+        """Not adopted, and no newer version has made it pointless: a laggard is sent the newest only."""
+        pending = self._pending.get(fragment)
+        return self.held[fragment] < outer_step and (pending is None or pending.version <= outer_step)
 
     # ------------------------------------------------------------ adopting
 
@@ -367,6 +380,7 @@ class LearnerMachine:
             self._send(Decline(pull.outer_step, f"is {self.phase}"))
             return
         self._pulls.append(pull)
+        self._return_marker()
         if self._marker > self._recorded and self.phase not in AT_REST:
             return  # sent after the snapshot began: it must not touch this learner before it has recorded
         self._answer_pulls()
@@ -392,14 +406,11 @@ class LearnerMachine:
     # ------------------------------------------------------------ joining, recovery, the end
 
     def _hello(self, reason: str) -> None:
-        held = tuple(self._newest_known()) if self._has_state else (NO_VERSION,) * self._fragments
+        held = tuple(self.held) if self._has_state else (NO_VERSION,) * self._fragments
         self._send(Hello(
             held, self.counters.local_step, self.counters.tokens, not self._has_state, self._batches.left(),
-            self._batches.own_next, reason,
+            self._batches.own_next, reason, self._batches.grants,
         ))  # fmt: skip
-
-    def _newest_known(self) -> list[OuterStep]:
-        return [self._pending[p].version if p in self._pending else v for p, v in enumerate(self.held)]
 
     def _recover(self, reason: str) -> None:
         """This state is of no more use. A running inner step ends first: its result is thrown away with the rest."""
@@ -425,6 +436,7 @@ class LearnerMachine:
             return
         for fragment in range(self._fragments):
             self._adopt(fragment, body.reason)
+            self.counters.reset(fragment)
         self._desk.emit(LoadTheta(body.reason))
         self._loaded(body.ticket, SYNCER)
 
@@ -447,7 +459,7 @@ class LearnerMachine:
         self._has_state = True
         self._recorded = self._marker  # whatever snapshot is open, a newcomer is not of it
         self._errand.end()
-        self._send(Loaded(ticket, source, self.counters.local_step, tuple(self._newest_known())))
+        self._send(Loaded(ticket, source, self.counters.local_step, tuple(self.held)))
 
     def _transfer_failed(self, reason: str) -> None:
         ticket = self._errand.ticket
@@ -479,16 +491,28 @@ class LearnerMachine:
 
     def _take_position(self, enter: Enter) -> None:
         """A learner that already stands where a member may stand keeps its place: it has trained that step."""
-        lead = max(0, self.schedule.policy(enter.outer_step + 1).lead)
+        policy = self.schedule.policy(enter.outer_step + 1)
+        lead = learner_overlap(self.config, policy, self.learner) if policy.exact else max(0, policy.lead)
         due = enter.outer_step + 1
         while not self.schedule.due(due):
             due += 1  # nobody waits before the next outer step with something due
         if not enter.outer_step <= self.position <= due + lead:
             self.position = enter.outer_step
+        if policy.exact:
+            self._stand_where_staged(enter.outer_step)
         self._staged.drop_slots_up_to(enter.outer_step)
         self._session = enter.session
         self._entering = None
         self._saw(enter.outer_step)
+
+    def _stand_where_staged(self, outer_step: OuterStep) -> None:
+        """A place is worth keeping only with the copies that go with it: else a pull of it is declined for ever. What
+        is due at this very boundary is staged right after."""
+        last = self.position if self.phase == WAITING else self.position - 1
+        for t in range(outer_step + 1, last + 1):
+            if any((p, t) not in self._staged for p in self.schedule.due(t)):
+                self.position = t - 1
+                return
 
     def _serve(self) -> None:
         if self.phase not in AT_REST or not self._has_state:

@@ -18,7 +18,7 @@ from atoll.protocol.vocabulary import Unit
 class _Lease:
     """One learner's incarnation: granted units in the order in which it will draw them."""
 
-    __slots__ = ("ahead", "done", "granted", "pulled", "started")
+    __slots__ = ("ahead", "done", "grant_of", "granted", "grants", "last_done", "pulled", "started")
 
     def __init__(self, fragments: int) -> None:
         self.granted: deque[Unit] = deque()
@@ -26,6 +26,16 @@ class _Lease:
         self.pulled: list[LocalStep] = [0] * fragments
         self.ahead = 0
         self.started = False
+        self.grants = 0
+        self.grant_of: dict[Unit, int] = {}
+        self.last_done: Unit | None = None
+
+    def finish(self, local_step: LocalStep) -> None:
+        """The first unit is drawn to its end."""
+        unit = self.granted.popleft()
+        self.grant_of.pop(unit, None)
+        self.last_done = unit
+        self.done.append((unit, local_step))
 
 
 class Leases:
@@ -53,8 +63,10 @@ class Leases:
                 unit = Unit(learner, self.own_next(learner))
                 self._next[learner] = unit.index + 1
             book.granted.append(unit)
+            book.grant_of[unit] = book.grants + 1
             book.ahead += self.unit_steps
             units.append(unit)
+        book.grants += bool(units)
         return tuple(units)
 
     def is_low(self, learner: LearnerId) -> bool:
@@ -68,29 +80,35 @@ class Leases:
         offset = batch % self.unit_steps
         if unit in book.granted:
             while book.granted[0] != unit:
-                book.done.append((book.granted.popleft(), local_step))
-        elif book.done and book.done[-1][0] == unit:
+                book.finish(local_step)
+        elif book.last_done == unit:
             return  # the report of its last batch, repeated on entering
         else:  # it had nothing left and went on by itself in its own stream: the books follow
             if book.started:
-                book.done.append((book.granted.popleft(), local_step))
+                book.finish(local_step)
             self._next[stream] = max(self.own_next(stream), unit.index + 1)
             book.granted.appendleft(unit)
         book.started = True
         book.ahead = len(book.granted) * self.unit_steps - offset - 1
         if offset == self.unit_steps - 1:
-            book.done.append((book.granted.popleft(), local_step))
+            book.finish(local_step)
             book.started = False
 
-    def square(self, learner: LearnerId, left: Sequence[Unit], own_next: int, local_step: LocalStep) -> None:
-        """On a Hello of a known incarnation: what it has left is right, whatever was lost on the way."""
+    def square(
+        self, learner: LearnerId, left: Sequence[Unit], own_next: int, local_step: LocalStep, grants: int
+    ) -> None:
+        """On a Hello of a known incarnation: what it has left is right. Of the rest, units of a grant that never arrived
+        go back to the pool; the others were drawn, though the reports that said so were lost."""
         book = self._books.setdefault(learner, _Lease(self._fragments))
-        for unit in book.granted:
-            if unit not in left:
-                book.done.append((unit, local_step))
-        self._pool = deque(unit for unit in self._pool if unit not in left)
+        missing = [unit for unit in book.granted if unit not in left]
+        never_came = [unit for unit in missing if book.grant_of.get(unit, 0) > grants]
+        book.done.extend((unit, local_step) for unit in missing if unit not in never_came)
+        left = [unit for unit in left if unit != book.last_done]
+        self._pool = deque([*never_came, *(unit for unit in self._pool if unit not in left)])
         book.started = book.started and bool(left) and bool(book.granted) and left[0] == book.granted[0]
         book.granted = deque(left)
+        book.grant_of = {unit: min(grants, book.grant_of.get(unit, 0)) for unit in left}
+        book.grants = grants
         book.ahead = len(left) * self.unit_steps - (1 if left else 0)
         self._next[learner] = max(self.own_next(learner), own_next)
 

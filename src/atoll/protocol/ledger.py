@@ -52,9 +52,16 @@ class Ledger:
             self._trained += (tokens - row.tokens) * self._fragments
             row.tokens = tokens
 
-    def merged(self, learner: LearnerId, fragment: FragmentId, tokens: int, version: OuterStep) -> None:
+    def merged(
+        self, learner: LearnerId, fragment: FragmentId, tokens: int, version: OuterStep, c_tokens: int | None = None
+    ) -> None:
+        """A contribution covers its own c_tokens. What lies before them was overwritten by an adoption whose report was
+        lost on the way."""
         row = self._rows[learner]
         row.merged_at[fragment] = version
+        if c_tokens is not None and tokens - c_tokens > row.settled[fragment]:
+            self._discard(OVERLAP, tokens - c_tokens - row.settled[fragment])
+            row.settled[fragment] = tokens - c_tokens
         if tokens > row.settled[fragment]:
             self._merged += tokens - row.settled[fragment]
             row.settled[fragment] = tokens

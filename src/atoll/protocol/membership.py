@@ -28,6 +28,7 @@ ARROWS: dict[tuple[str, str], str] = {
     **{(s, "lost"): LOST for s in (JOINING, IN_SYNC, SILENT, LOST)},
     **{(s, "left"): LEFT for s in (JOINING, IN_SYNC, SILENT)},
     (LEFT, "lost"): LEFT,
+    (LEFT, "left"): LEFT,
 }
 
 
@@ -51,6 +52,7 @@ class Member:
         "lost_at",
         "peer",
         "position",
+        "pulled_at",
         "reported",
         "samples",
         "seen",
@@ -79,6 +81,7 @@ class Member:
         self.step_ema: Nanos | None = None
         self.heard_at: Nanos = 0
         self.lost_at: Nanos = 0
+        self.pulled_at: Nanos = 0
         self.given_up = False
         self.held: list[OuterStep] = [NO_VERSION] * fragments
         self.sent: list[OuterStep] = [NO_VERSION] * fragments

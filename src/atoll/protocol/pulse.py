@@ -32,12 +32,16 @@ class Pulse:
 
     def fixed(self, now: Nanos, in_sync: Iterable[Member]) -> None:
         if self.last_fixed_at is not None:
-            self._round_time = ema(self._round_time, now - self.last_fixed_at, self._protocol.ema_weight)
+            # a stall is not how long a round takes: it must not stretch every deadline after it
+            took = now - self.last_fixed_at
+            usual = max(self.step_time, self._round_time or 0)
+            self._round_time = ema(self._round_time, min(took, 4 * usual) if usual else took, self._protocol.ema_weight)
         self.last_fixed_at = now
         self.step_time = median_nanos(m.step_ema for m in in_sync)
 
-    def pulled(self, round_: Round, now: Nanos) -> None:
-        self._pull_time = ema(self._pull_time, now - round_.fixed_at, self._protocol.ema_weight)
+    def pulled(self, took: Nanos) -> None:
+        """The slowest answers decide how long to wait: up at once, down slowly."""
+        self._pull_time = max(took, ema(self._pull_time, took, self._protocol.ema_weight))
 
     def announced(self, round_: Round) -> None:
         self._unadopted[round_.outer_step] = round_.fixed_at
@@ -76,4 +80,4 @@ class Pulse:
         return 2 * self._protocol.local_steps_per_round * self.expected_round()
 
     def watch_interval(self) -> Nanos:
-        return self.expected_round() if self.step_time else nanos(1.0)
+        return self.step_time or nanos(1.0)

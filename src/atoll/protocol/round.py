@@ -32,8 +32,20 @@ IN_FLIGHT = (PULLING, READY, STORING)
 
 class Round:
     __slots__ = (
-        "accepted", "awaited", "counted_before", "due", "fixed_at", "grace_until", "opened_at", "outer_step",
-        "participants", "phase", "policy", "pull_deadline", "quorum_at",
+        "accepted",
+        "awaited",
+        "counted_before",
+        "departed",
+        "due",
+        "fixed_at",
+        "grace_until",
+        "opened_at",
+        "outer_step",
+        "participants",
+        "phase",
+        "policy",
+        "pull_deadline",
+        "quorum_at",
     )  # fmt: skip
 
     def __init__(self, outer_step: OuterStep, due: tuple[FragmentId, ...], policy: Policy, now: Nanos) -> None:
@@ -49,6 +61,8 @@ class Round:
         self.participants: tuple[LearnerId, ...] = ()
         self.counted_before: dict[LearnerId, LocalStep] = {}
         self.awaited: dict[LearnerId, set[FragmentId]] = {}
+        self.departed: set[LearnerId] = set()
+        """Their incarnation ended while this round was being stored: their tokens have met their fate already."""
         self.accepted: dict[FragmentId, dict[LearnerId, Contribution]] = {}
 
     def move(self, trigger: str) -> None:

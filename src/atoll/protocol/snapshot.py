@@ -47,7 +47,7 @@ class Snapshot:
             self._recorded.add(envelope.sender)
             self._maybe_seal("every live learner returned the marker")
         else:
-            self._desk.emit(RecordInFlight(self._marker, envelope.sender, envelope.seq))
+            self._desk.emit(RecordInFlight(self._marker, envelope))
 
     def gone(self, learner: LearnerId) -> None:
         """Dead learners are left out: on resume they recover."""

@@ -40,6 +40,7 @@ from atoll.protocol.vocabulary import (
     Hello,
     Loaded,
     Merge,
+    Message,
     Pull,
     Received,
     RecoveryFailed,
@@ -134,6 +135,15 @@ class SyncerMachine:
         member.heard_at = self._desk.now
         if flaw:
             return self._poisoned(member, flaw)
+        try:
+            self._said(member, body)
+        except PeerViolation as violation:
+            self._refuse(learner, str(violation), disconnect=True)
+        return None
+
+    def _said(self, member: Member, body: Message) -> None:
+        if member.standing == SILENT and not member.entering and not isinstance(body, Report | Goodbye):
+            self._returned(member)  # it may wait for a round that went on without it, and never report again
         match body:
             case Report():
                 self._report(member, body)
@@ -147,10 +157,10 @@ class SyncerMachine:
                 self.admission.failed(member, body)
             case Goodbye(reason=reason):
                 self._gone(member)
+                self._departed(member.learner)
                 self.admission.left(member, reason)
             case _:
-                self._refuse(learner, f"{type(body).__name__} is not for the syncer", disconnect=True)
-        return None
+                self._refuse(member.learner, f"{type(body).__name__} is not for the syncer", disconnect=True)
 
     def _refuse(self, learner: LearnerId, reason: str, *, disconnect: bool = False) -> None:
         self.refused += 1
@@ -161,8 +171,13 @@ class SyncerMachine:
             self._refuse(learner, "Hello names versions that never were", disconnect=True)
             return
         member = self.roster.get(learner)
+        if member is not None and member.standing == LEFT and member.incarnation == envelope.incarnation:
+            self._refuse(learner, "it left; it may come back as a new incarnation", disconnect=True)
+            return
         if member is not None:
             self._gone(member)
+            if member.incarnation != envelope.incarnation:
+                self._departed(learner)
         member = self.admission.hello(learner, envelope.incarnation, body)
         if self._muster_until is None:
             self._muster_until = self._desk.now + nanos(self.config.limits.muster_seconds)
@@ -211,6 +226,7 @@ class SyncerMachine:
         round_ = self.rounds.get(body.outer_step)
         objection = round_.objection(member.learner, body) if round_ else f"round {body.outer_step} is not open"
         if objection or round_ is None:
+            self.pulse.pulled(self._desk.now - member.pulled_at)  # late: the next deadline must know
             return self._refuse(member.learner, f"contribution late or unasked: {objection}")
         if not self.versions.has(body.fragment, body.anchor):
             self._refuse(member.learner, f"fragment {body.fragment} is against version {body.anchor}, which is gone")
@@ -223,7 +239,7 @@ class SyncerMachine:
         ):
             return self._refuse(member.learner, "contribution claims more than was reported", disconnect=True)
         round_.take(member.learner, body)
-        self.pulse.pulled(round_, self._desk.now)
+        self.pulse.pulled(self._desk.now - member.pulled_at)
         self.leases.pulled(member.learner, body.fragment, body.local_step)
         self._desk.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
         return None
@@ -328,6 +344,7 @@ class SyncerMachine:
             assert member is not None
             round_.counted_before[learner] = member.counted
             member.counted = member.reported
+            member.pulled_at = now
         round_.fix(participants, now)
         round_.pull_deadline = now + self.pulse.pull_patience()
         self._desk.emit(
@@ -386,7 +403,8 @@ class SyncerMachine:
         for fragment in round_.due:
             self.versions.add(fragment, outer_step, round_.participants)
             for learner, c in sorted(round_.accepted[fragment].items()):
-                self.ledger.merged(learner, fragment, c.tokens, outer_step)
+                if learner not in round_.departed:
+                    self.ledger.merged(learner, fragment, c.tokens, outer_step, c.c_tokens)
         interval = self.config.protocol.snapshot_interval
         if interval and marker_of(outer_step, interval) == outer_step:
             self.snapshot.begin(outer_step, [m.learner for m in self.roster.in_sync()])
@@ -428,6 +446,10 @@ class SyncerMachine:
         for outer_step in list(self.rounds):
             self._drop(member, outer_step, "is gone", silence=False)
         self._fresh.discard(member.learner)  # a round that gathers again has just marked everybody in sync
+
+    def _departed(self, learner: LearnerId) -> None:
+        for round_ in self.rounds.values():
+            round_.departed.add(learner)
 
     def _drop(self, member: Member, outer_step: OuterStep, reason: str, *, silence: bool = True) -> None:
         round_ = self.rounds.get(outer_step)

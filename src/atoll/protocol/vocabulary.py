@@ -64,6 +64,8 @@ class Hello(_Word, frozen=True):
     """Leased units not yet drawn to their end, the one being drawn first: the books are squared against it."""
     own_next: int
     reason: str
+    grants: int = 0
+    """How many grants arrived in this incarnation: units of later ones are nobody's yet."""
 
 
 class Report(_Word, frozen=True):
@@ -441,8 +443,7 @@ class RecordInFlight(_Word, frozen=True):
     """The message just received was in flight when the snapshot began: it belongs to it."""
 
     snapshot: OuterStep
-    learner: LearnerId
-    seq: int
+    envelope: Envelope
 
 
 class SealSnapshot(_Word, frozen=True):

@@ -275,7 +275,9 @@ class Safety:
                     self._adopts(m, p, v)
                 case LoadState(held=held):
                     self._held[m] = dict(enumerate(held))
-                    self._pending[m] = {p: v for p, v in self._pending[m].items() if v > held[p]}
+                    came = _came_pending(event)
+                    known = {p: max(came.get(p, -1), self._pending[m].get(p, -1)) for p in came | self._pending[m]}
+                    self._pending[m] = {p: v for p, v in known.items() if v > held[p]}
                 case RecordState(snapshot=marker):
                     late = {p: v for p, v in self._held[m].items() if v > marker}
                     self._demand(not late, 4, f"learner {m} records {late} for snapshot {marker}: the cut is not consistent")
@@ -320,6 +322,12 @@ class Safety:
         drawn.add((stream, batch))
 
 
+def _came_pending(event: Event) -> dict[FragmentId, OuterStep]:
+    """Versions that came with a peer's state, kept and yet to be adopted."""
+    body = event.envelope.body if isinstance(event, Received) else None
+    return dict(body.pending) if isinstance(body, StateTransfer) else {}
+
+
 class Liveness:
     """Once healed, everybody is back in sync and rounds go on."""
 
@@ -340,7 +348,8 @@ class Liveness:
 
 def settle_seconds(config: Config) -> float:
     """Time to notice, dial, recover, with one source that does not answer: generous, and a bound all the same."""
-    p, c, limits = config.protocol, config.cluster, config.limits
+    c, limits = config.cluster, config.limits
     step = c.step_seconds * c.slow_factor + 4 * c.latency_seconds
-    one_transfer = limits.recovery_intervals * max(2, p.local_steps_per_round) * step
-    return 3 * c.detect_seconds + 2 * limits.silence_steps * step + 2 * one_transfer + 20 * step
+    state = 2 * 8 * 12 * c.parameters / (min(c.up_gbit, c.down_gbit) * 1e9)
+    rounds = 2 * -(-config.protocol.local_steps_per_round // config.protocol.fragments)
+    return 3 * c.detect_seconds + (2 * limits.silence_steps + 4 * rounds + 60) * step + 2 * state

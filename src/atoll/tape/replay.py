@@ -82,21 +82,26 @@ def replay(
 
 
 class _Post:
-    """Bytes on their way, from the Send that took them to the Received that brought them."""
+    """Bytes on their way, from the Send that took them to the Received that brought them. Channels are FIFO: what was
+    sent before the one that arrived is lost."""
 
     def __init__(self) -> None:
-        self._bags: dict[tuple[int, int, int, int], object] = {}
+        self._channels: dict[tuple[int, int, int], dict[int, Any]] = {}
 
-    def take(self, event: Event) -> object | None:
+    def take(self, event: Event) -> Any:
         if not isinstance(event, Received):
             return None
         e = event.envelope
-        return self._bags.pop((e.sender, e.incarnation, e.receiver, e.seq), None)
+        channel = self._channels.get((e.sender, e.incarnation, e.receiver), {})
+        blob = channel.get(e.seq)
+        for seq in [seq for seq in channel if seq <= e.seq]:
+            del channel[seq]
+        return blob
 
-    def put(self, send: Send, blob: object | None) -> None:
+    def put(self, send: Send, blob: Any) -> None:
         if blob is not None:
             e = send.envelope
-            self._bags[e.sender, e.incarnation, e.receiver, e.seq] = blob
+            self._channels.setdefault((e.sender, e.incarnation, e.receiver), {})[e.seq] = blob
 
 
 def _carry_out(hands: Hands, record: Record, effects: Sequence[Effect], post: _Post) -> dict[int, str]:

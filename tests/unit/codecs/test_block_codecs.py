@@ -16,6 +16,8 @@ from atoll.codecs import BLOCK, CODECS, codec
 from atoll.codecs.blocks import PANEL_CPU, TINY
 from atoll.errors import ConfigError, DataError, NotFinite
 
+pytestmark = pytest.mark.usefixtures("each_kernels")
+
 BLOCKED = ("int8", "int4", "int2", "int1", "e3m0")
 ROUNDING = ("int8", "int4", "int2", "e3m0")
 CODE_MAX = {"int8": 127, "int4": 7, "int2": 1}

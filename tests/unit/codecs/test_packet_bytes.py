@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from atoll.codecs import CODECS, Packet, codec
 from atoll.errors import DataError
 
+pytestmark = pytest.mark.usefixtures("each_kernels")
+
 NAMES = (*CODECS, "top_k:0.1", "random_drop:0.5")
 
 
