@@ -59,7 +59,9 @@ class Admission:
         if incarnation != member.incarnation:
             self._begin_incarnation(member, incarnation)
         else:
-            self._leases.square(learner, body.left, body.own_next, body.local_step, body.grants)
+            self._leases.square(
+                learner, body.left, body.own_next, body.local_step, body.grants, broke=not member.connected
+            )
         self._desk.send(learner, Welcome(self._outer_step()))
         member.connected, member.given_up, member.heard_at = True, False, self._desk.now
         member.reported = body.local_step

@@ -95,21 +95,23 @@ class Leases:
             book.started = False
 
     def square(
-        self, learner: LearnerId, left: Sequence[Unit], own_next: int, local_step: LocalStep, grants: int
+        self, learner: LearnerId, left: Sequence[Unit], own_next: int, local_step: LocalStep, grants: int, *, broke: bool = True
     ) -> None:
-        """On a Hello of a known incarnation: what it has left is right. Of the rest, units of a grant that never arrived
-        go back to the pool; the others were drawn, though the reports that said so were lost."""
+        """On a Hello of a known incarnation: what it has left is right. Of the rest, units of a grant that has not arrived
+        are on their way while the connection stands, and go back to the pool where it `broke`; the others were drawn,
+        though the reports that said so were lost."""
         book = self._books.setdefault(learner, _Lease(self._fragments))
         missing = [unit for unit in book.granted if unit not in left]
-        never_came = [unit for unit in missing if book.grant_of.get(unit, 0) > grants]
-        book.done.extend((unit, local_step) for unit in missing if unit not in never_came)
+        not_there = [unit for unit in missing if book.grant_of.get(unit, 0) > grants]
+        book.done.extend((unit, local_step) for unit in missing if unit not in not_there)
         left = [unit for unit in left if unit != book.last_done]
-        self._pool = deque([*never_came, *(unit for unit in self._pool if unit not in left)])
+        coming, back = ([], not_there) if broke else (not_there, [])
+        self._pool = deque([*back, *(unit for unit in self._pool if unit not in left)])
         book.started = book.started and bool(left) and bool(book.granted) and left[0] == book.granted[0]
-        book.granted = deque(left)
-        book.grant_of = {unit: min(grants, book.grant_of.get(unit, 0)) for unit in left}
-        book.grants = grants
-        book.ahead = len(left) * self.unit_steps - (1 if left else 0)
+        book.granted = deque([*left, *coming])
+        book.grant_of = {unit: book.grant_of.get(unit, 0) for unit in book.granted}
+        book.grants = grants if broke else book.grants
+        book.ahead = len(book.granted) * self.unit_steps - (1 if left else 0)
         self._next[learner] = max(self.own_next(learner), own_next)
 
     def pulled(self, learner: LearnerId, fragment: FragmentId, local_step: LocalStep) -> None:
