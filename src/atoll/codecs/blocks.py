@@ -137,10 +137,9 @@ class BitPacker:
     the fields from contiguous parts of the row instead of from neighbours keeps every operation vectorised.
     """
 
-    __slots__ = ("_bits", "_mask", "_shifts", "_top", "unit")
+    __slots__ = ("_bits", "_mask", "_shifts", "_top")
 
     def __init__(self, bits: int, device: torch.device) -> None:
-        self.unit = 2.0 ** -(8 - bits)
         self._bits = bits
         self._mask = constant((1 << bits) - 1, device)
         self._top = constant(-(1 << (8 - bits)), device)
@@ -155,7 +154,7 @@ class BitPacker:
             high = out
 
     def unpack_high(self, codes: Tensor, scratch: Scratch) -> None:
-        """Each field into the top bits of its byte of `scratch.bytes`, which is field / `unit`: the scale can take
+        """Each field into the top bits of its byte of `scratch.bytes`, which is field * 2^(8 - bits): the scale can take
         the factor, and the shift down is saved."""
         parts = scratch.parts
         torch.bitwise_left_shift(codes, self._shifts[0], out=parts[0])

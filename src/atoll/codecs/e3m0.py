@@ -42,9 +42,6 @@ _CODE_MAX: Final = 7
 
 
 class _E3M0Kernel:
-    unit = 1.0 / 64
-    """`expand` gives sign(c) * 2^(|c| - 1), which is 64 for the scale itself."""
-
     def __init__(self, device: torch.device) -> None:
         self._packer = BitPacker(4, device)
         self._to_first_bit = constant(_MANTISSA_BITS - 1, device, torch.int32)
@@ -98,6 +95,8 @@ class _E3M0Kernel:
 
 class E3M0(Scaled):
     name = "e3m0"
+    unit = 1.0 / 64
+    """`expand` gives sign(c) * 2^(|c| - 1), which is 64 for the scale itself."""
 
     def kernel(self, device: torch.device) -> Kernel:
         return _E3M0Kernel(device)

@@ -46,7 +46,6 @@ class _IntKernel:
         self._code_max = 2 ** (bits - 1) - 1
         self._magic = constant(_MAGIC, device, torch.float32)
         self._packer = BitPacker(bits, device) if bits < 8 else None
-        self.unit = self._packer.unit if self._packer else 1.0
 
     def quantise(self, x: Tensor, stat: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None) -> None:
         absmax_rows(x, stat, scratch)
@@ -71,6 +70,7 @@ class _IntKernel:
 class IntCodec(Scaled):
     def __init__(self, bits: int) -> None:
         self.name = f"int{bits}"
+        self.unit = 2.0 ** -(8 - bits)  # `expand` leaves codes in the top bits of a byte
         self._bits = bits
         self._code_max = 2 ** (bits - 1) - 1
 
@@ -94,8 +94,6 @@ class IntCodec(Scaled):
 class _SignKernel:
     """The bit is set for negative elements; zero is positive, whatever its sign bit says."""
 
-    unit = 1.0 / 64
-
     def __init__(self, device: torch.device) -> None:
         self._packer = BitPacker(1, device)
         self._bit6 = constant(64, device)
@@ -116,6 +114,8 @@ class _SignKernel:
 
 class SignCodec(Scaled):
     name = "int1"
+    unit = 1.0 / 64
+    """`expand` gives 64 and -64."""
 
     def kernel(self, device: torch.device) -> Kernel:
         return _SignKernel(device)

@@ -9,18 +9,15 @@ import torch
 from torch import Tensor
 
 from atoll.codecs.blocks import Scratch, padded, panels, require_codec, require_vector, scratch_for
+from atoll.codecs.choice import below, kernels_for
 from atoll.codecs.layout import BITS, BLOCK, block_count, layout
+from atoll.codecs.neon import FACTOR_LIMIT
 from atoll.codecs.packet import Packet
 from atoll.errors import NotFinite
 
 
 class Kernel(Protocol):
     """A codec's arithmetic on one panel, with the constants it needs already on the device."""
-
-    @property
-    def unit(self) -> float:
-        """What `expand` gives, times scale, times unit, is the decoded value."""
-        ...
 
     def quantise(self, x: Tensor, stat: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None) -> None:
         """Fills codes, and stat with one number a row, from which its scale comes: NaN or Inf if the row holds such."""
@@ -35,6 +32,8 @@ class Scaled:
     """Encode, decode and accumulate for any kernel."""
 
     name: str
+    unit: float
+    """What a kernel's `expand` gives, times scale, times unit, is the decoded value. A power of two."""
     lossless = False
 
     def kernel(self, device: torch.device) -> Kernel:
@@ -54,6 +53,23 @@ class Scaled:
     def encode(self, x: Tensor, *, rng: torch.Generator | None = None) -> Packet:
         require_vector(x, "x")
         codes = torch.empty(layout(self.name, x.numel()).codes, dtype=torch.int8, device=x.device)
+        scales = torch.empty(block_count(x.numel()), dtype=torch.float32, device=x.device)
+        compiled = kernels_for(self.name, x) if rng is None else None
+        done, finite = 0, True
+        if compiled is not None:
+            done = x.numel() // BLOCK
+            finite = compiled.encode(self.name, x, done, scales, codes)
+        rest = x[done * BLOCK :]
+        if rest.numel():
+            scales[done:] = self._quantise(rest, codes[done * BLOCK // self.per_byte :], rng)
+            finite = finite and bool(torch.isfinite(scales[done:]).all())
+        # The codes of a block with NaN or Inf are garbage, but they never leave this function.
+        if not finite:
+            raise NotFinite(f"the tensor to encode as {self.name}")
+        return Packet(self.name, x.numel(), codes, scales)
+
+    def _quantise(self, x: Tensor, codes: Tensor, rng: torch.Generator | None) -> Tensor:
+        """Fills codes and gives the scales."""
         stat = torch.empty(block_count(x.numel()), dtype=torch.float32, device=x.device)
         kernel = self.kernel(x.device)
         blocks = x.numel() // BLOCK
@@ -66,15 +82,17 @@ class Scaled:
             strict=True,
         ):
             kernel.quantise(padded(panel, scratch.floats.shape[1]), stat_panel, code_panel, scratch, rng)
-        scales = self.scales(stat, x)
-        # The codes of a block with NaN or Inf are garbage, but they never leave this function.
-        if not bool(torch.isfinite(scales).all()):
-            raise NotFinite(f"the tensor to encode as {self.name}")
-        return Packet(self.name, x.numel(), codes, scales)
+        return self.scales(stat, x)
 
     def decode(self, packet: Packet) -> Tensor:
         out = torch.empty(packet.numel, dtype=torch.float32, device=packet.codes.device)
-        for target, values, factor in self._expanded(packet, out, 1.0):
+        factors = self._factors(packet, out, 1.0)
+        compiled = kernels_for(self.name, out, packet.codes)
+        done = 0
+        if compiled is not None:
+            done = packet.numel // BLOCK
+            compiled.decode(self.name, out, done, factors, packet.codes)
+        for target, values, factor in self._expanded(packet, factors, out, done):
             torch.mul(values, factor, out=target)
         return out
 
@@ -82,23 +100,37 @@ class Scaled:
         """A multiplication and an addition, each rounded: `addcmul_` would save a pass, but whether it fuses the two
         may differ between its vector and its scalar loop, and so between thread counts."""
         require_vector(into, "into")
-        for target, values, factor in self._expanded(packet, into, weight):
+        factors = self._factors(packet, into, weight)
+        compiled = kernels_for(self.name, into, packet.codes)
+        done = 0
+        if compiled is not None and below(factors, FACTOR_LIMIT):
+            done = packet.numel // BLOCK
+            compiled.accumulate(self.name, into, done, factors, packet.codes)
+        for target, values, factor in self._expanded(packet, factors, into, done):
             target.add_(values.mul_(factor))
 
-    def _expanded(self, packet: Packet, target: Tensor, weight: float) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Panels of target, the codes there as floats, and the factor a row that makes them weighted values."""
+    def _factors(self, packet: Packet, target: Tensor, weight: float) -> Tensor:
+        """The factor a block that makes expanded codes weighted values."""
         require_codec(packet.codec, self.name)
         assert target.numel() == packet.numel, f"target holds {target.numel()} elements, the packet {packet.numel}"
         assert packet.scales is not None
-        kernel = self.kernel(packet.codes.device)
         # Units are powers of two, so for weight 1 each value is exactly code * scale, rounded once.
-        factors = packet.scales * (weight * kernel.unit)
-        blocks = packet.numel // BLOCK
-        elements = panels(target, BLOCK, blocks)
+        return packet.scales * (weight * self.unit)
+
+    def _expanded(
+        self, packet: Packet, factors: Tensor, target: Tensor, done: int
+    ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """From the block `done` on: panels of target, the codes there as floats, and the factor of each row."""
+        if done * BLOCK == packet.numel:
+            return
+        kernel = self.kernel(packet.codes.device)
+        blocks = packet.numel // BLOCK - done
+        codes_a_block = BLOCK // self.per_byte
+        elements = panels(target[done * BLOCK :], BLOCK, blocks)
         for panel, factor, codes, scratch in zip(
             elements,
-            panels(factors, 1, blocks),
-            panels(packet.codes, BLOCK // self.per_byte, blocks),
+            panels(factors[done:], 1, blocks),
+            panels(packet.codes[done * codes_a_block :], codes_a_block, blocks),
             scratch_for(elements, self.per_byte),
             strict=True,
         ):
