@@ -6,7 +6,6 @@ random stream it draws from.
 
 from __future__ import annotations
 
-import math
 import random
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -76,12 +75,22 @@ Kind: TypeAlias = Literal["kill", "pause", "slow", "partition", "clog", "corrupt
 KINDS: tuple[Kind, ...] = ("kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer")
 
 
+FAR = 1e9
+"""Seconds: no run lasts longer."""
+
+
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     faults: tuple[Fault, ...] = ()
 
     def healed_at(self) -> float:
         """When the last fault is over."""
         return max((f.at + getattr(f, "lasts", 0.0) for f in self.faults), default=0.0)
+
+    def to_toml(self) -> str:
+        """As `--chaos` takes it."""
+        tables = [msgspec.to_builtins(fault) for fault in self.faults]
+        lines = [[f"{key} = {msgspec.json.encode(value).decode()}" for key, value in table.items()] for table in tables]
+        return "\n".join("\n".join(["[[faults]]", *fault, ""]) for fault in lines)
 
     def __str__(self) -> str:
         return "\n".join(describe(fault) for fault in self.faults) or "no faults"
@@ -131,7 +140,9 @@ def _parse_random(text: str, learners: int) -> Plan:
         seed, count, span = int(parts[1]), int(parts[2]), float(parts[3])
     except (IndexError, ValueError):
         raise PlanError(f"chaos plan {text!r}: must be random:SEED:COUNT:SECONDS, such as random:7:10:200") from None
-    if count < 0 or not 0 < span < math.inf or len(parts) != 4:
+    if len(parts) != 4:
+        raise PlanError(f"chaos plan {text!r}: must be random:SEED:COUNT:SECONDS, such as random:7:10:200")
+    if span > FAR or count < 0 or not span > 0:
         raise PlanError(f"chaos plan {text!r}: COUNT must be 0 or more and SECONDS above 0")
     return random_plan(random.Random(seed), learners, count=count, span=span)
 
@@ -144,7 +155,7 @@ def check_plan(plan: Plan, learners: int) -> None:
                 f"chaos plan, fault {number}: names worker {workers}; learners are 0 to {learners - 1}, the syncer is -1"
             )
         numbers = (fault.at, getattr(fault, "lasts", 1.0), getattr(fault, "factor", 1.0))
-        if not all(map(math.isfinite, numbers)) or fault.at < 0 or numbers[1] <= 0 or numbers[2] < 1.0:
+        if not all(abs(number) <= FAR for number in numbers) or fault.at < 0 or numbers[1] <= 0 or numbers[2] < 1.0:
             raise PlanError(f"chaos plan, fault {number}: at must be 0 or more, lasts above 0, factor at least 1")
         if len(workers) == 2 and workers[0] == workers[1]:
             raise PlanError(f"chaos plan, fault {number}: a link needs two ends, a and b are both {workers[0]}")

@@ -17,7 +17,7 @@ from atoll.chaos import Plan, load_plan
 from atoll.config import PRESETS, Config
 from atoll.errors import AtollError, UserError
 from atoll.ids import SYNCER, Nanos, WorkerId
-from atoll.protocol.vocabulary import Effect, Event, Stored
+from atoll.protocol.vocabulary import Effect, Event, Finished, FixParticipants
 from atoll.tape.format import Tape, find_tape
 from atoll.views.run import RunView, Summary, summarise
 from atoll.views.strip import strip_lines
@@ -28,8 +28,16 @@ app = typer.Typer(
     help="Atoll trains one model on many islands of compute that never wait for each other.",
 )  # fmt: skip
 PLAIN_WIDTH = 132  # a file or a pipe has no width of its own, and tables must not be cut there
-out = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
-err = Console(stderr=True, width=None if sys.stderr.isatty() else PLAIN_WIDTH)
+
+
+def _console(stderr: bool) -> Console:
+    """User text is shown as it is: no markup, no emoji."""
+    stream = sys.stderr if stderr else sys.stdout
+    terminal = stream is not None and stream.isatty()
+    return Console(stderr=stderr, width=None if terminal else PLAIN_WIDTH, markup=False, emoji=False, highlight=False)
+
+
+out, err = _console(stderr=False), _console(stderr=True)
 
 Recipe = Annotated[Path | None, typer.Argument(help="A TOML recipe; without one, the preset's defaults.")]
 VirtualOption = Annotated[
@@ -42,7 +50,7 @@ ChaosOption = Annotated[str | None, typer.Option("--chaos", help="A plan of faul
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of model, data order and virtual hardware.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Where the run goes; by default a new folder under runs/.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="End with one JSON object on standard output; progress goes to stderr.")]
-ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="CPU threads of torch. Replay needs the same number.")]
+ThreadsOption = Annotated[int, typer.Option("--threads", min=1, max=256, help="CPU threads of torch; replay uses as many.")]
 
 
 def main() -> None:
@@ -54,9 +62,9 @@ def main() -> None:
     except AtollError as error:
         err.print(f"atoll: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        err.print("atoll: interrupted; the tape is readable up to its last whole record")
-        sys.exit(130)
+    except OSError as error:
+        err.print(f"atoll: {error}", style="red", soft_wrap=True)
+        sys.exit(1)
 
 
 def _version(show: bool) -> None:
@@ -123,9 +131,9 @@ def compare(
     threads: ThreadsOption = 1,
 ) -> None:
     """Train several presets on the same recipe, data and number of outer steps, and print one table."""
-    names = presets or list(PRESETS)
+    names = list(dict.fromkeys(presets or PRESETS))
     each = [_settings(recipe, name, learners, seed, set_) for name in names]
-    plan = load_plan(chaos, each[0].learners) if chaos else Plan()
+    plan = load_plan(chaos, min(settings.learners for settings in each)) if chaos else Plan()
     base = out_dir or _new_directory("compare", each[0].seed)
     summaries = [
         _run(settings, plan, base / settings.preset, tensors=True, threads=threads, quiet=as_json) for settings in each
@@ -157,8 +165,12 @@ def _run(settings: Config, plan: Plan, directory: Path | None, *, tensors: bool,
     use_threads(threads)
     directory = directory or _new_directory(settings.preset, settings.seed)
     view = RunView(settings.learners)
-    with _progress(settings, view, quiet) as observer:
-        done = run_virtual(settings, plan, directory, tensors=tensors, observers=[view, observer])
+    try:
+        with _progress(settings, view, quiet) as observer:
+            done = run_virtual(settings, plan, directory, tensors=tensors, observers=[view, observer])
+    except KeyboardInterrupt:
+        err.print(f"atoll: interrupted; {directory / 'run.tape'} is readable up to its last whole record", soft_wrap=True)
+        raise typer.Exit(130) from None
     summary = summarise(
         settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final,
         theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory),
@@ -199,15 +211,16 @@ class _progress:
             self._bar.stop()
 
     def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
-        if worker != SYNCER or not isinstance(event, Stored):
+        fixed = next((e.outer_step for e in effects if isinstance(e, FixParticipants | Finished)), None)
+        if worker != SYNCER or fixed is None:
             return
         loss = f"train loss {self._view.train_loss:.4f}" if self._view.train_loss is not None else ""
         if self._bar is not None:
-            self._bar.update(self._task, completed=event.outer_step, loss=loss)
-        elif event.outer_step >= self._next:
-            self._next = event.outer_step + max(1, self._settings.outer_steps // 10)
-            done = f"{self._settings.preset}: outer step {event.outer_step} of {self._settings.outer_steps}"
-            self._console.print(f"{done}, {now / 1e9:.1f} virtual s {loss}", highlight=False)
+            self._bar.update(self._task, completed=fixed, loss=loss)
+        elif fixed >= self._next:
+            self._next = fixed + max(1, self._settings.outer_steps // 10)
+            done = f"{self._settings.preset}: outer step {fixed} of {self._settings.outer_steps}"
+            self._console.print(f"{done}, {now / 1e9:.1f} virtual s {loss}".rstrip())
 
 
 # ---------------------------------------------------------------- reading
@@ -225,11 +238,12 @@ def replay(
 
     tape = Tape(find_tape(path))
     use_threads(threads or tape.header.threads)
-    outcome, theta, doubts = replay_run(tape, weights=weights)
-    for doubt in doubts:
-        err.print(f"warning: {doubt}", style="yellow", markup=False, soft_wrap=True)
+    def doubt(sentence: str) -> None:
+        err.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
+
+    outcome, theta, _ = replay_run(tape, weights=weights, doubt=doubt)
     if outcome.cut:
-        err.print(f"the tape was cut by a crash after record {outcome.records}; all before it is whole", markup=False)
+        err.print(f"the run did not end: the tape stops after record {outcome.records}, and all of it is whole", soft_wrap=True)
     out.print(f"{outcome.records} records re-derived, outer step {outcome.outer_step}: every decision as taped", highlight=False)
     if theta is not None:
         out.print(f"every Theta as taped, bit for bit; final sha256 {theta}", highlight=False, soft_wrap=True)

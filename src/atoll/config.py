@@ -19,13 +19,15 @@ from msgspec import Meta
 
 from atoll.errors import ConfigError
 
-Positive = Annotated[int, Meta(ge=1)]
-Natural = Annotated[int, Meta(ge=0)]
+Positive = Annotated[int, Meta(ge=1, le=10**9)]
+Natural = Annotated[int, Meta(ge=0, le=10**9)]
 Share = Annotated[float, Meta(ge=0.0, le=1.0)]
-NonNegative = Annotated[float, Meta(ge=0.0)]
-Above0 = Annotated[float, Meta(gt=0.0)]
+NonNegative = Annotated[float, Meta(ge=0.0, le=1e9)]
+Above0 = Annotated[float, Meta(gt=0.0, le=1e9)]
+Seconds = Annotated[float, Meta(gt=0.0, le=1e9)]
+Below1 = Annotated[float, Meta(ge=0.0, lt=1.0)]
 ALL: Literal["all"] = "all"
-CODEC = r"^(fp32|bf16|int8|int4|int2|int1|e3m0|(top_k|random_drop):(0?\.\d+|1(\.0*)?))$"
+CODEC = r"^(fp32|bf16|int8|int4|int2|int1|e3m0|(top_k|random_drop):(0?\.\d*[1-9]\d*|1(\.0*)?))$"
 CodecName = Annotated[str, Meta(pattern=CODEC, description="fp32 bf16 int8 int4 int2 int1 e3m0 top_k:SHARE random_drop:SHARE")]
 
 
@@ -36,10 +38,10 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Protocol(_Section, frozen=True):
     """Who is merged with whom, when, and what travels."""
 
-    local_steps_per_round: Positive = 24
+    local_steps_per_round: Annotated[int, Meta(ge=1, le=10**6)] = 24
     """H: completed inner optimiser steps between two synchronisations of the same fragment."""
     fragmentation: Literal["whole", "layer", "tensor", "balanced", "sub_tensor"] = "balanced"
-    fragments: Natural = 24
+    fragments: Annotated[int, Meta(ge=0, le=10**5)] = 24
     """P. 0 lets `layer` derive it from the number of blocks."""
     layers_per_fragment: Positive = 3
     layer_order: Literal["strided", "sequential"] = "strided"
@@ -82,7 +84,7 @@ class Protocol(_Section, frozen=True):
 class Outer(_Section, frozen=True):
     outer_optimizer: Literal["sgd", "momentum", "nesterov", "delayed_nesterov", "inner"] = "nesterov"
     """`inner` runs the inner optimiser on Theta with the merged gradient: data-parallel training."""
-    outer_learning_rate: Above0 = 0.7
+    outer_learning_rate: Annotated[float, Meta(gt=0.0, le=1e3)] = 0.7
     outer_momentum: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
     delay: Positive = 1
     """N of delayed Nesterov."""
@@ -91,16 +93,16 @@ class Outer(_Section, frozen=True):
 
 class Inner(_Section, frozen=True):
     optimizer: Literal["AdamW", "Adam", "SGD"] = "AdamW"
-    learning_rate: Above0 = 3e-3
+    learning_rate: Annotated[float, Meta(gt=0.0, le=1e3)] = 3e-3
     weight_decay: NonNegative = 0.01
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Below1, Below1] = (0.9, 0.95)
     momentum: Share = 0.0
     clip_norm: NonNegative = 1.0
     """0 switches clipping off."""
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_share: Share = 0.05
     final_share: Share = 0.1
-    accumulate: Positive = 1
+    accumulate: Annotated[int, Meta(ge=1, le=10**5)] = 1
     """Micro-batches per optimiser step. H counts optimiser steps, never these."""
     preserve_optimizer_state: bool = True
 
@@ -119,7 +121,7 @@ class Data(_Section, frozen=True):
     vocab: Positive = 512
     """Entries of the trained BPE; byte-level has 257."""
     seq_len: Positive = 64
-    batch_size: Positive = 8
+    batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 8
     heldout_batches: Positive = 16
     samples_by_learner: tuple[Positive, ...] = ()
     """Batch size per learner where they differ (empty: `batch_size` for all)."""
@@ -128,23 +130,23 @@ class Data(_Section, frozen=True):
 class Cluster(_Section, frozen=True):
     """Virtual hardware and network: what the simulator stands on."""
 
-    step_seconds: Above0 = 1.0
+    step_seconds: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
     step_noise: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
     """Standard deviation of a step's duration, as a share of its mean."""
     step_distribution: Literal["normal", "lognormal"] = "normal"
     """`lognormal` has a long tail of slow steps."""
     slow_share: Share = 0.0
-    slow_factor: Annotated[float, Meta(ge=1.0)] = 1.18
+    slow_factor: Annotated[float, Meta(ge=1.0, le=1e6)] = 1.18
     latency_seconds: NonNegative = 0.02
-    up_gbit: Above0 = 1.0
-    down_gbit: Above0 = 1.0
+    up_gbit: Annotated[float, Meta(ge=1e-6, le=1e9)] = 1.0
+    down_gbit: Annotated[float, Meta(ge=1e-6, le=1e9)] = 1.0
     mtbf_seconds: NonNegative = 0.0
     """Mean time between failures of one learner, exponential; 0: none fail but by a chaos plan."""
     repair_seconds: Above0 = 20.0
     """Mean time until a failed learner is back, exponential."""
     detect_seconds: Above0 = 3.0
     """How long a dead connection takes to be noticed."""
-    parameters: Positive = 1_000_000
+    parameters: Annotated[int, Meta(ge=1, le=10**14)] = 1_000_000
     """Model size where no tensor says it (atoll sim)."""
 
 
@@ -163,7 +165,8 @@ class Limits(_Section, frozen=True):
     """Patience with a peer's state transfer, in intervals of H rounds."""
     serves_max: Positive = 4
     """Peers' recoveries one learner serves at a time."""
-    members_max: Positive = 4096
+    members_max: Annotated[int, Meta(ge=1, le=4096)] = 1024
+    """Every message carries a clock with an entry a member: cost grows with the square of their number."""
 
 
 class Config(_Section, frozen=True):
@@ -206,7 +209,7 @@ def fedavg() -> Config:
 
 
 def diloco() -> Config:
-    return Config(preset="diloco", protocol=_whole(local_steps_per_round=500))
+    return Config(preset="diloco", outer_steps=1000, protocol=_whole(local_steps_per_round=500))
 
 
 def async_diloco() -> Config:
@@ -267,7 +270,7 @@ def load(
     for assignment in assignments:
         _lay_over(raw, _parse_assignment(assignment), "")
     if raw["preset"] != chosen:
-        raise ConfigError(f"key preset = {raw['preset']!r}: choose a preset by --preset or at the top of a recipe, not by --set")
+        raise ConfigError(f"key preset = {raw['preset']!r}: a preset is chosen by --preset or at the top of a recipe")
     return from_builtins(raw)
 
 
@@ -299,7 +302,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise ConfigError(f"recipe {path}: no such file") from None
-    except (IsADirectoryError, PermissionError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path}: cannot be read as UTF-8 text ({error})") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"recipe {path}: not valid TOML: {error}") from None
@@ -365,7 +368,7 @@ def _explain(error: str, raw: Any) -> str:
             kind = get_type_hints(kind).get(part, kind) if isinstance(kind, type) else kind
         elif isinstance(value, list | tuple) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]
-    if CODEC in what:
+    if "matching regex" in what:
         what = "must be fp32, bf16, int8, int4, int2, int1, e3m0, top_k:SHARE or random_drop:SHARE with a share up to 1"
     if what.startswith("Invalid enum value"):
         what = "must be one of " + ", ".join(_choices(kind))
@@ -447,6 +450,10 @@ def _cross_checks(c: Config) -> list[tuple[bool, str]]:
 def warnings(c: Config) -> list[str]:
     """Allowed, but not what the papers do: each a sentence for the user."""
     p, found = c.protocol, []
+    h = p.local_steps_per_round
+    first = next((k * h // p.fragments for k in range(1, p.fragments) if k * h // p.fragments), h)
+    if first > c.outer_steps and p.ramp == 0:
+        found.append(f"outer_steps = {c.outer_steps}: ends before anything is due (first at {first}), so nothing will be merged")
     if c.outer.apply_outer_optimizer_to == "all_floating":
         found.append("outer.apply_outer_optimizer_to = 'all_floating' gives buffers outer momentum: an experiment, not DiLoCo")
     if not c.inner.preserve_optimizer_state:

@@ -77,9 +77,9 @@ def learner_stops_without_a_word(patch: pytest.MonkeyPatch) -> None:
 def tokens_are_merged_twice(patch: pytest.MonkeyPatch) -> None:
     right = Ledger.merged
 
-    def merged(self: Ledger, learner: int, fragment: int, tokens: int, version: int) -> None:
+    def merged(self: Ledger, *contribution: Any) -> None:
         before = self._merged
-        right(self, learner, fragment, tokens, version)
+        right(self, *contribution)
         self._merged += self._merged - before
 
     patch.setattr(Ledger, "merged", merged)

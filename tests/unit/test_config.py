@@ -141,7 +141,7 @@ def test_unknown_preset_is_refused_with_the_presets_there_are() -> None:
         ("outer.outer_momentum=1.0", "key outer.outer_momentum = 1.0: expected `float` < 1.0"),
         ("inner.accumulate=0", "key inner.accumulate = 0: expected `int` >= 1"),
         ("inner.preserve_optimizer_state=maybe", "key inner.preserve_optimizer_state = 'maybe': expected `bool`, got `str`"),
-        ("cluster.up_gbit=0", "key cluster.up_gbit = 0: expected `float` > 0.0"),
+        ("cluster.up_gbit=0", "key cluster.up_gbit = 0: expected `float` >= 1e-06"),
         ("cluster.slow_factor=0.9", "key cluster.slow_factor = 0.9: expected `float` >= 1.0"),
         ("limits.versions_max=1", "key limits.versions_max = 1: expected `int` >= 2"),
         ("protocol.merge=median", "key protocol.merge = 'median': must be one of 'mean', 'rda'"),
@@ -166,7 +166,7 @@ def test_bad_word_for_a_quorum_is_refused_in_the_users_words() -> None:
 
 def test_bad_number_inside_an_array_is_refused_with_the_number() -> None:
     sentence = refusal("inner.betas=[0.9, 2.0]")
-    assert "inner.betas" in sentence and "2.0" in sentence and "<= 1.0" in sentence
+    assert "inner.betas" in sentence and "2.0" in sentence and "< 1.0" in sentence
 
 
 def test_bad_length_of_an_array_is_refused_with_the_array() -> None:
@@ -368,7 +368,7 @@ def test_toml_of_a_changed_config_loads_back_as_the_same_config(tmp_path: Path) 
 
 @settings(deadline=None)
 @given(
-    st.floats(0.0, 1.0), st.floats(1e-300, 1e300), st.text(max_size=20), st.lists(st.integers(1, 10**9), min_size=4, max_size=4)
+    st.floats(0.0, 1.0), st.floats(1e-300, 1e3), st.text(max_size=20), st.lists(st.integers(1, 10**9), min_size=4, max_size=4)
 )
 def test_toml_keeps_every_number_and_word_exactly(alpha: float, rate: float, corpus: str, sizes: list[int]) -> None:
     config = load(overrides={

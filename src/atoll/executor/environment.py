@@ -34,12 +34,16 @@ def cpu_capability() -> str:
     return f"{torch.backends.cpu.get_cpu_capability()}, {kernels}"
 
 
-def mismatches(header_threads: int, header_torch: str, header_cpu: str, header_code: str) -> list[str]:
-    """Why the bits may differ here from those on the tape."""
+def mismatches(
+    header_threads: int, header_torch: str, header_cpu: str, header_code: str, *, decisions_only: bool = False
+) -> list[str]:
+    """Why the bits may differ here from those on the tape. Decisions depend on the code alone."""
     pairs = [
         ("thread count", header_threads, torch.get_num_threads()),
         ("torch", header_torch, str(torch.__version__)),
         ("CPU capability", header_cpu, cpu_capability()),
         ("code", header_code, code_version()),
     ]
+    if decisions_only:
+        pairs = pairs[-1:]
     return [f"{what}: {taped} on the tape, {here} here" for what, taped, here in pairs if taped != here]

@@ -79,6 +79,8 @@ def language_workbench(config: Config) -> Workbench:
     stream = Stream(data, config.seed, config.learners, max(sizes), d.seq_len)
     heldout = heldout_batches(data, d.batch_size, d.seq_len, d.heldout_batches)
     numbers = dict(SIZES["nano"]) | {"vocab": tokenizer.vocab_size, "context": d.seq_len} | config.model.numbers
+    if int(numbers["vocab"]) < tokenizer.vocab_size:
+        raise ConfigError(f"key model.numbers.vocab = {numbers['vocab']}: the tokenizer has {tokenizer.vocab_size} entries")
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
 
     def build() -> nn.Module:

@@ -457,7 +457,6 @@ class LearnerMachine:
 
     def _loaded(self, ticket: int, source: WorkerId) -> None:
         self._has_state = True
-        self._recorded = self._marker  # whatever snapshot is open, a newcomer is not of it
         self._errand.end()
         self._send(Loaded(ticket, source, self.counters.local_step, tuple(self.held)))
 
@@ -477,6 +476,8 @@ class LearnerMachine:
         if not self._has_state:
             self._entering = None
             return
+        if self.phase == JOINING:
+            self._recorded = self._marker  # its state is younger than any snapshot that is open: it is not of it
         self._record()
         self._take_position(self._entering)
         if self.phase == JOINING:

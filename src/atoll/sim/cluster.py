@@ -15,7 +15,7 @@ from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.executor.hands import Blob, Hands
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
-from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId, nanos, seconds
+from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId, nanos, seconds, worker_name
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import (
@@ -24,6 +24,7 @@ from atoll.protocol.vocabulary import (
     Envelope,
     Event,
     InnerStep,
+    Poisoned,
     Received,
     Refuse,
     Send,
@@ -80,6 +81,7 @@ class Cluster:
         self._learner_machine = learner_machine
         self._workers = {w: _Worker(w) for w in (SYNCER, *range(config.learners))}
         self._syncer_log: list[tuple[Event, Nanos]] = []
+        self._poisoned = ""
         self.events = 0
 
     # ------------------------------------------------------------ running
@@ -116,7 +118,7 @@ class Cluster:
                 raise RunFailed(f"time stands still at {seconds(instant):.6f} s: workers answer each other for ever")
             if limit is not None and self.world.now > limit:
                 reached = f"outer step {self.syncer.outer_step} of {self.config.outer_steps}"
-                raise RunFailed(f"no more than {reached} after {until_seconds:.0f} virtual seconds")
+                raise RunFailed(f"no more than {reached} after {until_seconds:.0f} virtual seconds{self._poisoned}")
         self._drain()
 
     def _drain(self) -> None:
@@ -183,6 +185,8 @@ class Cluster:
         now = self.world.now
         effects = machine.on(event, now)
         self.events += 1
+        if isinstance(event, Poisoned):
+            self._poisoned = f"; {worker_name(w.worker)}'s {event.where} held NaN or Inf: lower inner.learning_rate"
         if w.worker == SYNCER:
             self._syncer_log.append((event, now))
         for observe in self._observers:

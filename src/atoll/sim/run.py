@@ -54,7 +54,7 @@ def run_virtual(
         bench = language_workbench(config)
     hands = TensorHands(bench) if bench else None
     first = bench.evaluate_theta(*hands.disk.theta()) if bench and hands else None
-    writer = _open_tape(directory, config, header_for(config, plan, bench)) if directory else None
+    writer = _open_tape(directory, config, plan, header_for(config, plan, bench)) if directory else None
     watching: list[Observer] = [writer.append] if writer else []
     cluster = Cluster(config, plan=plan, hands_for=hands, observers=[*watching, *observers])
     cluster.run(until_seconds=limit_seconds if limit_seconds is not None else patience(config, plan))
@@ -79,13 +79,14 @@ def _transfer_seconds(config: Config) -> float:
     return config.cluster.parameters * 32 * 2 / (min(config.cluster.up_gbit, config.cluster.down_gbit) * 1e9)
 
 
-def _open_tape(directory: Path, config: Config, header: Header) -> TapeWriter:
+def _open_tape(directory: Path, config: Config, plan: Plan, header: Header) -> TapeWriter:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"--out {directory}: cannot be made a directory ({error.strerror})") from None
     writer = TapeWriter.create(directory / "run.tape", header)
     (directory / "config.toml").write_text(to_toml(config), encoding="utf8")
+    (directory / "plan.toml").write_text(plan.to_toml(), encoding="utf8")
     return writer
 
 
@@ -94,19 +95,29 @@ def _save_theta(path: Path, bench: Workbench, hands: TensorHands) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(model).items()}, path)
 
 
+def doubts_about(tape: Tape, bench: Workbench | None) -> list[str]:
+    """Why decisions or bits may differ here from those on the tape."""
+    h = tape.header
+    found = mismatches(h.threads, h.torch_version, h.cpu_capability, h.code_version, decisions_only=bench is None)
+    if bench is not None and bench.fingerprint != h.data_fingerprint:
+        found.append(f"data: fingerprint {h.data_fingerprint[:12]} on the tape, {bench.fingerprint[:12]} here")
+    return found
+
+
 def replay_run(
-    tape: Tape, *, weights: bool, progress: Callable[[int], None] | None = None
+    tape: Tape, *, weights: bool, progress: Callable[[int], None] | None = None, doubt: Callable[[str], None] | None = None
 ) -> tuple[Outcome, str | None, list[str]]:
-    """Decisions, and with `weights` every Theta. Returns the outcome, Theta's digest, and why bits might differ here."""
-    if not weights:
-        return replay(tape, progress=progress), None, []
-    header = tape.header
-    if not header.tensors:
+    """Decisions, and with `weights` every Theta. What speaks against equal bits is told (`doubt`) before the replay, so
+    that a difference finds its explanation beside it."""
+    if weights and not tape.header.tensors:
         raise UserError(f"tape {tape.path}: nothing was trained on it (atoll sim); replay it without --weights")
-    bench = language_workbench(msgspec.convert(header.config, Config))
-    doubts = mismatches(header.threads, header.torch_version, header.cpu_capability, header.code_version)
-    if bench.fingerprint != header.data_fingerprint:
-        doubts.append(f"data: fingerprint {header.data_fingerprint[:12]} on the tape, {bench.fingerprint[:12]} here")
+    bench = language_workbench(msgspec.convert(tape.header.config, Config)) if weights else None
+    doubts = doubts_about(tape, bench)
+    if doubt is not None:
+        for sentence in doubts:
+            doubt(sentence)
+    if bench is None:
+        return replay(tape, progress=progress), None, doubts
     hands: Any = TensorHands(bench)
     outcome = replay(tape, hands, progress)
     return outcome, hands.disk.theta_sha256(), doubts

@@ -14,9 +14,10 @@ import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from atoll.errors import TapeError
 from atoll.ids import Nanos, WorkerId
@@ -32,7 +33,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     code_version: str
     data_fingerprint: str
-    threads: int
+    threads: Annotated[int, Meta(ge=1, le=4096)]
     dtype: str
     torch_version: str
     cpu_capability: str
@@ -83,6 +84,8 @@ class TapeWriter:
             return cls(path.open("xb"), header, flush_each=flush_each)
         except FileExistsError:
             raise TapeError(f"tape {path}: exists already; a tape is never overwritten, choose another --out") from None
+        except OSError as error:
+            raise TapeError(f"tape {path}: cannot be written ({error.strerror})") from None
 
     def append(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
         self.count += 1
@@ -166,7 +169,11 @@ class Tape:
         self.cut = True
 
     def _check_footer(self, body: bytes, number: int, rest: bytes) -> None:
-        if msgspec.json.decode(body, type=_FooterLine).end != number or rest:
+        try:
+            end = msgspec.json.decode(body, type=_FooterLine).end
+        except msgspec.DecodeError:
+            end = -1
+        if end != number or rest:
             raise TapeError(f"tape {self.path}: the footer after record {number} does not fit")
 
 

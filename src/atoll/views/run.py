@@ -13,6 +13,8 @@ from atoll.protocol.ledger import Fates
 from atoll.protocol.vocabulary import (
     Effect,
     Event,
+    Finished,
+    FixParticipants,
     Hello,
     Loaded,
     Merge,
@@ -77,10 +79,13 @@ class RunView:
             if isinstance(event.envelope.body, Report):
                 self._report(event.envelope.sender, event.envelope.incarnation, event.envelope.body)
         elif isinstance(event, Stored):
-            self.outer_step = event.outer_step
             self.participants[self._merging.pop(event.outer_step, 0)] += 1
         for effect in effects:
-            if isinstance(effect, Merge):
+            if isinstance(effect, FixParticipants):
+                self.outer_step = max(self.outer_step, effect.outer_step - 1)
+            elif isinstance(effect, Finished):
+                self.outer_step = effect.outer_step
+            elif isinstance(effect, Merge):
                 self._merging[effect.outer_step] = len(effect.shares)
             elif isinstance(effect, Recovered) and self.outer_step > 0:
                 moved = self._loaded_bytes.pop(effect.learner, 0)
