@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import msgspec
 
 from atoll.config import Config, from_builtins
-from atoll.errors import ReplayDiverged, TapeError
+from atoll.errors import ConfigError, ReplayDiverged, TapeError
 from atoll.ids import SYNCER, Nanos, WorkerId, seconds, worker_name
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
@@ -51,7 +51,7 @@ def replay(
     """Stops at the first difference with its story."""
     try:
         config = from_builtins(tape.header.config)
-    except Exception as error:
+    except ConfigError as error:
         raise TapeError(f"tape {tape.path}: the config in its header is refused: {error}") from None
     machines: dict[WorkerId, Machine] = {}
     hands: dict[WorkerId, Hands] = {}
