@@ -17,7 +17,7 @@ from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import LEFT as FATE_LEFT
 from atoll.protocol.ledger import LOST as FATE_LOST
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
+from atoll.protocol.membership import JOINING, Member, Roster
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -67,7 +67,7 @@ class Admission:
         member.reported = body.local_step
         self._ledger.trained(learner, body.tokens)
         self._versions.restart_channel(member, body.held)
-        self._clear_joining(member)
+        self.forget_joining(member)
         stand(self._desk, member, "hello", body.reason)
         member.joined_at, member.join_reason = self._desk.now, body.reason
         if body.needs_state:
@@ -174,7 +174,7 @@ class Admission:
     def lost(self, member: Member, reason: str) -> None:
         member.connected = False
         member.lost_at = self._desk.now
-        self._clear_joining(member)
+        self.forget_joining(member)
         stand(self._desk, member, "lost", reason)
         self._replace_source(member.learner)
 
@@ -182,7 +182,7 @@ class Admission:
         stand(self._desk, member, "left", reason)
         self._ledger.closed(member.learner, FATE_LEFT)
         self.release_leases(member)
-        self._clear_joining(member)
+        self.forget_joining(member)
         self._replace_source(member.learner)
 
     def silent(self, member: Member, reason: str) -> None:
@@ -190,7 +190,7 @@ class Admission:
         self._replace_source(member.learner)
 
     def recover(self, member: Member, reason: str) -> None:
-        self._clear_joining(member)
+        self.forget_joining(member)
         stand(self._desk, member, "recover", reason)
         self._desk.send(member.learner, Recover(reason))
         self._replace_source(member.learner)
@@ -218,7 +218,7 @@ class Admission:
         self._send_theta(member, why)
 
     @staticmethod
-    def _clear_joining(member: Member) -> None:
+    def forget_joining(member: Member) -> None:
         member.entering = member.wants_ticket = False
         member.peer, member.ticket, member.join_deadline = -1, 0, None
         member.tried = set()
@@ -230,5 +230,3 @@ def stand(desk: Desk, member: Member, trigger: str, reason: str) -> None:
     if member.standing != before:
         desk.emit(Membership(member.learner, member.standing, reason))
 
-
-__all__ = ["IN_SYNC", "JOINING", "LEFT", "LOST", "SILENT", "Admission", "stand"]

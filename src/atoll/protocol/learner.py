@@ -236,8 +236,6 @@ class LearnerMachine:
     # ------------------------------------------------------------ a step boundary
 
     def _step_done(self, event: StepDone) -> None:
-        if self.phase == DONE:
-            return  # it said goodbye in the middle of this step
         self.counters.trained(event.tokens, event.samples)
         self._desk.mailbox.advance(self.counters.local_step)
         self.position += 1

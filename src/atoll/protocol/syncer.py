@@ -534,5 +534,5 @@ class SyncerMachine:
             if member.connected:
                 member.connected = False
                 member.lost_at = self._desk.now
-                self.admission._clear_joining(member)
+                self.admission.forget_joining(member)
                 stand(self._desk, member, "lost", "the syncer restarted")

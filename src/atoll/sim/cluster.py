@@ -159,9 +159,6 @@ class Cluster:
     def is_up(self, worker: WorkerId) -> bool:
         return self._workers[worker].alive
 
-    def is_paused(self, worker: WorkerId) -> bool:
-        return self._workers[worker].paused > 0
-
     def arrive(self, envelope: Envelope, blob: Blob | None) -> None:
         if blob is None:
             self.happen(envelope.receiver, Received(envelope, 0))
