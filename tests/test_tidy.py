@@ -23,9 +23,13 @@ ROOMS: dict[str, set[str]] = {
     "chaos": BELOW,
     "workload": BELOW | {"config"},
     "executor": BELOW | {"config", "rules", "protocol", "tensors", "codecs", "workload"},
+    "transport": BELOW,
     "sim": BELOW | {"config", "rules", "protocol", "tape", "chaos", "executor", "tensors"},
+    "runtime": BELOW
+    | {"config", "rules", "protocol", "tape", "chaos", "executor", "tensors", "codecs", "transport", "workload", "views"},
     "views": BELOW | {"config", "protocol", "tape"},
-    "cli": BELOW | {"config", "protocol", "tape", "chaos", "views", "sim", "executor"},
+    "cli": BELOW | {"config", "protocol", "tape", "chaos", "views", "sim", "executor", "runtime", "transport"},
+    "__main__": {"cli"},
 }
 """A room imports itself and what its row names: the table of ARCHITECTURE.md."""
 

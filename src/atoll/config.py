@@ -27,6 +27,8 @@ Above0 = Annotated[float, Meta(gt=0.0, le=1e9)]
 Seconds = Annotated[float, Meta(gt=0.0, le=1e9)]
 Below1 = Annotated[float, Meta(ge=0.0, lt=1.0)]
 ALL: Literal["all"] = "all"
+CUSTOM = "custom"
+"""A model the syncer has no code of: the first learner to join brings its shapes and initial weights."""
 CODEC = r"^(fp32|bf16|int8|int4|int2|int1|e3m0|(top_k|random_drop):(0?\.\d*[1-9]\d*|1(\.0*)?))$"
 CodecName = Annotated[str, Meta(pattern=CODEC, description="fp32 bf16 int8 int4 int2 int1 e3m0 top_k:SHARE random_drop:SHARE")]
 
@@ -109,6 +111,8 @@ class Inner(_Section, frozen=True):
 
 class Model(_Section, frozen=True):
     name: str = "decoder"
+    """`decoder`; `custom`: whatever the first learner brings (atoll.join); or package.module:function, which each
+    learner and the syncer must allow by --allow-model."""
     numbers: dict[str, int | float | bool] = {}
     dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -163,6 +167,16 @@ class Limits(_Section, frozen=True):
     """Deadline of a pull before any was measured."""
     recovery_intervals: Above0 = 8.0
     """Patience with a peer's state transfer, in intervals of H rounds."""
+    suspicions_max: Positive = 3
+    """Updates in a row with a norm far beyond the usual that send a learner into recovery; each of them is refused."""
+    outlier_factor: Annotated[float, Meta(gt=1.0, le=1e9)] = 100.0
+    """A contribution whose norm exceeds the running median of its fragment by this factor is refused."""
+    tokens_per_step_max: Annotated[int, Meta(ge=0, le=10**12)] = 0
+    """0: as the data section says."""
+    leave_seconds: Above0 = 20.0
+    """How long a learner that was asked to stop goes on, to deliver the fragments due soonest."""
+    snapshots_kept: Positive = 3
+    """Newest snapshots that stay on disk."""
     serves_max: Positive = 4
     """Peers' recoveries one learner serves at a time."""
     members_max: Annotated[int, Meta(ge=1, le=4096)] = 1024

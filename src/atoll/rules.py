@@ -13,7 +13,7 @@ from statistics import median
 
 import msgspec
 
-from atoll.config import ALL, Config
+from atoll.config import ALL, CUSTOM, Config
 from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep
 
 # ---------------------------------------------------------------- schedule
@@ -53,6 +53,16 @@ class Schedule:
             return ()
         policy = self.policy(outer_step)
         return _due_table(self.fragments, policy.interval)[(outer_step - policy.start) % policy.interval]
+
+
+    def next_due(self, outer_step: OuterStep) -> OuterStep:
+        """The first outer step from here on at which anything is due."""
+        while not self.due(outer_step):
+            outer_step += 1
+        return outer_step
+
+    def due_between(self, first: OuterStep, last: OuterStep) -> set[FragmentId]:
+        return {p for outer_step in range(first, last + 1) for p in self.due(outer_step)}
 
 
 @lru_cache(maxsize=256)
@@ -144,6 +154,17 @@ def learner_overlap(config: Config, policy: Policy, learner: LearnerId) -> int:
     """tau may differ per learner where adoption is exact."""
     per_learner = config.protocol.overlap_by_learner
     return per_learner[learner] if per_learner and policy.exact and learner < len(per_learner) else policy.overlap
+
+
+def tokens_per_step_max(config: Config) -> int:
+    """The most tokens one inner step can hold: what a learner's counters are bounded by. A user's own loop counts as it
+    likes, so there the recipe says it."""
+    if config.limits.tokens_per_step_max:
+        return config.limits.tokens_per_step_max
+    if config.model.name == CUSTOM:
+        return 10**12
+    d = config.data
+    return max(d.samples_by_learner or (d.batch_size,)) * d.seq_len * config.inner.accumulate
 
 
 # ---------------------------------------------------------------- the inner learning rate

@@ -10,6 +10,7 @@ from typing import Any
 
 from atoll.config import Config, load
 from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, WorkerId
+from atoll.protocol.causality import lane_of
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import (
@@ -74,16 +75,16 @@ def of(effects: Sequence[Effect], *kinds: type) -> list[Any]:
 
 
 class _Fifo:
-    """Every (incarnation, receiver) counts from zero without gaps."""
+    """Every lane of every (incarnation, receiver) counts from zero without gaps."""
 
     def __init__(self) -> None:
-        self._next: dict[tuple[int, WorkerId], int] = {}
+        self._next: dict[tuple[int, WorkerId, int], int] = {}
 
     def check(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Send):
                 e = effect.envelope
-                key = (e.incarnation, e.receiver)
+                key = (e.incarnation, e.receiver, lane_of(e.body))
                 assert e.seq == self._next.get(key, 0), f"channel {key} jumps to {e.seq}"
                 self._next[key] = e.seq + 1
 
@@ -93,7 +94,8 @@ class Cast:
 
     def __init__(self, config: Config) -> None:
         self.incarnation = 0
-        self.seq = 0
+        self.seq = [0, 0]
+        """Next in each lane."""
         self.session = 0
         self.local_step = 0
         self.position = 0
@@ -130,8 +132,9 @@ class SyncerStage:
 
     def hears(self, learner: LearnerId, body: Message, at: Nanos | None = None, flaw: str = "") -> list[Effect]:
         actor = self.cast.setdefault(learner, Cast(self.config))
-        envelope = Envelope(learner, actor.incarnation, SYNCER, actor.seq, (), body)
-        actor.seq += 1
+        lane = lane_of(body)
+        envelope = Envelope(learner, actor.incarnation, SYNCER, actor.seq[lane], (), body)
+        actor.seq[lane] += 1
         return self.on(Received(envelope, 0, flaw), at)
 
     def passes(self, at: Nanos) -> list[Effect]:
@@ -227,7 +230,7 @@ class LearnerStage:
         self.machine = LearnerMachine(config, learner, incarnation)
         self.learner = learner
         self.now: Nanos = 0
-        self._seq: dict[WorkerId, int] = {}
+        self._seq: dict[tuple[WorkerId, int], int] = {}
         self._fifo = _Fifo()
         self.syncer_clock = 0
         self.on(Started(incarnation))
@@ -239,8 +242,9 @@ class LearnerStage:
         return effects
 
     def hears(self, body: Message, sender: WorkerId = SYNCER, at: Nanos | None = None) -> list[Effect]:
-        seq = self._seq.get(sender, 0)
-        self._seq[sender] = seq + 1
+        channel = (sender, lane_of(body))
+        seq = self._seq.get(channel, 0)
+        self._seq[channel] = seq + 1
         clock = (self.syncer_clock,) if sender == SYNCER else ()
         return self.on(Received(Envelope(sender, 0, self.learner, seq, clock, body), 0), at)
 

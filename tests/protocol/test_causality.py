@@ -7,8 +7,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.ids import SYNCER
-from atoll.protocol.causality import OPENERS, Mailbox, merge_clocks
-from atoll.protocol.vocabulary import Envelope, Hello, Message, StateRequest, StateTransfer, Tick, Welcome
+from atoll.protocol.causality import OPENERS, Mailbox, may_overtake, merge_clocks
+from atoll.protocol.vocabulary import (
+    Announce,
+    Enter,
+    Envelope,
+    Hello,
+    Message,
+    Report,
+    StateRequest,
+    StateTransfer,
+    Tick,
+    Welcome,
+)  # fmt: skip
 
 HELLO = Hello((0,), 0, 0, False, (), 0, "joins")
 
@@ -40,11 +51,50 @@ def test_gap_is_refused_and_the_missing_one_is_still_taken(box: Mailbox) -> None
     assert box.refusal(from_learner(1)) is None
 
 
-@pytest.mark.parametrize("body", [HELLO, Welcome(0), StateRequest(1), StateTransfer(1, 0, (), ())])
+@pytest.mark.parametrize("body", [HELLO, Welcome(0), StateRequest(1)])
 def test_opener_may_jump_a_gap(box: Mailbox, body: Message) -> None:
     assert isinstance(body, OPENERS)
     assert box.refusal(from_learner(7, body)) is None
     assert box.refusal(from_learner(8)) is None
+
+
+def test_opener_with_bytes_jumps_the_gap_of_its_own_lane(box: Mailbox) -> None:
+    assert box.refusal(from_learner(7, StateTransfer(1, 0, (), ()))) is None
+    assert box.refusal(from_learner(8, StateTransfer(2, 0, (), ()))) is None
+    assert box.refusal(from_learner(1)) is None
+
+
+BYTES = Announce(1, 0, -1, ())
+
+
+def test_lanes_are_numbered_apart_and_bulk_follows_what_was_said_before_it() -> None:
+    ours = Mailbox(SYNCER, 0, 2)
+    sealed = [ours.seal(0, body) for body in (Welcome(0), BYTES, Tick(1), Enter(1, 0), BYTES)]
+    assert [(e.seq, e.after) for e in sealed] == [(0, 0), (0, 1), (1, 0), (2, 1), (1, 3)]
+    assert [may_overtake(e) for e in sealed] == [False, False, True, False, False]
+
+
+def test_tick_may_overtake_bytes_and_enter_may_not() -> None:
+    ours, theirs = Mailbox(SYNCER, 0, 2), Mailbox(0, 0, 2)
+    welcome, bulk, tick, enter = (ours.seal(0, body) for body in (Welcome(0), BYTES, Tick(1), Enter(1, 0)))
+    assert theirs.refusal(bulk) == "incarnation 0 did not open its channel"
+    assert [theirs.refusal(e) for e in (welcome, tick)] == [None, None]
+    assert theirs.refusal(enter) == "it follows 1 messages of the other lane, of which 0 have come"
+    assert [theirs.refusal(e) for e in (bulk, enter)] == [None, None]
+
+
+def test_report_that_returns_a_marker_keeps_its_place() -> None:
+    ours = Mailbox(0, 0, 2)
+    ours.seal(SYNCER, StateTransfer(1, 0, (), ()))
+    plain, marks, again = (ours.seal(SYNCER, Report(1, 1, 0, 8, 1, 5, 0, 0, 0, (), marker, None)) for marker in (0, 4, 4))
+    assert [e.after for e in (plain, marks, again)] == [0, 1, 0]
+
+
+def test_opener_makes_up_for_bytes_lost_with_the_connection_before() -> None:
+    ours, theirs = Mailbox(SYNCER, 0, 2), Mailbox(0, 0, 2)
+    assert theirs.refusal(ours.seal(0, Welcome(0))) is None
+    ours.seal(0, BYTES)
+    assert [theirs.refusal(ours.seal(0, body)) for body in (Welcome(0), BYTES)] == [None, None]
 
 
 def test_newer_incarnation_must_open_its_channel(box: Mailbox) -> None:

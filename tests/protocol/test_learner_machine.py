@@ -641,7 +641,7 @@ def test_marker_seen_records_at_the_boundary_before_adopting_and_returns_with_th
     stage.announced(2, 0, previous=0)
     effects = stage.steps()
     assert [type(e).__name__ for e in effects][:2] == ["RecordState", "Adopt"]
-    assert of(effects, RecordState) == [RecordState(2)]
+    assert [e.snapshot for e in of(effects, RecordState)] == [2]
     (report,) = sent(effects, kind=Report)
     assert report.snapshot == 2  # type: ignore[union-attr]
 
@@ -710,13 +710,47 @@ def test_whatever_happens_after_the_end_changes_nothing(late: Event) -> None:
     assert stage.hears(Pull(41, (1,))) == stage.hears(Recover("x")) == []
 
 
-def test_asked_to_leave_says_goodbye() -> None:
-    stage = serving()
+def test_asked_to_leave_with_nothing_to_deliver_says_goodbye_at_once() -> None:
+    stage = LearnerStage(arrival())
+    stage.enters()
     assert sent(stage.on(LeaveAsked("asked to stop"))) == [Goodbye("asked to stop")]
+
+
+def test_asked_to_leave_goes_once_every_fragment_was_merged_again() -> None:
+    stage = serving()
+    fragments = range(stage.config.protocol.fragments)
+    assert sent(stage.on(LeaveAsked("asked to stop"))) == []
+    assert of(stage.steps(), InnerStep)
+    known = stage.machine.outer_known
+    told = [sent(stage.announced(known + 1 + p, p, merged=(stage.learner,))) for p in fragments]
+    assert told == [[]] * (len(told) - 1) + [[Goodbye("asked to stop")]]
+
+
+def test_asked_to_leave_goes_after_its_time_is_up_and_not_before() -> None:
+    stage = serving()
+    stage.on(LeaveAsked("asked to stop"), 10 * MS)
+    by = 10 * MS + 20_000 * MS
+    assert stage.machine.deadline() == by
+    assert sent(stage.on(DeadlinePassed(), by - 1)) == []
+    assert sent(stage.on(DeadlinePassed(), by)) == [Goodbye("asked to stop")]
+    assert stage.machine.deadline() is None
+
+
+def test_asked_twice_goes_at_once() -> None:
+    stage = serving()
+    stage.on(LeaveAsked("asked to stop"))
+    assert sent(stage.on(LeaveAsked("asked again"))) == [Goodbye("asked again")]
+
+
+def test_leaving_learner_that_should_recover_goes() -> None:
+    stage = serving()
+    stage.on(LeaveAsked("asked to stop"))
+    assert sent(stage.hears(Recover("its versions were forgotten"))) == [Goodbye("asked to stop")]
 
 
 def test_step_that_ends_after_goodbye_neither_reports_nor_steps_on() -> None:
     stage = serving()
+    stage.on(LeaveAsked("asked to stop"))
     stage.on(LeaveAsked("asked to stop"))
     effects = stage.steps()
     assert of(effects, InnerStep) == [] and sent(effects) == []

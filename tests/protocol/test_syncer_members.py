@@ -104,7 +104,7 @@ def test_join_with_the_wrong_ticket_is_not_let_in() -> None:
     s = SyncerStage(arrival(2))
     s.hello(0)
     assert s.hears(0, loaded(99)) == []
-    assert s.hears(0, loaded(1, held=(0,))) == []
+    assert s.hears(0, loaded(1, held=(0,))) == [Refuse(0, "Loaded names what cannot be", True)]
     member = s.machine.roster.get(0)
     assert member is not None and member.standing == JOINING
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from atoll.codecs.choice import available_kernels, kernels, kernels_in_use
 from atoll.codecs.layout import BLOCK, CODECS
 from atoll.codecs.packet import Packet
-from atoll.codecs.registry import Codec, codec, encode_with_feedback
+from atoll.codecs.registry import Codec, UncheckedCodec, codec, encode_with_feedback
 
 __all__ = [
     "BLOCK",
     "CODECS",
     "Codec",
     "Packet",
+    "UncheckedCodec",
     "available_kernels",
     "codec",
     "encode_with_feedback",

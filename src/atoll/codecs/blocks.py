@@ -126,8 +126,10 @@ def per_element(per_block: Tensor, numel: int) -> Tensor:
 
 
 def constant(value: float, device: torch.device, dtype: torch.dtype = torch.int8) -> Tensor:
-    """A one-element operand. A Python number is wrapped at every call, which on bytes costs as much as the work."""
-    return torch.tensor([value], dtype=dtype, device=device)
+    """A one-element operand. A Python number is wrapped at every call, which on bytes costs as much as the work.
+
+    Filled in place: `torch.tensor` would copy it from the host, and on CUDA the host waits for such a copy."""
+    return torch.full((1,), value, dtype=dtype, device=device)
 
 
 class BitPacker:

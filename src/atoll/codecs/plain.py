@@ -47,6 +47,15 @@ class PlainCodec:
         # A packet is a snapshot: the caller goes on training in x.
         return Packet(self.name, x.numel(), x.to(dtype, copy=True), None)
 
+    def encode_unchecked(self, x: Tensor) -> tuple[Packet, Tensor]:
+        """What `encode` gives, and whether x was finite: a bool on x's device that the caller has to look at before the
+        packet leaves. Nothing here waits for a device; the price is that bf16 always pays for the clamp."""
+        require_vector(x, "x")
+        finite = torch.isfinite(torch.stack(torch.aminmax(x))).all() if x.numel() else x.new_ones((), dtype=torch.bool)
+        if not self.lossless:
+            x = x.clamp(-_BF16_MAX, _BF16_MAX)
+        return Packet(self.name, x.numel(), x.to(layout(self.name, x.numel()).code_dtype, copy=True), None), finite
+
     def decode(self, packet: Packet) -> Tensor:
         require_codec(packet.codec, self.name)
         return packet.codes.to(torch.float32, copy=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,15 @@ class Codec(Protocol):
 
     def error_bound(self, x: Tensor) -> Tensor:
         """Elementwise upper bound of |decode(encode(x)) - x| when rounding to nearest."""
+        ...
+
+
+@runtime_checkable
+class UncheckedCodec(Codec, Protocol):
+    """A codec that can encode where it must not wait for the device: it says whether x was finite, and raises nothing."""
+
+    def encode_unchecked(self, x: Tensor) -> tuple[Packet, Tensor]:
+        """The packet of `encode(x)`, to the byte, and a bool tensor on x's device. False: the packet is garbage."""
         ...
 
 

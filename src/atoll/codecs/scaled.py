@@ -68,6 +68,15 @@ class Scaled:
             raise NotFinite(f"the tensor to encode as {self.name}")
         return Packet(self.name, x.numel(), codes, scales)
 
+    def encode_unchecked(self, x: Tensor) -> tuple[Packet, Tensor]:
+        """What `encode` gives, to nearest, and whether x was finite: a bool on x's device that the caller has to look at
+        before the packet leaves, because codes and scales are garbage where it is false. On CUDA no step of this waits
+        for the device (int1's scales do; nobody encodes them there, since their sums depend on the order)."""
+        require_vector(x, "x")
+        codes = torch.empty(layout(self.name, x.numel()).codes, dtype=torch.int8, device=x.device)
+        scales = self._quantise(x, codes, None)
+        return Packet(self.name, x.numel(), codes, scales), torch.isfinite(scales).all()
+
     def _quantise(self, x: Tensor, codes: Tensor, rng: torch.Generator | None) -> Tensor:
         """Fills codes and gives the scales."""
         stat = torch.empty(block_count(x.numel()), dtype=torch.float32, device=x.device)

@@ -23,6 +23,14 @@ class Blob:
         self.content = content
 
 
+SUSPECT = "the norm"
+"""How a flaw begins that is a matter of degree."""
+
+
+def is_suspect(flaw: str) -> bool:
+    return flaw.startswith(SUSPECT)
+
+
 class Hands(Protocol):
     def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
         """Carry an effect out; `blob` came with the message being handled. Returns what happened, if anything did.

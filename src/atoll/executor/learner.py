@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,17 +13,18 @@ from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.errors import NotFinite
 from atoll.executor.hands import Blob
 from atoll.executor.inner import build_optimizer, optimizer_step
-from atoll.executor.shelf import Shelf
 from atoll.executor.workbench import Workbench
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
+    Announce,
     Contribution,
     Effect,
     Event,
     InnerStep,
     Keep,
+    LoadSnapshot,
     LoadState,
     LoadTheta,
     Message,
@@ -31,6 +32,7 @@ from atoll.protocol.vocabulary import (
     RecordState,
     Send,
     Stage,
+    Stance,
     StateTransfer,
     StepDone,
     Unstage,
@@ -41,8 +43,19 @@ from atoll.tensors.outer import mix
 from atoll.workload.seeds import generator
 
 
+class StateShelf(Protocol):
+    """Where a learner's side of snapshots goes and comes from."""
+
+    def put_learner(self, snapshot: OuterStep, learner: LearnerId, stance: Stance, state: Any) -> None: ...
+    def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any: ...
+
+
 class TensorLearner:
-    def __init__(self, bench: Workbench, learner: LearnerId, shelf: Shelf | None = None) -> None:
+    def __init__(
+        self, bench: Workbench, learner: LearnerId, shelf: StateShelf | None = None, *, model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None, device: torch.device | None = None,
+    ) -> None:  # fmt: skip
+        """`model` and `optimizer` where a user brings their own; they are changed in place, never replaced."""
         self._bench = bench
         self._config = bench.config
         self._learner = learner
@@ -51,10 +64,11 @@ class TensorLearner:
         self._codec = codec(p.codec_up)
         self._gradients = p.contribution == "gradient"
         self._schedule = Schedule(self._config)
-        self.model = bench.build()
+        self._device = device or torch.device("cpu")
+        self.model = model if model is not None else bench.build().to(self._device)
         self._tensors = named_tensors(self.model)
         self._fragments = bench.layout.fragments
-        self.optimizer = build_optimizer(self._config, self.model.parameters())
+        self.optimizer = optimizer if optimizer is not None else build_optimizer(self._config, self.model.parameters())
         self.anchors: list[Tensor | None] = [None] * len(self._fragments)
         self._round_start: list[Tensor | None] = [None] * len(self._fragments)
         self._kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]] = {}
@@ -78,14 +92,17 @@ class TensorLearner:
             case Adopt():
                 self._adopt(effect)
             case LoadTheta():
-                self.optimizer = build_optimizer(self._config, self.model.parameters())
+                self.optimizer.state.clear()
                 self._forget_work()
             case LoadState():
                 assert blob is not None
                 self._load_state(blob.content)
-            case RecordState(snapshot=snapshot):
+            case LoadSnapshot(snapshot=snapshot):
+                assert self._shelf is not None
+                self._load_state(self._shelf.learner_state(snapshot, self._learner), resumes=True)
+            case RecordState(snapshot=snapshot, stance=stance):
                 if self._shelf is not None:
-                    self._shelf.put_learner(snapshot, self._learner, self.state(with_residuals=True))
+                    self._shelf.put_learner(snapshot, self._learner, stance, self.state(with_residuals=True))
             case _:
                 pass
         return ()
@@ -102,6 +119,8 @@ class TensorLearner:
         total = 0.0
         for micro in range(count):
             batch = bench.batch(self._learner, effect.stream, effect.batch * count + micro)
+            if self._device.type != "cpu":
+                batch = batch.to(self._device, non_blocking=True)
             loss = bench.loss(self.model, batch)
             (loss / count if count > 1 else loss).backward()
             more_tokens, more_samples = bench.count(batch)
@@ -115,10 +134,8 @@ class TensorLearner:
 
     def _freeze(self, outer_step: OuterStep) -> None:
         """FedPart: only what is due next trains."""
-        ahead = outer_step + 1
-        while not self._schedule.due(ahead):
-            ahead += 1
-        due = {slot.name for p in self._schedule.due(ahead) for slot in self._fragments[p].params}
+        fragments = self._schedule.due(self._schedule.next_due(outer_step + 1))
+        due = {slot.name for p in fragments for slot in self._fragments[p].params}
         for name, tensor in self._tensors.items():
             if name not in due and isinstance(tensor, torch.nn.Parameter):
                 tensor.grad = None
@@ -217,15 +234,19 @@ class TensorLearner:
             state["residuals"] = dict(self._residuals)
         return state
 
-    def _load_state(self, state: dict[str, Any]) -> None:
+    def _load_state(self, state: dict[str, Any], *, resumes: bool = False) -> None:
+        """A peer's, or one's own of a snapshot: then residuals belong to it, and announcements come anew."""
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(state["tensors"][name])
-        self.optimizer = build_optimizer(self._config, self.model.parameters())
+        self.optimizer.state.clear()
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.anchors = list(state["anchors"])
         self._forget_work()
         self._round_start = list(state["round_start"])
+        if resumes:
+            self._residuals = dict(state["residuals"])
+            return
         kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]] = dict(state["kept"])
         for p, mine in self._kept.items():
             if p not in kept or kept[p][0] < mine[0]:
@@ -239,6 +260,13 @@ class TensorLearner:
         self._staged.clear()
 
     def inspect(self, body: Message, blob: Blob) -> str:
+        """Bytes whose checksums fit are what was sent; but was it meant for a model of these sizes?"""
+        if isinstance(body, Announce) and isinstance(blob.content, tuple):
+            sent, buffers = blob.content
+            fragment = self._fragments[body.fragment]
+            numel = sent.numel if isinstance(sent, Packet) else sent.numel()
+            if (numel, buffers.numel()) != (fragment.numel, fragment.buffer_numel):
+                return f"fragment {body.fragment} has {fragment.numel} parameters here and {numel} there"
         return ""
 
     def blob_for(self, send: Send) -> Blob | None:

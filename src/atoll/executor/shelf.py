@@ -1,4 +1,5 @@
-"""Where a virtual run's snapshots lie: the syncer's state, each learner's, and the messages that were in flight."""
+"""Where snapshots lie: the syncer's state, each learner's, and the messages that were in flight. `Shelf` is in memory, for
+virtual runs; a live run's lie on disk (`snapshots.py`)."""
 
 from __future__ import annotations
 
@@ -6,15 +7,16 @@ from typing import Any
 
 from atoll.executor.hands import Blob
 from atoll.ids import LearnerId, OuterStep
-from atoll.protocol.vocabulary import Envelope
+from atoll.protocol.vocabulary import Books, Envelope, Stance
 
 
 class Picture:
     """One snapshot."""
 
     def __init__(self) -> None:
-        self.syncer: Any = None
-        self.learners: dict[LearnerId, Any] = {}
+        self.books: Books | None = None
+        self.versions: Any = None
+        self.learners: dict[LearnerId, tuple[Stance, Any]] = {}
         self.in_flight: list[tuple[Envelope, Blob | None]] = []
         self.sealed: tuple[LearnerId, ...] | None = None
 
@@ -22,22 +24,27 @@ class Picture:
 class Shelf:
     """Keeps the newest `keep` sealed snapshots. What comes for one that is over, or was never begun, is not taken."""
 
-    def __init__(self, keep: int = 2) -> None:
+    def __init__(self, disk: Any = None, keep: int = 2) -> None:
+        self._disk = disk
         self._keep = keep
         self.pictures: dict[OuterStep, Picture] = {}
 
-    def begin(self, snapshot: OuterStep, syncer: Any) -> None:
-        self.pictures[snapshot] = Picture()
-        self.pictures[snapshot].syncer = syncer
+    def begin(self, snapshot: OuterStep, books: Books) -> None:
+        picture = self.pictures[snapshot] = Picture()
+        picture.books = books
+        picture.versions = self._disk.copy() if self._disk is not None else None
 
     def _open(self, snapshot: OuterStep) -> Picture | None:
         picture = self.pictures.get(snapshot)
         return picture if picture is not None and picture.sealed is None else None
 
-    def put_learner(self, snapshot: OuterStep, learner: LearnerId, state: Any) -> None:
+    def put_learner(self, snapshot: OuterStep, learner: LearnerId, stance: Stance, state: Any) -> None:
         picture = self._open(snapshot)
         if picture is not None:
-            picture.learners[learner] = state
+            picture.learners[learner] = (stance, state)
+
+    def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any:
+        return self.pictures[snapshot].learners[learner][1]
 
     def put_in_flight(self, snapshot: OuterStep, envelope: Envelope, blob: Blob | None) -> None:
         picture = self._open(snapshot)

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Sequence
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from statistics import median
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from atoll.codecs import Packet, codec
 from atoll.config import Config
-from atoll.executor.hands import Blob, Hands
+from atoll.executor.hands import SUSPECT, Blob, Hands
 from atoll.executor.inner import build_optimizer, optimizer_step
 from atoll.executor.learner import TensorLearner
-from atoll.executor.shelf import Shelf
+from atoll.executor.shelf import Shelf as MemoryShelf
 from atoll.executor.workbench import Workbench
 from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, OuterStep, WorkerId
 from atoll.protocol.vocabulary import (
@@ -28,9 +31,11 @@ from atoll.protocol.vocabulary import (
     AbortRound,
     Accept,
     Announce,
+    Books,
     Contribution,
     Discard,
     Effect,
+    Envelope,
     Event,
     ForgetVersion,
     Merge,
@@ -44,7 +49,7 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
 from atoll.tensors.layout import Fragment
-from atoll.tensors.merge import mean, merge, merge_buffers
+from atoll.tensors.merge import mean, merge, merge_buffers, outlier_norm
 from atoll.tensors.outer import OuterRule, OuterState, initial_state, outer_step
 
 PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
@@ -63,20 +68,61 @@ class Version:
     """The announced difference to the version before; None where announcements are in full."""
 
 
-class Disk:
-    """What survives a killed syncer."""
+class Storage(Protocol):
+    """Where the versions of fragments lie: `Disk` in memory, `durable.DurableDisk` on disk."""
 
-    def __init__(self, bench: Workbench) -> None:
-        tensors = named_tensors(bench.build())
-        rule = outer_rule(bench.config)
-        self.versions: list[dict[OuterStep, Version]] = []
-        for fragment in bench.layout.fragments:
-            theta = read_params(tensors, fragment)
-            outer = initial_state(rule, fragment.numel) if rule else None
-            self.versions.append({0: Version(theta, read_buffers(tensors, fragment), outer, None, theta, None)})
+    def at(self, p: FragmentId, v: OuterStep) -> Version: ...
+    def announced(self, p: FragmentId, v: OuterStep) -> Tensor: ...
+    def packet(self, p: FragmentId, v: OuterStep) -> Packet | None: ...
+    def newest(self) -> list[Version]: ...
+    def put(self, t: OuterStep, versions: Mapping[FragmentId, Version]) -> None:
+        """Durable when it returns."""
+        ...
+
+    def forget(self, p: FragmentId, v: OuterStep) -> None: ...
+
+
+class Shelf(Protocol):
+    """Where the syncer's side of snapshots goes: `shelf.Shelf` in memory, `snapshots.SyncerShelf` on disk."""
+
+    def begin(self, snapshot: OuterStep, books: Books) -> None: ...
+    def put_in_flight(self, snapshot: OuterStep, envelope: Envelope, blob: Blob | None) -> None: ...
+    def seal(self, snapshot: OuterStep, learners: tuple[LearnerId, ...], complete: bool) -> None: ...
+
+
+class Disk:
+    """What survives a killed syncer. This one is memory, for virtual runs and replays; `durable.py` holds the real one."""
+
+    def __init__(self, initial: Sequence[Version]) -> None:
+        self.versions: list[dict[OuterStep, Version]] = [{0: version} for version in initial]
+
+    def at(self, p: FragmentId, v: OuterStep) -> Version:
+        return self.versions[p][v]
+
+    def announced(self, p: FragmentId, v: OuterStep) -> Tensor:
+        return self.versions[p][v].announced
+
+    def packet(self, p: FragmentId, v: OuterStep) -> Packet | None:
+        return self.versions[p][v].packet
+
+    def put(self, t: OuterStep, versions: Mapping[FragmentId, Version]) -> None:
+        for p, version in versions.items():
+            self.versions[p][t] = version
+
+    def forget(self, p: FragmentId, v: OuterStep) -> None:
+        self.versions[p].pop(v, None)
+
+    def kept(self) -> list[list[OuterStep]]:
+        return [sorted(versions) for versions in self.versions]
 
     def newest(self) -> list[Version]:
         return [versions[max(versions)] for versions in self.versions]
+
+    def copy(self) -> Disk:
+        """As it is now: versions are values, so this costs no tensor."""
+        copy = Disk(())
+        copy.versions = [dict(versions) for versions in self.versions]
+        return copy
 
     def theta(self) -> tuple[list[Tensor], list[Tensor]]:
         newest = self.newest()
@@ -84,6 +130,18 @@ class Disk:
 
     def theta_sha256(self) -> str:
         return digest([v.theta for v in self.newest()] + [v.buffers for v in self.newest()])
+
+
+def initial_versions(bench: Workbench) -> list[Version]:
+    """Version 0 of every fragment: the model as it is built."""
+    tensors = named_tensors(bench.build())
+    rule = outer_rule(bench.config)
+    versions = []
+    for fragment in bench.layout.fragments:
+        theta = read_params(tensors, fragment)
+        outer = initial_state(rule, fragment.numel) if rule else None
+        versions.append(Version(theta, read_buffers(tensors, fragment), outer, None, theta, None))
+    return versions
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
@@ -100,16 +158,39 @@ def outer_rule(config: Config) -> OuterRule | None:
     return OuterRule(optimizer=o.outer_optimizer, learning_rate=o.outer_learning_rate, momentum=o.outer_momentum, delay=o.delay)
 
 
+class Norms:
+    """What is usual for each fragment: the median of its last contributions' norms. Far beyond it is poison, or a learner
+    about to diverge; refusing one costs little, merging one may cost the run."""
+
+    WINDOW = 32
+    ENOUGH = 8
+    """Below so many norms nothing is usual yet."""
+
+    def __init__(self, fragments: int, factor: float) -> None:
+        self._factor = factor
+        self._seen: list[deque[float]] = [deque(maxlen=self.WINDOW) for _ in range(fragments)]
+
+    def objection(self, fragment: FragmentId, norm: float) -> str:
+        seen = self._seen[fragment]
+        usual = median(seen) if len(seen) >= self.ENOUGH else 0.0
+        if usual > 0 and norm > self._factor * usual:
+            return f"{SUSPECT} {norm:.3g} of fragment {fragment} is {norm / usual:.0f} times the usual {usual:.3g}"
+        seen.append(norm)
+        return ""
+
+
 class TensorSyncer:
-    def __init__(self, bench: Workbench, disk: Disk, shelf: Shelf | None = None) -> None:
-        self._config = bench.config
-        self._fragments = bench.layout.fragments
+    def __init__(self, config: Config, fragments: Sequence[Fragment], disk: Storage, shelf: Shelf | None = None) -> None:
+        self._config = config
+        self._fragments = fragments
         self.disk = disk
         self._shelf = shelf
-        self._rule = outer_rule(bench.config)
+        self._rule = outer_rule(config)
         self._up = codec(self._config.protocol.codec_up)
         self._down = codec(self._config.protocol.codec_down)
-        self._accepted: dict[tuple[OuterStep, FragmentId], dict[LearnerId, tuple[Tensor, Tensor, Version]]] = {}
+        self._accepted: dict[tuple[OuterStep, FragmentId], dict[LearnerId, tuple[Packet, Tensor, Tensor]]] = {}
+        """(packet, buffers, the announced vector it is a difference to): encoded until the merge, eight times smaller."""
+        self.norms = Norms(len(self._fragments), self._config.limits.outlier_factor)
         self._merged: dict[tuple[OuterStep, FragmentId], Version] = {}
 
     def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
@@ -132,10 +213,10 @@ class TensorSyncer:
             case Store(outer_step=t, fragments=fragments):
                 return (self._store(t, fragments),)
             case ForgetVersion(fragment=p, version=v):
-                self.disk.versions[p].pop(v, None)
-            case RecordSyncer(snapshot=snapshot):
+                self.disk.forget(p, v)
+            case RecordSyncer(snapshot=snapshot, books=books):
                 if self._shelf is not None:
-                    self._shelf.begin(snapshot, self.disk.newest())
+                    self._shelf.begin(snapshot, books)
             case SealSnapshot(snapshot=snapshot, learners=learners, complete=complete):
                 if self._shelf is not None:
                     self._shelf.seal(snapshot, learners, complete)
@@ -152,22 +233,25 @@ class TensorSyncer:
         packet, buffers = blob.content
         if packet.codec != self._up.name or packet.numel != self._fragments[body.fragment].numel:
             return f"{packet.numel} numbers by {packet.codec} are not fragment {body.fragment} by {self._up.name}"
-        if not bool(torch.isfinite(self._up.decode(packet)).all()) or not bool(torch.isfinite(buffers).all()):
+        if buffers.numel() != self._fragments[body.fragment].buffer_numel:
+            return f"{buffers.numel()} buffer elements are not those of fragment {body.fragment}"
+        norm = outlier_norm(self._up.decode(packet))
+        if not math.isfinite(norm) or not bool(torch.isfinite(buffers).all()):
             return f"fragment {body.fragment} holds NaN or Inf"
-        return ""
+        return self.norms.objection(body.fragment, norm)
 
     def _accept(self, effect: Accept, blob: Blob | None) -> None:
         assert blob is not None
         packet, buffers = blob.content
-        version = self.disk.versions[effect.fragment][effect.anchor]
+        announced = self.disk.announced(effect.fragment, effect.anchor)
         accepted = self._accepted.setdefault((effect.outer_step, effect.fragment), {})
-        accepted[effect.learner] = (self._up.decode(packet), buffers, version)
+        accepted[effect.learner] = (packet, buffers, announced)
 
     # ------------------------------------------------------------ merging
 
     def _merge(self, effect: Merge) -> Version:
         p = effect.fragment
-        fragment, previous = self._fragments[p], self.disk.versions[p][effect.previous]
+        fragment, previous = self._fragments[p], self.disk.at(p, effect.previous)
         contributions = self._accepted[effect.outer_step, p]
         weights = [share.weight for share in effect.shares]
         parts = [contributions[share.learner] for share in effect.shares]
@@ -185,11 +269,12 @@ class TensorSyncer:
         theta, outer = outer_step(previous.theta, delta, previous.outer, self._rule)
         return self._announced(previous, theta, buffers, outer, None)
 
-    def _outer_gradient(self, fragment: Fragment, present: Version, sent: Tensor, _: Tensor, anchor: Version) -> Tensor:
+    def _outer_gradient(self, fragment: Fragment, present: Version, packet: Packet, _: Tensor, announced: Tensor) -> Tensor:
         """Anchored at the present: Theta - theta_m, theta_m rebuilt from the version it was sent against."""
+        sent = self._up.decode(packet)
         if self._config.protocol.anchor != "present":
             return sent
-        base = cast_like(fragment, anchor.announced)
+        base = cast_like(fragment, announced)
         return sent if present.theta is base else sent + (present.theta - base)
 
     def _inner_step(
@@ -216,23 +301,23 @@ class TensorSyncer:
         return Version(theta, buffers, outer, inner, previous.announced + self._down.decode(packet), packet)
 
     def _store(self, t: OuterStep, fragments: tuple[FragmentId, ...]) -> Stored:
-        stored = []
+        versions = {p: self._merged[t, p] for p in fragments}
+        self.disk.put(t, versions)
         for p in fragments:
-            version = self._merged.pop((t, p))
+            del self._merged[t, p]
             self._accepted.pop((t, p), None)
-            self.disk.versions[p][t] = version
-            stored += [version.theta, version.buffers]
-        return Stored(t, digest(stored))
+        return Stored(t, digest([tensor for v in versions.values() for tensor in (v.theta, v.buffers)]))
 
     def blob_for(self, send: Send) -> Blob | None:
         body = send.envelope.body
         if not isinstance(body, Announce):
             return None
-        version = self.disk.versions[body.fragment][body.outer_step]
+        version = self.disk.at(body.fragment, body.outer_step)
         bytes_of_buffers = 4 * version.buffers.numel()
-        if body.previous == NO_VERSION or version.packet is None:
+        packet = None if body.previous == NO_VERSION else version.packet
+        if packet is None:
             return Blob("fragment", 4 * version.announced.numel() + bytes_of_buffers, (version.announced, version.buffers))
-        return Blob("fragment", version.packet.nbytes + bytes_of_buffers, (version.packet, version.buffers))
+        return Blob("fragment", packet.nbytes + bytes_of_buffers, (packet, version.buffers))
 
 
 def _slot(flat: Tensor, offset: int, shape: tuple[int, ...], numel: int) -> Tensor:
@@ -242,14 +327,14 @@ def _slot(flat: Tensor, offset: int, shape: tuple[int, ...], numel: int) -> Tens
 class TensorHands:
     """Hands for every worker of one virtual run. The disk and the shelf outlive the workers."""
 
-    def __init__(self, bench: Workbench) -> None:
+    def __init__(self, bench: Workbench, disk: Disk | None = None, shelf: MemoryShelf | None = None) -> None:
         self.bench = bench
-        self.disk = Disk(bench)
-        self.shelf = Shelf()
+        self.disk = disk or Disk(initial_versions(bench))
+        self.shelf = shelf or MemoryShelf(self.disk)
         self.learners: dict[LearnerId, TensorLearner] = {}
 
     def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Hands:
         if worker == SYNCER:
-            return TensorSyncer(self.bench, self.disk, self.shelf)
+            return TensorSyncer(self.bench.config, self.bench.layout.fragments, self.disk, self.shelf)
         self.learners[worker] = TensorLearner(self.bench, worker, self.shelf)
         return self.learners[worker]

@@ -5,7 +5,8 @@ A `Workbench` is a plain value of functions, so that a test, an example or a use
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import importlib
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from atoll.workload.bpe import ByteTokenizer, Tokenizer, train_bpe, training_sam
 from atoll.workload.corpus import Corpus, split_documents, stdlib_corpus, text_corpus
 from atoll.workload.evaluate import heldout_loss
 from atoll.workload.model import SIZES, build_model, language_model_loss
+from atoll.workload.seeds import generator
 from atoll.workload.stream import Stream, heldout_batches, token_data
 
 
@@ -67,10 +69,10 @@ def layout_for(config: Config, model: nn.Module) -> Layout:
     return layout
 
 
-def language_workbench(config: Config) -> Workbench:
-    """The default task: next-token prediction on real text."""
-    if config.model.name != "decoder":
-        raise ConfigError(f"key model.name = {config.model.name!r}: text is trained by 'decoder'")
+def language_workbench(config: Config, allowed: Collection[str] = ()) -> Workbench:
+    """The default task: next-token prediction on real text. A model of the user's own is named package.module:function,
+    is imported only where it was `allowed`, and maps a batch of tokens to logits as the decoder does."""
+    maker = _model_maker(config.model.name, allowed)
     d = config.data
     corpus = stdlib_corpus(d.max_bytes) if d.corpus == "stdlib" else text_corpus(Path(d.corpus), d.max_bytes)
     tokenizer = _tokenizer(config, corpus)
@@ -84,7 +86,7 @@ def language_workbench(config: Config) -> Workbench:
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
 
     def build() -> nn.Module:
-        return build_model("decoder", numbers, config.seed).to(dtype)
+        return maker(numbers, config.seed).to(dtype)
 
     def batch(learner: LearnerId, stream_id: LearnerId, position: int) -> Tensor:
         whole = stream.batch(stream_id, position)
@@ -94,6 +96,29 @@ def language_workbench(config: Config) -> Workbench:
         config, build, batch, language_model_loss, lambda b: (b.shape[0] * (b.shape[1] - 1), b.shape[0]),
         lambda model: heldout_loss(model, heldout), layout_for(config, build()), data.fingerprint,
     )  # fmt: skip
+
+
+def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, int | float | bool], int], nn.Module]:
+    if name == "decoder":
+        return lambda numbers, seed: build_model("decoder", dict(numbers), seed)
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ConfigError(f"key model.name = {name!r}: must be 'decoder', 'custom' or package.module:function")
+    if name not in allowed:
+        raise ConfigError(f"key model.name = {name!r}: is code of yours; allow it here with --allow-model {name}")
+    try:
+        made = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"key model.name = {name!r}: cannot be imported ({error})") from None
+
+    def make(numbers: Mapping[str, int | float | bool], seed: int) -> nn.Module:
+        torch.manual_seed(generator("model", seed).initial_seed())
+        model = made(**numbers)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"key model.name = {name!r}: returned {type(model).__name__}, not a torch.nn.Module")
+        return model
+
+    return make
 
 
 def _tokenizer(config: Config, corpus: Corpus) -> Tokenizer:

@@ -8,10 +8,10 @@ versions are all still kept, only catches up: a short stall needs no recovery.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from atoll.config import Config
-from atoll.ids import SYNCER, Incarnation, LearnerId, Nanos, OuterStep
+from atoll.ids import SYNCER, Incarnation, LearnerId, Nanos, OuterStep, nanos
 from atoll.protocol.desk import Desk
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import LEFT as FATE_LEFT
@@ -57,7 +57,8 @@ class Admission:
     def hello(self, learner: LearnerId, incarnation: Incarnation, body: Hello) -> Member:
         member = self._roster.admit(learner)
         if incarnation != member.incarnation:
-            self._begin_incarnation(member, incarnation)
+            claims = not body.needs_state and self._leases.claim(learner, body.left, body.own_next)
+            self._begin_incarnation(member, incarnation, keeps_leases=claims)
         else:
             self._leases.square(
                 learner, body.left, body.own_next, body.local_step, body.grants, broke=not member.connected
@@ -78,13 +79,14 @@ class Admission:
             self.recover(member, "its versions were forgotten while it was away")
         return member
 
-    def _begin_incarnation(self, member: Member, incarnation: Incarnation) -> None:
+    def _begin_incarnation(self, member: Member, incarnation: Incarnation, *, keeps_leases: bool) -> None:
         """The old incarnation is proved dead: its tokens in flight are lost, its leases go back."""
         self._ledger.closed(member.learner, FATE_LOST)
-        self.release_leases(member)
+        if not keeps_leases:
+            self.release_leases(member)
         member.incarnation = incarnation
         member.step_ema = None
-        member.counted = member.reported = member.tokens = member.samples = 0
+        member.counted = member.reported = member.tokens = member.samples = member.suspicions = 0
 
     def _begin_recovery(self, member: Member) -> None:
         self._versions.restart_channel(member, [NO_VERSION] * self._config.protocol.fragments)
@@ -177,6 +179,21 @@ class Admission:
         self.forget_joining(member)
         stand(self._desk, member, "lost", reason)
         self._replace_source(member.learner)
+
+    def all_lost(self, reason: str) -> None:
+        """This syncer was killed: every connection broke."""
+        for member in self._roster.connected():
+            member.connected = False
+            member.lost_at = self._desk.now
+            self.forget_joining(member)
+            stand(self._desk, member, "lost", reason)
+
+    def await_back(self, learners: Iterable[LearnerId]) -> None:
+        """Learners of a snapshot: lost until they are back, with time to come."""
+        for learner in learners:
+            member = self._roster.admit(learner)
+            stand(self._desk, member, "lost", "the run is resumed from a snapshot")
+            member.lost_at = self._desk.now + nanos(self._config.limits.muster_seconds)
 
     def left(self, member: Member, reason: str) -> None:
         stand(self._desk, member, "left", reason)

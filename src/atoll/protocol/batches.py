@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 from atoll.ids import LearnerId
 from atoll.protocol.vocabulary import Grant, Unit
@@ -22,6 +23,13 @@ class Batches:
 
     def left(self) -> tuple[Unit, ...]:
         return tuple(self._left)
+
+    def place(self) -> tuple[tuple[Unit, ...], int, int]:
+        """For a snapshot: what is left, how far into the first of it, and where one's own stream goes on."""
+        return tuple(self._left), self._offset, self.own_next
+
+    def restore(self, left: Sequence[Unit], offset: int, own_next: int) -> None:
+        self._left, self._offset, self.own_next = deque(left), offset, own_next
 
     def granted(self, grant: Grant) -> None:
         self.grants += 1

@@ -1,14 +1,46 @@
-"""Who knows of what: vector clocks, and FIFO channels by (sender, incarnation, receiver) sequence numbers."""
+"""Who knows of what: vector clocks, and FIFO channels by (sender, incarnation, receiver) sequence numbers.
+
+A channel has two lanes, each in order and numbered by itself: messages with bytes beside them (`BULK`), and the rest. A
+long transfer must not hold back the reports that let the next round begin, so what merely says how things stand may
+overtake it (`after` is 0); everything else names how many of the other lane come before it, and keeps the order in which
+it was said.
+"""
 
 from __future__ import annotations
 
 from atoll.ids import SYNCER, Incarnation, WorkerId
-from atoll.protocol.vocabulary import Envelope, Hello, Message, StateRequest, StateTransfer, Welcome
+from atoll.protocol.vocabulary import (
+    Announce,
+    Contribution,
+    Decline,
+    Envelope,
+    Grant,
+    Hello,
+    Message,
+    Pull,
+    Report,
+    StateRequest,
+    StateTransfer,
+    Tick,
+    Welcome,
+)  # fmt: skip
 
 Clock = tuple[int, ...]
 
 OPENERS = (Hello, Welcome, StateRequest, StateTransfer)
 """Messages that open a channel: after a broken connection the sequence goes on with a gap, and only they may jump it."""
+BULK = (Contribution, Announce, StateTransfer)
+MAY_OVERTAKE = (Report, Pull, Tick, Grant, Decline)
+CONTROL_LANE, BULK_LANE = 0, 1
+
+
+def lane_of(body: Message) -> int:
+    return BULK_LANE if isinstance(body, BULK) else CONTROL_LANE
+
+
+def may_overtake(envelope: Envelope) -> bool:
+    """It was sealed without a word of what lies before it in the other lane."""
+    return envelope.after == 0 and isinstance(envelope.body, MAY_OVERTAKE)
 
 
 def merge_clocks(a: Clock, b: Clock) -> Clock:
@@ -26,21 +58,33 @@ def entry(worker: WorkerId) -> int:
 class Mailbox:
     """One worker's ends of all its channels, and its vector clock."""
 
-    __slots__ = ("_expected", "_incarnations", "_me", "_next", "clock", "duplicates", "incarnation")
+    __slots__ = ("_expected", "_incarnations", "_marked", "_me", "_next", "clock", "duplicates", "incarnation")
 
     def __init__(self, me: WorkerId, incarnation: Incarnation, workers: int) -> None:
         self._me = me
         self.incarnation = incarnation
-        self._next: dict[WorkerId, int] = {}
-        self._expected: dict[WorkerId, int] = {}
+        self._next: dict[WorkerId, tuple[int, int]] = {}
+        self._expected: dict[WorkerId, tuple[int, int]] = {}
         self._incarnations: dict[WorkerId, Incarnation] = {}
+        self._marked = 0
         self.clock: Clock = (0,) * (1 + workers)
         self.duplicates = 0
 
     def seal(self, receiver: WorkerId, body: Message) -> Envelope:
-        seq = self._next.get(receiver, 0)
-        self._next[receiver] = seq + 1
-        return Envelope(self._me, self.incarnation, receiver, seq, self.clock, body)
+        control, bulk = self._next.get(receiver, (0, 0))
+        if isinstance(body, BULK):
+            self._next[receiver] = (control, bulk + 1)
+            return Envelope(self._me, self.incarnation, receiver, bulk, self.clock, body, control)
+        self._next[receiver] = (control + 1, bulk)
+        after = 0 if isinstance(body, MAY_OVERTAKE) and not self._marks(body) else bulk
+        return Envelope(self._me, self.incarnation, receiver, control, self.clock, body, after)
+
+    def _marks(self, body: Message) -> bool:
+        """A report that returns a snapshot's marker keeps its place: what was sent before it belongs before the cut."""
+        if not isinstance(body, Report) or body.snapshot == self._marked:
+            return False
+        self._marked = body.snapshot
+        return True
 
     def advance(self, count: int) -> None:
         """Set one's own count."""
@@ -65,14 +109,21 @@ class Mailbox:
             return f"incarnation {incarnation} is older than {known}"
         if incarnation > known and not opens:
             return f"incarnation {incarnation} did not open its channel"
-        expected = self._expected.get(sender, 0) if incarnation == known else 0
-        if envelope.seq < expected:
+        lane = BULK_LANE if isinstance(envelope.body, BULK) else CONTROL_LANE
+        expected = self._expected.get(sender, (0, 0)) if incarnation == known else (0, 0)
+        mine, other = expected[lane], expected[1 - lane]
+        if envelope.seq < mine:
             self.duplicates += 1
             return ""
-        if envelope.seq > expected and not opens:
-            return f"sequence {envelope.seq} where {expected} was due"
+        if not opens:
+            if envelope.seq > mine:
+                return f"sequence {envelope.seq} where {mine} was due"
+            if envelope.after > other:
+                return f"it follows {envelope.after} messages of the other lane, of which {other} have come"
+        elif envelope.after > other:
+            other = envelope.after  # what it follows was lost with the connection before
         self._incarnations[sender] = incarnation
-        self._expected[sender] = envelope.seq + 1
+        self._expected[sender] = (other, envelope.seq + 1) if lane else (envelope.seq + 1, other)
         self._learn(envelope)
         return None
 

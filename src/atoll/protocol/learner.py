@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.config import Config
-from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, Nanos, OuterStep, WorkerId
+from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, Nanos, OuterStep, WorkerId, nanos
 from atoll.protocol.batches import Batches
 from atoll.protocol.causality import Mailbox
 from atoll.protocol.counters import Counters
+from atoll.protocol.departure import Departure
 from atoll.protocol.desk import Desk
 from atoll.protocol.recovery import Errand, Service
 from atoll.protocol.snapshot import marker_of
@@ -41,6 +42,7 @@ from atoll.protocol.vocabulary import (
     Keep,
     LeaveAsked,
     Loaded,
+    LoadSnapshot,
     LoadState,
     LoadTheta,
     Message,
@@ -53,7 +55,9 @@ from atoll.protocol.vocabulary import (
     Refuse,
     Report,
     Resume,
+    Resumed,
     Serve,
+    Stance,
     Started,
     StateRequest,
     StateTransfer,
@@ -81,7 +85,7 @@ class LearnerMachine:
     def __init__(self, config: Config, learner: LearnerId, incarnation: Incarnation) -> None:
         p = config.protocol
         self.config = config
-        self.learner = learner
+        self.learner, self.incarnation = learner, incarnation
         self.schedule = Schedule(config)
         self._desk = Desk(Mailbox(learner, incarnation, config.learners))
         self._fragments = p.fragments
@@ -106,8 +110,8 @@ class LearnerMachine:
         self._last_step: StepDone | None = None
         self._recorded: OuterStep = 0
         self._marker: OuterStep = 0
-        self._waiting_since: Nanos = 0
-        self._wait_reason = ""
+        self._departure = Departure()
+        self._waiting_since, self._wait_reason = 0, ""
         self.waited: Nanos = 0
         self._errand = Errand()
         self._service = Service(2 * config.limits.serves_max)
@@ -132,8 +136,9 @@ class LearnerMachine:
             case Poisoned(where=where):
                 self._recover(f"{where} holds NaN or Inf")
             case LeaveAsked(reason=reason):
-                self._send(Goodbye(reason))
-                self.phase = DONE
+                self._leave(reason)
+            case Resumed(stance=stance):
+                self._resumed(event.snapshot, stance)
             case DeadlinePassed():
                 self._deadline_passed()
             case Started():
@@ -142,12 +147,11 @@ class LearnerMachine:
                 raise AssertionError(f"no learner expects {event}")
         return self._desk.take()
 
-    @property
-    def incarnation(self) -> Incarnation:
-        return self._desk.mailbox.incarnation
-
     def deadline(self) -> Nanos | None:
-        return self._errand.give_up_at
+        if self.phase == DONE:
+            return None
+        given = [at for at in (self._errand.give_up_at, self._departure.by) if at is not None]
+        return min(given, default=None)
 
     def _send(self, body: Message, to: WorkerId = SYNCER) -> None:
         if self._connected or to != SYNCER:
@@ -210,17 +214,19 @@ class LearnerMachine:
         fragment = body.fragment
         if body.previous != NO_VERSION and self.held[fragment] != body.previous:
             # cannot be, while channels are FIFO; if it is, start the channel over rather than guess
-            self._hello(f"fragment {fragment} came against version {body.previous}, which I lack")
-            return
+            return self._hello(f"fragment {fragment} came against version {body.previous}, which I lack")
         pending = self._pending.get(fragment)
         if body.outer_step > (pending.version if pending else self.held[fragment]):
             self._desk.emit(Keep(fragment, body.outer_step, body.previous))
             self._pending[fragment] = _Pending(body.outer_step, body.previous, self.learner in body.merged)
         self._saw(body.outer_step)
+        if self.learner in body.merged and self._departure.merged(fragment):
+            return self._goodbye()
         if self.phase == WAITING:
             self._return_marker()
             self._adopt_due()
             self._go_on()
+        return None
 
     def _lost(self, peer: WorkerId, reason: str) -> None:
         if peer == SYNCER:
@@ -268,7 +274,16 @@ class LearnerMachine:
         """A marker was seen: record before anything of later than the marker takes effect."""
         if self._marker > self._recorded and self._has_state:
             self._recorded = self._marker
-            self._desk.emit(RecordState(self._marker))
+            stance = Stance(tuple(self.held), self.position, self.outer_known, *self._batches.place())
+            self._desk.emit(RecordState(self._marker, stance))
+
+    def _resumed(self, snapshot: OuterStep, stance: Stance) -> None:
+        """What was announced and not yet adopted is announced again; staged copies are taken anew. Counters start from
+        zero: they are of this incarnation."""
+        self.held, self.position, self.outer_known = list(stance.held), stance.position, stance.outer_known
+        self._batches.restore(stance.left, stance.offset, stance.own_next)
+        self._has_state = True
+        self._desk.emit(LoadSnapshot(snapshot))
 
     def _return_marker(self) -> None:
         """At rest between two steps: record now, and say so before anything else is sent."""
@@ -335,8 +350,8 @@ class LearnerMachine:
     def _adopt(self, fragment: FragmentId, reason: str = "due") -> None:
         pending = self._pending.pop(fragment)
         policy = self.schedule.policy(pending.version)
-        regular = pending.merged and not policy.plain_average and self.phase != JOINING
-        alpha = self.config.protocol.alpha if regular else 0.0  # catching up takes Theta as it is
+        regular = pending.merged and not policy.plain_average and self.phase != JOINING  # catching up takes Theta as it is
+        alpha = self.config.protocol.alpha if regular else 0.0
         self._desk.emit(Adopt(fragment, pending.version, alpha, pending.merged, reason))
         self._holds(fragment, pending.version)
         self._staged.drop_up_to(fragment, pending.version)
@@ -360,9 +375,7 @@ class LearnerMachine:
         spin = max(1, self.outer_known - self._known_at_boundary)
         self._known_at_boundary = self.outer_known
         ahead = min(self.config.protocol.overlap + spin - 1, self.schedule.policy(self.outer_known + 1).interval)
-        wanted: set[FragmentId] = set()
-        for outer_step in range(self.outer_known + 1, self.outer_known + ahead + 1):
-            wanted.update(self.schedule.due(outer_step))
+        wanted = self.schedule.due_between(self.outer_known + 1, self.outer_known + ahead)
         self._staged.keep_only(wanted)
         for fragment in sorted(wanted):
             self._stage(fragment, NO_VERSION)
@@ -412,9 +425,11 @@ class LearnerMachine:
 
     def _recover(self, reason: str) -> None:
         """This state is of no more use. A running inner step ends first: its result is thrown away with the rest."""
+        if self._departure.asked:
+            return self._goodbye()  # there is nothing worth delivering any more
         if self.phase == TRAINING:
             self._must_recover = reason
-            return
+            return None
         self._end_wait()
         self._must_recover = ""
         self.phase, self._has_state, self._entering = JOINING, False, None
@@ -424,7 +439,7 @@ class LearnerMachine:
         self.held = [NO_VERSION] * self._fragments  # or Theta, sent anew in the same version, would pass for known
         self.position = NO_VERSION  # what it had trained is gone: it stands where Enter puts it
         self._staged.keep_only(())
-        self._hello(reason)
+        return self._hello(reason)
 
     def _take_theta(self, body: TakeTheta) -> None:
         if self.phase != JOINING:
@@ -464,9 +479,23 @@ class LearnerMachine:
         if ticket is not None:
             self._send(RecoveryFailed(ticket.ticket, reason))
 
+    def _leave(self, reason: str) -> None:
+        trained = [p for p in range(self._fragments) if self.counters.since(p).steps > 0]
+        by = self._desk.now + nanos(self.config.limits.leave_seconds)
+        if self._departure.ask(reason, trained, by) or not self._connected or self.phase == JOINING:
+            self._goodbye()
+
+    def _goodbye(self) -> None:
+        self._end_wait()
+        self._send(Goodbye(self._departure.reason))
+        self.phase = DONE
+
     def _deadline_passed(self) -> None:
+        if self._departure.is_due(self._desk.now):
+            return self._goodbye()
         if self._errand.give_up_at is not None and self._desk.now >= self._errand.give_up_at:
             self._transfer_failed("the transfer did not come in time")
+        return None
 
     def _enter(self) -> None:
         """At rest: stand where the syncer says, say so, and go on."""
@@ -477,9 +506,12 @@ class LearnerMachine:
         if self.phase == JOINING:
             self._recorded = self._marker  # its state is younger than any snapshot that is open: it is not of it
         self._record()
+        stands_at = self._entering.outer_step
         self._take_position(self._entering)
         if self.phase == JOINING:
             self.phase = BOUNDARY
+            if self.position > stands_at and self.schedule.policy(self.position).exact:
+                self._stage_exact()  # resumed from a snapshot, which was taken before this boundary's copies were
         if self._finish:
             return self._done()
         self._adopt_due()
@@ -492,9 +524,7 @@ class LearnerMachine:
         """A learner that already stands where a member may stand keeps its place: it has trained that step."""
         policy = self.schedule.policy(enter.outer_step + 1)
         lead = learner_overlap(self.config, policy, self.learner) if policy.exact else max(0, policy.lead)
-        due = enter.outer_step + 1
-        while not self.schedule.due(due):
-            due += 1  # nobody waits before the next outer step with something due
+        due = self.schedule.next_due(enter.outer_step + 1)  # nobody waits before something is due
         if not enter.outer_step <= self.position <= due + lead:
             self.position = enter.outer_step
         if policy.exact:
@@ -508,10 +538,8 @@ class LearnerMachine:
         """A place is worth keeping only with the copies that go with it: else a pull of it is declined for ever. What
         is due at this very boundary is staged right after."""
         last = self.position if self.phase == WAITING else self.position - 1
-        for t in range(outer_step + 1, last + 1):
-            if any((p, t) not in self._staged for p in self.schedule.due(t)):
-                self.position = t - 1
-                return
+        gaps = (t for t in range(outer_step + 1, last + 1) if any((p, t) not in self._staged for p in self.schedule.due(t)))
+        self.position = next(gaps, self.position + 1) - 1
 
     def _serve(self) -> None:
         if self.phase not in AT_REST or not self._has_state:

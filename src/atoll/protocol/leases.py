@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from atoll.ids import FragmentId, LearnerId, LocalStep
-from atoll.protocol.vocabulary import Unit
+from atoll.protocol.vocabulary import Lease, Unit
 
 
 class _Lease:
@@ -46,6 +46,8 @@ class Leases:
         self._books: dict[LearnerId, _Lease] = {}
         self._next: dict[LearnerId, int] = {}
         self._pool: deque[Unit] = deque()
+        self._awaited: set[LearnerId] = set()
+        """Learners of a snapshot that have not come back yet: their leases wait for them."""
         self.repeats = 0
         self.settled = 0
 
@@ -114,6 +116,30 @@ class Leases:
         book.ahead = len(book.granted) * self.unit_steps - (1 if left else 0)
         self._next[learner] = max(self.own_next(learner), own_next)
 
+    def record(self) -> tuple[tuple[tuple[LearnerId, int], ...], tuple[Unit, ...], tuple[Lease, ...]]:
+        """For a snapshot: where every stream goes on, the pool, and what each learner holds."""
+        leases = tuple(
+            Lease(learner, tuple(book.granted), tuple(unit for unit, _ in book.done))
+            for learner, book in sorted(self._books.items())
+        )  # fmt: skip
+        return tuple(sorted(self._next.items())), tuple(self._pool), leases
+
+    def restore(self, own_next: Sequence[tuple[LearnerId, int]], pool: Sequence[Unit], leases: Sequence[Lease]) -> None:
+        self._next, self._pool = dict(own_next), deque(pool)
+        for lease in leases:
+            book = self._books[lease.learner] = _Lease(self._fragments)
+            book.granted.extend(lease.granted)
+            book.done.extend((unit, 0) for unit in lease.done)
+            self._awaited.add(lease.learner)
+
+    def claim(self, learner: LearnerId, left: Sequence[Unit], own_next: int) -> bool:
+        """A learner of the snapshot is back with its state: what it had in hand is its own again."""
+        if learner not in self._awaited:
+            return False
+        self._awaited.discard(learner)
+        self.square(learner, left, own_next, 0, 0)
+        return True
+
     def pulled(self, learner: LearnerId, fragment: FragmentId, local_step: LocalStep) -> None:
         book = self._books.get(learner)
         if book is None:
@@ -127,6 +153,7 @@ class Leases:
 
     def release(self, learner: LearnerId) -> tuple[tuple[Unit, ...], int]:
         """The incarnation is over. Its unsettled units go back to the pool; those it had begun will be repeats."""
+        self._awaited.discard(learner)
         book = self._books.pop(learner, None)
         if book is None:
             return (), 0

@@ -60,6 +60,7 @@ class Member:
         "session",
         "standing",
         "step_ema",
+        "suspicions",
         "ticket",
         "tokens",
         "tried",
@@ -83,6 +84,7 @@ class Member:
         self.lost_at: Nanos = 0
         self.pulled_at: Nanos = 0
         self.given_up = False
+        self.suspicions = 0
         self.held: list[OuterStep] = [NO_VERSION] * fragments
         self.sent: list[OuterStep] = [NO_VERSION] * fragments
         self.deferred: dict[FragmentId, OuterStep] = {}

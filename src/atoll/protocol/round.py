@@ -10,10 +10,12 @@ fragments; commits keep the order of outer steps, so that "the last announced ou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from atoll.errors import PeerViolation
 from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep
-from atoll.protocol.vocabulary import Contribution
-from atoll.rules import Policy
+from atoll.protocol.vocabulary import Contribution, Share
+from atoll.rules import Policy, contribution_weight
 
 GATHERING, GRACE, PULLING, READY, STORING = "gathering", "grace", "pulling", "ready", "storing"
 
@@ -115,6 +117,13 @@ class Round:
     def _settle(self) -> None:
         if not self.awaited:
             self.move("all_in")
+
+
+def shares_of(weighting: str, accepted: Mapping[LearnerId, Contribution]) -> tuple[Share, ...]:
+    """In LearnerId order. If nobody trained since its last adoption, they count alike."""
+    weights = {m: contribution_weight(weighting, c.c_steps, c.c_tokens, c.c_samples) for m, c in sorted(accepted.items())}
+    alike = sum(weights.values()) == 0
+    return tuple(Share(m, 1.0 if alike else w, accepted[m].anchor, accepted[m].local_step) for m, w in weights.items())
 
 
 class Rounds(dict[OuterStep, Round]):

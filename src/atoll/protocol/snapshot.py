@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.desk import Desk
-from atoll.protocol.vocabulary import Envelope, RecordInFlight, RecordSyncer, Report, SealSnapshot
+from atoll.protocol.vocabulary import Books, Envelope, RecordInFlight, RecordSyncer, Report, SealSnapshot
 
 
 def marker_of(outer_step: OuterStep, interval: int) -> OuterStep:
@@ -30,11 +30,11 @@ class Snapshot:
     def open(self) -> bool:
         return bool(self._marker)
 
-    def begin(self, marker: OuterStep, learners: Iterable[LearnerId]) -> None:
+    def begin(self, marker: OuterStep, learners: Iterable[LearnerId], books: Books) -> None:
         if self._marker:
             self._seal(complete=False, reason=f"snapshot {marker} is due and this one is not complete")
         self._marker, self._waiting, self._recorded = marker, set(learners), set()
-        self._desk.emit(RecordSyncer(marker))
+        self._desk.emit(RecordSyncer(marker, books))
         self._maybe_seal("nobody to wait for")
 
     def saw(self, envelope: Envelope) -> None:

@@ -11,20 +11,22 @@ from collections.abc import Sequence
 from atoll.config import Config
 from atoll.errors import PeerViolation
 from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, nanos, seconds
-from atoll.protocol.admission import Admission, stand
+from atoll.protocol.admission import Admission
 from atoll.protocol.causality import Mailbox
 from atoll.protocol.desk import Desk
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Fates, Ledger
 from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
 from atoll.protocol.pulse import Pulse
-from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds
+from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, shares_of
 from atoll.protocol.snapshot import Snapshot, marker_of
+from atoll.protocol.validity import claims_too_much, objection
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
     AbortRound,
     Accept,
     Adoption,
+    Books,
     ConnectionLost,
     Contribution,
     DeadlinePassed,
@@ -46,13 +48,13 @@ from atoll.protocol.vocabulary import (
     RecoveryFailed,
     Refuse,
     Report,
-    Share,
+    Restored,
     Started,
     Store,
     Stored,
     Tick,
 )  # fmt: skip
-from atoll.rules import Schedule, contribution_weight, fresh, paced_until
+from atoll.rules import Schedule, fresh, paced_until, tokens_per_step_max
 
 
 class SyncerMachine:
@@ -76,6 +78,8 @@ class SyncerMachine:
         self._fresh: set[LearnerId] = set()
         self._mustered = False
         self._muster_until: Nanos | None = None
+        self._begins_after: OuterStep = 0
+        self._tokens_per_step = tokens_per_step_max(config)
         self._last_commit_at: Nanos = 0
         self._watch_at: Nanos | None = None
         self._hold_until: Nanos | None = None
@@ -87,8 +91,8 @@ class SyncerMachine:
     def on(self, event: Event, now: Nanos) -> Sequence[Effect]:
         self._desk.now = now
         match event:
-            case Received(envelope=envelope, flaw=flaw):
-                self._receive(envelope, flaw)
+            case Received():
+                self._receive(event)
             case Stored(outer_step=outer_step):
                 self._stored(outer_step)
             case DeadlinePassed():
@@ -97,6 +101,8 @@ class SyncerMachine:
                 self._lost(peer, reason)
             case Started(incarnation=incarnation):
                 self._started(incarnation)
+            case Restored(books=books):
+                self._restored(books)
             case _:
                 pass  # Connected: a peer speaks first, with Hello
         self._turn()
@@ -118,10 +124,14 @@ class SyncerMachine:
 
     # ------------------------------------------------------------ messages
 
-    def _receive(self, envelope: Envelope, flaw: str) -> None:
+    def _receive(self, event: Received) -> None:
+        envelope = event.envelope
         learner = envelope.sender
         if not 0 <= learner < self.config.limits.members_max:
             return self._refuse(learner, "is no learner", disconnect=True)
+        impossible = objection(self.config, envelope)
+        if impossible:
+            return self._refuse(learner, impossible, disconnect=True)
         refusal = self._desk.mailbox.refusal(envelope)
         if refusal is not None:
             return self._refuse(learner, refusal, disconnect=True) if refusal else None
@@ -133,8 +143,8 @@ class SyncerMachine:
         if member is None or not member.connected:
             return self._refuse(learner, "did not say Hello on this connection", disconnect=True)
         member.heard_at = self._desk.now
-        if flaw:
-            return self._poisoned(member, flaw)
+        if event.flaw:
+            return self._poisoned(member, body, event)
         try:
             self._said(member, body)
         except PeerViolation as violation:
@@ -186,8 +196,9 @@ class SyncerMachine:
         self._watch_soon()
 
     def _report(self, member: Member, body: Report) -> None:
-        known = self.config.protocol.fragments
-        if any(not 0 <= a.fragment < known or not 0 <= a.version <= self.versions.newest(a.fragment) for a in body.adopted):
+        if body.tokens > body.local_step * self._tokens_per_step or body.samples > body.tokens:
+            return self._refuse(member.learner, "report claims more tokens than its steps can hold", disconnect=True)
+        if not all(self.versions.ever_was(adoption) for adoption in body.adopted):
             return self._refuse(member.learner, "report names an adoption that never could be", disconnect=True)
         self.ledger.trained(member.learner, body.tokens)
         if body.local_step > 0:  # on entering, before its first step, it has drawn nothing
@@ -224,31 +235,33 @@ class SyncerMachine:
 
     def _contribution(self, member: Member, body: Contribution) -> None:
         round_ = self.rounds.get(body.outer_step)
-        objection = round_.objection(member.learner, body) if round_ else f"round {body.outer_step} is not open"
-        if objection or round_ is None:
+        why_not = round_.objection(member.learner, body) if round_ else f"round {body.outer_step} is not open"
+        if why_not or round_ is None:
             self.pulse.pulled(self._desk.now - member.pulled_at)  # late: the next deadline must know
-            return self._refuse(member.learner, f"contribution late or unasked: {objection}")
+            return self._refuse(member.learner, f"contribution late or unasked: {why_not}")
         if not self.versions.has(body.fragment, body.anchor):
             self._refuse(member.learner, f"fragment {body.fragment} is against version {body.anchor}, which is gone")
             self._gone(member)
             return self.admission.recover(member, "a difference against a version that is gone is never re-based")
-        if (
-            not 0 <= body.c_tokens <= body.tokens <= member.tokens
-            or not 0 <= body.c_steps <= body.local_step <= member.reported
-            or not 0 <= body.c_samples <= member.samples
-        ):
+        if claims_too_much(body, member.reported, member.tokens, member.samples):
             return self._refuse(member.learner, "contribution claims more than was reported", disconnect=True)
         round_.take(member.learner, body)
+        member.suspicions = 0
         self.pulse.pulled(self._desk.now - member.pulled_at)
         self.leases.pulled(member.learner, body.fragment, body.local_step)
         self._desk.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
         return None
 
-    def _poisoned(self, member: Member, flaw: str) -> None:
-        """A learner whose weights went wrong is of no use until it has new ones."""
-        self._refuse(member.learner, f"poisoned update: {flaw}")
+    def _poisoned(self, member: Member, body: Message, event: Received) -> None:
+        """A learner whose weights went wrong is of no use until it has new ones; a large norm may be a bad batch."""
+        self._refuse(member.learner, f"poisoned update: {event.flaw}")
+        member.suspicions += 1
+        if event.suspect and member.suspicions < self.config.limits.suspicions_max and isinstance(body, Contribution):
+            self._drop(member, body.outer_step, f"poisoned update: {event.flaw}")
+            return
+        member.suspicions = 0
         self._gone(member)
-        self.admission.recover(member, f"poisoned update: {flaw}")
+        self.admission.recover(member, f"poisoned update: {event.flaw}")
 
     # ------------------------------------------------------------ gathering
 
@@ -329,9 +342,8 @@ class SyncerMachine:
         """The first round waits for the declared learners; nobody could ever equalise a start alone."""
         if self._mustered:
             return True
-        here = len(self.roster.in_sync())
-        until = self._muster_until or 0
-        self._mustered = here >= self.config.learners or round_.outer_step > 1 or self._desk.now >= until
+        until, begun = self._muster_until or 0, round_.outer_step > self._begins_after + 1
+        self._mustered = len(self.roster.in_sync()) >= self.config.learners or begun or self._desk.now >= until
         if not self._mustered:
             self._hold_until = until
         return self._mustered
@@ -374,18 +386,12 @@ class SyncerMachine:
             self._commit(round_)  # the tape alone makes an empty round durable
             return True
         for fragment in round_.due:
-            shares = tuple(self._share(c, learner) for learner, c in sorted(round_.accepted[fragment].items()))
-            if sum(s.weight for s in shares) == 0:  # nobody trained since its last adoption: count them alike
-                shares = tuple(Share(s.learner, 1.0, s.anchor, s.local_step) for s in shares)
+            shares = shares_of(self.config.protocol.aggregation_weighting, round_.accepted[fragment])
             self._desk.emit(Merge(
                 round_.outer_step, fragment, shares, self.versions.newest(fragment), round_.policy.plain_average
             ))  # fmt: skip
         self._desk.emit(Store(round_.outer_step, round_.due))
         return False
-
-    def _share(self, c: Contribution, learner: LearnerId) -> Share:
-        weighting = self.config.protocol.aggregation_weighting
-        return Share(learner, contribution_weight(weighting, c.c_steps, c.c_tokens, c.c_samples), c.anchor, c.local_step)
 
     def _stored(self, outer_step: OuterStep) -> None:
         round_ = self.rounds.get(outer_step)
@@ -407,7 +413,8 @@ class SyncerMachine:
                     self.ledger.merged(learner, fragment, c.tokens, outer_step, c.c_tokens)
         interval = self.config.protocol.snapshot_interval
         if interval and marker_of(outer_step, interval) == outer_step:
-            self.snapshot.begin(outer_step, [m.learner for m in self.roster.in_sync()])
+            books = Books(outer_step, self.versions.all_kept_versions(), *self.leases.record())
+            self.snapshot.begin(outer_step, [m.learner for m in self.roster.in_sync()], books)
         self._announce(round_)
         self.versions.prune(round_.due)
         self._let_in()
@@ -520,6 +527,15 @@ class SyncerMachine:
         """Where a lead is bounded a member may be silent because it waits for us."""
         return self.schedule.policy(self.outer_step + 1).lead >= 0
 
+    def _restored(self, books: Books) -> None:
+        """Rounds that were open at the cut are gathered again, as after a restart: what was in flight is still part of
+        its learner's weights. Learners of the snapshot count as lost until they are back, with time to come."""
+        self.outer_step = self._begins_after = books.outer_step
+        self._desk.mailbox.advance(books.outer_step)
+        self.versions.restore(books.kept)
+        self.leases.restore(books.own_next, books.pool, books.leases)
+        self.admission.await_back(lease.learner for lease in books.leases)
+
     def _started(self, incarnation: int) -> None:
         """First start, or a return from the dead: what was not stored is gathered again."""
         self._desk.mailbox.restart(incarnation)
@@ -530,9 +546,4 @@ class SyncerMachine:
         self.snapshot.abandon("the syncer restarted")
         self._hold_until = None
         self.pulse.last_fixed_at = None
-        for member in self.roster:
-            if member.connected:
-                member.connected = False
-                member.lost_at = self._desk.now
-                self.admission.forget_joining(member)
-                stand(self._desk, member, "lost", "the syncer restarted")
+        self.admission.all_lost("the syncer restarted")

@@ -35,6 +35,13 @@ class Versions:
     def count(self, fragment: FragmentId) -> int:
         return len(self._kept[fragment])
 
+    def all_kept_versions(self) -> tuple[tuple[OuterStep, ...], ...]:
+        return tuple(tuple(kept) for kept in self._kept)
+
+    def restore(self, kept: Sequence[Sequence[OuterStep]]) -> None:
+        """Who took part in the newest is not known any more: learners adopt it as it is."""
+        self._kept = [list(versions) for versions in kept]
+
     def all_newest(self) -> tuple[OuterStep, ...]:
         return tuple(kept[-1] for kept in self._kept)
 
@@ -43,6 +50,9 @@ class Versions:
 
     def all_kept(self, held: Sequence[OuterStep]) -> bool:
         return len(held) == len(self._kept) and all(v in kept for v, kept in zip(held, self._kept, strict=True))
+
+    def ever_was(self, adoption: Adoption) -> bool:
+        return 0 <= adoption.fragment < len(self._kept) and 0 <= adoption.version <= self.newest(adoption.fragment)
 
     def add(self, fragment: FragmentId, version: OuterStep, merged: tuple[LearnerId, ...]) -> None:
         assert version > self._kept[fragment][-1], "outer steps are consecutive"

@@ -13,7 +13,7 @@ import msgspec
 from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Slow
 from atoll.config import Config
 from atoll.errors import RunFailed
-from atoll.executor.hands import Blob, Hands
+from atoll.executor.hands import Blob, Hands, is_suspect
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId, nanos, seconds, worker_name
 from atoll.protocol.learner import LearnerMachine
@@ -165,7 +165,7 @@ class Cluster:
             return
         hands = self._workers[envelope.receiver].hands
         flaw = hands.inspect(envelope.body, blob) if hands else ""
-        self.happen(envelope.receiver, Received(envelope, blob.nbytes, flaw), blob)
+        self.happen(envelope.receiver, Received(envelope, blob.nbytes, flaw, is_suspect(flaw)), blob)
 
     def happen(self, worker: WorkerId, event: Event, blob: Blob | None = None) -> None:
         w = self._workers[worker]

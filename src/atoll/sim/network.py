@@ -1,4 +1,4 @@
-"""The virtual network: connections with latency and bandwidth, FIFO while they stand, and the ways they fail.
+"""The virtual network: connections with latency and bandwidth, FIFO by lane while they stand, and the ways they fail.
 
 A *clog* holds messages back and delivers them late, in order. A *partition* does the same until the ends notice
 (`detect_seconds`); then the connection breaks and what was on its way is gone, as with TCP. A damaged frame is noticed
@@ -14,6 +14,7 @@ from typing import Protocol
 from atoll.config import Config
 from atoll.executor.hands import Blob
 from atoll.ids import SYNCER, Nanos, WorkerId, nanos
+from atoll.protocol.causality import BULK_LANE, lane_of, may_overtake
 from atoll.protocol.vocabulary import Connected, ConnectionLost, Envelope, Event
 from atoll.sim.world import World
 
@@ -29,18 +30,32 @@ class Host(Protocol):
 
 
 class _Way:
-    """One direction of a connection."""
+    """One direction of a connection. Small messages do not queue behind a transfer; who follows whom is as sealed."""
 
-    __slots__ = ("blocked", "corrupt_next", "free_at", "held", "landed")
+    __slots__ = ("blocked", "bulk_lands", "control_lands", "corrupt_next", "free_at", "held", "landed")
 
     def __init__(self) -> None:
         self.blocked = 0
-        self.free_at: Nanos = 0
+        self.restart()
         self.held: list[tuple[int, Envelope, Blob | None]] = []
         """Not sent yet."""
         self.landed: list[tuple[int, Envelope, Blob | None]] = []
         """Crossed the wire while it was blocked: ahead of whatever is still on its way."""
         self.corrupt_next = False
+
+    def restart(self) -> None:
+        self.free_at: Nanos = 0
+        self.control_lands: Nanos = 0
+        self.bulk_lands: Nanos = 0
+
+    def lands(self, now: Nanos, transfer: Nanos, latency: Nanos, bulk: bool, overtakes: bool) -> Nanos:
+        if bulk:
+            self.free_at = max(now, self.free_at) + transfer
+            self.bulk_lands = max(self.free_at + latency, self.control_lands, self.bulk_lands)
+            return self.bulk_lands
+        own = max(now + transfer + latency, self.control_lands)
+        self.control_lands = own if overtakes else max(own, self.bulk_lands)
+        return self.control_lands
 
 
 class _Line:
@@ -101,7 +116,7 @@ class Network:
         for way in line.ways.values():
             way.held.clear()
             way.landed.clear()
-            way.free_at = 0
+            way.restart()
 
     # ------------------------------------------------------------ sending
 
@@ -125,8 +140,9 @@ class Network:
     def _transmit(self, line: _Line, way: _Way, serial: int, envelope: Envelope, blob: Blob | None) -> None:
         bits = 8 * (FRAME_BYTES + (blob.nbytes if blob else 0))
         rate = self._down if envelope.sender == SYNCER else self._up
-        way.free_at = max(self._world.now, way.free_at) + int(bits / rate)
-        self._world.at(way.free_at + self._latency, self._land, line, line.epoch, serial, envelope, blob)
+        bulk = lane_of(envelope.body) == BULK_LANE
+        at = way.lands(self._world.now, int(bits / rate), self._latency, bulk, may_overtake(envelope))
+        self._world.at(at, self._land, line, line.epoch, serial, envelope, blob)
 
     def _land(self, line: _Line, epoch: int, serial: int, envelope: Envelope, blob: Blob | None) -> None:
         if line.epoch != epoch or not line.up:

@@ -10,6 +10,7 @@ what a killed writer leaves behind: everything before it is good.
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,6 +41,12 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     tensors: bool
     """False: decisions only, nothing was trained."""
     plan: list[dict[str, Any]] = []
+    run: str = ""
+    """A live run's name: tapes of its workers carry the same."""
+    worker: WorkerId | None = None
+    """Whose tape this is; None: all workers', of a virtual run."""
+    epoch: int = 0
+    """Wall-clock nanoseconds of time 0, of a live run."""
 
 
 class Record(msgspec.Struct, frozen=True, rename={"number": "n", "now": "t", "worker": "w", "event": "e", "effects": "f"}):
@@ -69,30 +76,62 @@ def _seal(body: bytes, chain: int) -> tuple[bytes, int]:
 
 
 class TapeWriter:
-    """Append, then execute: `append` has handed the line to the operating system before it returns (`flush_each`)."""
+    """Append, then execute: `append` has handed the line to the operating system before it returns (`flush_each`). An append
+    that fails (a full disk) leaves the tape as it was, so that it can be tried again."""
 
-    def __init__(self, file: IO[bytes], header: Header, *, flush_each: bool = False) -> None:
+    def __init__(
+        self, file: IO[bytes], header: Header | None, *, flush_each: bool = False, count: int = 0, chain: int = 0
+    ) -> None:
         self._file = file
         self._flush_each = flush_each
-        self.count = 0
-        line, self._chain = _seal(_encode(_HeaderLine(header)), 0)
-        file.write(line)
+        self.count = count
+        self._chain = chain
+        if header is not None:
+            line, self._chain = _seal(_encode(_HeaderLine(header)), 0)
+            file.write(line)
 
     @classmethod
     def create(cls, path: Path, header: Header, *, flush_each: bool = False) -> TapeWriter:
         try:
-            return cls(path.open("xb"), header, flush_each=flush_each)
+            return cls(path.open("xb", buffering=0 if flush_each else -1), header, flush_each=flush_each)
         except FileExistsError:
             raise TapeError(f"tape {path}: exists already; a tape is never overwritten, choose another --out") from None
         except OSError as error:
             raise TapeError(f"tape {path}: cannot be written ({error.strerror})") from None
 
+    @classmethod
+    def go_on(cls, tape: Tape) -> TapeWriter:
+        """Append to a tape that was read to its end; what a killed writer left of its last line is cut off."""
+        file = tape.path.open("r+b", buffering=0)
+        file.truncate(tape.good_bytes)
+        file.seek(tape.good_bytes)
+        return cls(file, None, flush_each=True, count=tape.whole_records, chain=tape.chain)
+
     def append(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
-        self.count += 1
-        line, self._chain = _seal(_encode(Record(self.count, now, worker, event, tuple(effects))), self._chain)
-        self._file.write(line)
+        line, chain = _seal(_encode(Record(self.count + 1, now, worker, event, tuple(effects))), self._chain)
         if self._flush_each:
+            self._write_whole(line)
+        else:
+            self._file.write(line)
+        self.count, self._chain = self.count + 1, chain
+
+    def _write_whole(self, line: bytes) -> None:
+        """Unbuffered: a disk that takes only part of the line must not keep it."""
+        begin = self._file.tell()
+        try:
+            done = 0
+            while done < len(line):
+                done += self._file.write(line[done:])
             self._file.flush()
+        except OSError:
+            self._file.truncate(begin)
+            self._file.seek(begin)
+            raise
+
+    def sync(self) -> None:
+        """Everything appended is on the disk itself when this returns."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Seal a run that ended. Without it the tape reads as one cut by a crash."""
@@ -117,6 +156,8 @@ class Tape:
         self.path = path
         self.cut = False
         self.whole_records = 0
+        self.good_bytes = 0
+        self.chain = 0
         with self._open() as file:
             self.header, self._chain0 = self._read_header(file.readline())
 
@@ -151,7 +192,7 @@ class Tape:
     def records(self) -> Iterator[Record]:
         chain, number = self._chain0, 0
         with self._open() as file:
-            file.readline()
+            self.good_bytes, self.chain = len(file.readline()), chain
             for line in file:
                 if not line.endswith(b"\n"):
                     break  # the writer was killed in the middle of this line
@@ -165,6 +206,7 @@ class Tape:
                 except msgspec.DecodeError as error:
                     raise TapeError(f"tape {self.path}: record {number} is no record: {error}") from None
                 self.whole_records = number
+                self.good_bytes, self.chain = self.good_bytes + len(line), chain
                 yield record
         self.cut = True
 

@@ -15,6 +15,7 @@ import msgspec
 from atoll.config import Config, from_builtins
 from atoll.errors import ConfigError, ReplayDiverged, TapeError
 from atoll.ids import SYNCER, Nanos, WorkerId, seconds, worker_name
+from atoll.protocol.causality import BULK_LANE, lane_of
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Effect, Event, Received, Send, Started, Stored
@@ -92,6 +93,8 @@ class _Post:
         if not isinstance(event, Received):
             return None
         e = event.envelope
+        if lane_of(e.body) != BULK_LANE:
+            return None
         channel = self._channels.get((e.sender, e.incarnation, e.receiver), {})
         blob = channel.get(e.seq)
         for seq in [seq for seq in channel if seq <= e.seq]:

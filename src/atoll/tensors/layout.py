@@ -186,7 +186,7 @@ def _assemble(params: list[_Piece], buffers: list[_Piece], bins: Bins, pattern: 
         buffer_slots, buffer_numel = _place(guests)
         assert numel > 0, "every fragmentation fills every fragment"
         made.append(Fragment(fragment, param_slots, buffer_slots, numel, buffer_numel))
-    return Layout(tuple(made), pattern, _fingerprint(made))
+    return Layout(tuple(made), pattern, fingerprint_of(made))
 
 
 def _place(pieces: list[_Piece]) -> tuple[tuple[Slot, ...], int]:
@@ -223,6 +223,6 @@ def _within(name: str, module: str) -> bool:
     return not module or name.startswith(f"{module}.")
 
 
-def _fingerprint(fragments: list[Fragment]) -> str:
+def fingerprint_of(fragments: list[Fragment]) -> str:
     table = [[astuple(slot) for slot in (*fragment.params, *fragment.buffers)] for fragment in fragments]
     return hashlib.sha256(json.dumps(table, separators=(",", ":"), default=str).encode()).hexdigest()  # str: dtypes

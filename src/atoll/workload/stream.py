@@ -63,7 +63,8 @@ class Stream:
     """`streams` many disjoint sequences of batches over the train tokens.
 
     The tokens are cut into windows of seq_len + 1 that overlap by one token (the last target of one is the first input
-    of the next). Each epoch shuffles the windows anew and deals them out like cards: stream s takes s, s + S, s + 2S
+    of the next). Learners beyond the declared number take from the same text in an order of their own: what they see,
+    others see too. Each epoch shuffles the windows anew and deals them out like cards: stream s takes s, s + S, s + 2S
     and so on, so within an epoch no window is seen twice, by anyone. The few windows that do not deal out evenly sit
     that epoch out.
     """
@@ -105,8 +106,9 @@ class Stream:
 
     def window_indices(self, stream: int, position: int) -> Tensor:
         """Which windows the batch is made of."""
-        if not 0 <= stream < self.streams:
-            raise DataError(f"there is no stream {stream}: {self.streams} were declared, 0 to {self.streams - 1}")
+        if stream < 0:
+            raise DataError(f"there is no stream {stream}: streams count from 0")
+        deal, lane = divmod(stream, self.streams)
         if position < 0:
             raise DataError(f"position {position} of stream {stream}: positions count from 0")
         parts: list[Tensor] = []
@@ -114,8 +116,8 @@ class Stream:
         while sample < end:
             epoch, offset = divmod(sample, self.share)
             count = min(end - sample, self.share - offset)
-            first = stream + offset * self.streams
-            parts.append(_shuffled(self.seed, epoch, self.windows)[first : first + count * self.streams : self.streams])
+            first = lane + offset * self.streams
+            parts.append(_shuffled(self.seed, epoch, self.windows, deal)[first : first + count * self.streams : self.streams])
             sample += count
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -145,6 +147,7 @@ def _windows(tokens: Tensor, seq_len: int, side: str) -> Tensor:
 
 
 @lru_cache(maxsize=EPOCHS_CACHED)
-def _shuffled(seed: int, epoch: int, windows: int) -> Tensor:
+def _shuffled(seed: int, epoch: int, windows: int, deal: int) -> Tensor:
     """Shared between callers, who only read it. Of the module, not of a Stream, so that a Stream can be pickled."""
-    return torch.randperm(windows, generator=generator("epoch", seed, epoch))
+    name = ("epoch", seed, epoch) if deal == 0 else ("epoch", seed, epoch, deal)
+    return torch.randperm(windows, generator=generator(*name))

@@ -15,7 +15,7 @@ from atoll.chaos import Kill, KillSyncer
 from atoll.codecs import Packet, codec
 from atoll.executor.hands import Blob
 from atoll.executor.learner import TensorLearner
-from atoll.executor.syncer import Disk, TensorSyncer
+from atoll.executor.syncer import Disk, TensorSyncer, initial_versions
 from atoll.ids import SYNCER, WorkerId
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -101,7 +101,7 @@ def alone(preset: str = "diloco", build: Any = None, **sections: Any) -> TensorL
     config = configured(preset, **sections)
     bench = bench_for(config, *([build] if build else []))
     learner = TensorLearner(bench, 0)
-    for p, version in enumerate(Disk(bench).newest()):
+    for p, version in enumerate(Disk(initial_versions(bench)).newest()):
         learner.execute(Keep(p, 0, NO_VERSION), Blob("fragment", 0, (version.announced, version.buffers)))
         learner.execute(Adopt(p, 0, 0.0, False, "test"), None)
     return learner
@@ -138,7 +138,7 @@ def test_learner_with_nan_in_a_buffer_names_it_and_sends_nothing() -> None:
 
 def syncer_alone() -> TensorSyncer:
     bench = bench_for(configured("diloco"))
-    return TensorSyncer(bench, Disk(bench))
+    return TensorSyncer(bench.config, bench.layout.fragments, Disk(initial_versions(bench)))
 
 
 def packet_of(part: Tensor) -> Packet:

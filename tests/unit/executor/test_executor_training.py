@@ -14,7 +14,7 @@ from atoll.config import load
 from atoll.errors import ConfigError
 from atoll.executor.hands import Blob
 from atoll.executor.learner import TensorLearner
-from atoll.executor.syncer import Disk
+from atoll.executor.syncer import Disk, initial_versions
 from atoll.ids import SYNCER, WorkerId
 from atoll.protocol.vocabulary import NO_VERSION, Adopt, Effect, InnerStep, Keep, StepDone
 from atoll.rules import Schedule
@@ -58,7 +58,7 @@ def test_accumulation_of_micro_batches_is_one_step_on_their_mean_loss() -> None:
 def alone(config: Any) -> TensorLearner:
     bench = bench_for(config)
     learner = TensorLearner(bench, 0)
-    for p, version in enumerate(Disk(bench).newest()):
+    for p, version in enumerate(Disk(initial_versions(bench)).newest()):
         learner.execute(Keep(p, 0, NO_VERSION), Blob("fragment", 0, (version.announced, version.buffers)))
         learner.execute(Adopt(p, 0, 0.0, False, "test"), None)
     return learner
@@ -141,7 +141,7 @@ def test_run_with_rda_moves_theta_further_than_the_mean_of_nearly_orthogonal_upd
         outer = {"outer_optimizer": "sgd", "outer_learning_rate": 1.0}
         found = run(configured("diloco", outer_steps=4, protocol=protocol, outer=outer), batch=noise)
         (theta,), _ = found.hands.disk.theta()
-        (start,), _ = Disk(found.hands.bench).theta()
+        (start,), _ = Disk(initial_versions(found.hands.bench)).theta()
         return float((theta - start).norm())
 
     assert moved("rda") > 1.1 * moved("mean")

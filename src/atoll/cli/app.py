@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from atoll import __version__, config
 from atoll.chaos import Plan, load_plan
+from atoll.cli import live
 from atoll.config import PRESETS, Config
 from atoll.errors import AtollError, UserError
 from atoll.ids import SYNCER, Nanos, WorkerId
@@ -221,6 +223,67 @@ class _progress:
             self._next = fixed + max(1, self._settings.outer_steps // 10)
             done = f"{self._settings.preset}: outer step {fixed} of {self._settings.outer_steps}"
             self._console.print(f"{done}, {now / 1e9:.1f} virtual s {loss}".rstrip())
+
+
+# ---------------------------------------------------------------- the live cluster, process by process
+
+
+@app.command()
+def syncer(
+    recipe: Recipe = None,
+    listen: Annotated[str, typer.Option("--listen", help="HOST:PORT to listen on; port 0 picks one.")] = "127.0.0.1:7077",
+    directory: Annotated[Path, typer.Option("--dir", help="Where its state lives; started again there, it goes on.")] = Path(
+        "runs/syncer"
+    ),
+    preset: PresetOption = None,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    keys: live.KeysOption = None,
+    insecure: live.InsecureOption = False,
+    allow_model: live.AllowOption = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="A snapshot's folder to go on from.")] = None,
+    threads: ThreadsOption = 1,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Warnings and errors only.")] = False,
+) -> None:
+    """Run the syncer: CPU only. It merges what learners send, stores it durably, and announces it."""
+    live.log_to_stderr(verbose=not quiet)
+    settings = _settings(recipe, preset, learners, seed, set_)
+    live.run_syncer(settings, directory, listen, keys, insecure, allow_model or [], resume, threads)
+
+
+@app.command()
+def learner(
+    syncer_address: Annotated[str, typer.Option("--syncer", help="HOST:PORT of the syncer.")] = "127.0.0.1:7077",
+    token: Annotated[Path | None, typer.Option("--token", help="File with the join token; or set ATOLL_TOKEN.")] = None,
+    wants: Annotated[int, typer.Option("--id", help="The learner id to ask for; by default the lowest that is free.")] = -1,
+    run: Annotated[str, typer.Option("--run", help="Join only this run.")] = "",
+    keys: live.KeysOption = None,
+    name: Annotated[str | None, typer.Option("--name", help="Whose certificate of --keys to use, such as learner-0.")] = None,
+    listen: Annotated[
+        str, typer.Option("--listen", help="HOST:PORT where peers that recover are served; port 0 picks one; '' serves nobody.")
+    ] = "127.0.0.1:0",
+    advertise: Annotated[str, typer.Option("--advertise", help="HOST:PORT peers are told to dial.")] = "",
+    connections: Annotated[
+        int, typer.Option("--connections", min=1, max=16, help="Connections for bulk data; more for long fat links.")
+    ] = 1,
+    insecure: live.InsecureOption = False,
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu",
+    allow_model: live.AllowOption = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Where its tape and its part of snapshots go.")] = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="This learner's part of a snapshot.")] = None,
+    threads: ThreadsOption = 1,
+    obey_stdin: Annotated[bool, typer.Option("--obey-stdin", hidden=True)] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Warnings and errors only.")] = False,
+) -> None:
+    """Run one learner: it gets its whole config from the syncer, trains, and never waits."""
+    from atoll.runtime.worker import WorkerOptions, run_worker
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("WORLD_SIZE is above 1: a learner is one process so far; start several learners instead of ranks")
+    live.log_to_stderr(verbose=not quiet)
+    address = live.learner_address(syncer_address, token, run, keys, name, listen, advertise, connections, insecure)
+    run_worker(WorkerOptions(address, wants, out_dir, device, threads, allow_model or [], resume, obey_stdin))
 
 
 # ---------------------------------------------------------------- reading

@@ -1,0 +1,122 @@
+"""Commands of the live cluster: `syncer`, `learner`, `keys`, `snapshot`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.errors import UserError
+
+if TYPE_CHECKING:
+    from atoll.runtime.learner import Address
+
+KeysOption = Annotated[Path | None, typer.Option("--keys", help="Folder with certificates, made by `atoll keys`: mutual TLS.")]
+AllowOption = Annotated[
+    list[str] | None,
+    typer.Option("--allow-model", help="package.module:function that a recipe may name as its model. Repeatable."),
+]
+InsecureOption = Annotated[
+    bool, typer.Option("--insecure", help="Talk in the clear on an address others can reach. Tokens are still asked for.")
+]
+
+
+def log_to_stderr(verbose: bool = False) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, stream=sys.stderr, force=True,
+        format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S",
+    )  # fmt: skip
+
+
+def run_syncer(
+    settings: object, directory: Path, listen: str, keys: Path | None, insecure: bool, allowed: list[str],
+    resume: Path | None, threads: int,
+) -> None:  # fmt: skip
+    from atoll.config import CUSTOM, Config
+    from atoll.executor.environment import use_threads
+    from atoll.executor.workbench import language_workbench
+    from atoll.runtime.home import Home
+    from atoll.runtime.syncer import SyncerProcess
+    from atoll.transport import server_credentials
+    from atoll.transport.keys import is_loopback, load_server
+
+    assert isinstance(settings, Config)
+    if not is_loopback(listen) and keys is None and not insecure:
+        raise UserError(f"--listen {listen}: others can reach it; give --keys DIR (see `atoll keys`), or say --insecure")
+    credentials = None
+    if keys is not None:
+        found = load_server(keys)
+        for warning in found.warnings:
+            logging.getLogger("atoll.syncer").warning(warning)
+        credentials = server_credentials(found.certificate, found.key, found.ca)
+    use_threads(threads)
+    bench = None if settings.model.name == CUSTOM else language_workbench(settings, allowed)
+    home = Home(directory, settings, bench, keys=keys, resume=resume)
+    process = SyncerProcess(home, listen, credentials)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, process.leave)
+        await process.run()
+
+    asyncio.run(main())
+
+
+def learner_address(
+    syncer: str, token_file: Path | None, run: str, keys: Path | None, name: str | None, listen: str, advertise: str,
+    connections: int, insecure: bool,
+) -> Address:  # fmt: skip
+    from atoll.runtime.learner import Address
+    from atoll.transport import client_credentials, server_credentials
+    from atoll.transport.keys import LEARNER_NAME, SYNCER_NAME, is_loopback, load_learner, read_token, split_address
+
+    split_address(syncer)
+    if not is_loopback(syncer) and keys is None and not insecure:
+        raise UserError(f"--syncer {syncer}: is not on this machine; give --keys DIR (see `atoll keys`), or say --insecure")
+    for option, value in (("--listen", listen), ("--advertise", advertise)):
+        if value:
+            try:
+                split_address(value)
+            except UserError as error:
+                raise UserError(f"{option}: {error}") from None
+    if listen and not is_loopback(listen) and keys is None and not insecure:
+        raise UserError(f"--listen {listen}: others can reach it; give --keys DIR, or say --insecure")
+    token = os.environ.get("ATOLL_TOKEN", "")
+    if token_file is None and keys is not None and (keys / "token").exists():
+        token_file = keys / "token"
+    if token_file is not None:
+        token = read_token(token_file).reveal()
+    if not token:
+        raise UserError("no token: give --token FILE (the syncer's folder holds it as `token`), or set ATOLL_TOKEN")
+    client = peer = server = None
+    if keys is not None:
+        found = load_learner(keys, name)
+        client = client_credentials(found.ca, found.certificate, found.key, SYNCER_NAME)
+        peer = client_credentials(found.ca, found.certificate, found.key, LEARNER_NAME)
+        server = server_credentials(found.certificate, found.key, found.ca)
+    return Address(
+        syncer=syncer, token=token, run=run, credentials=client, peer_credentials=peer, server_credentials=server,
+        listen=listen, advertise=advertise, connections=connections,
+    )  # fmt: skip
+
+
+def make_keys_command(directory: Path, learners: int, days: int, add: bool) -> list[Path]:
+    from atoll.transport.keys import add_learner, make_keys
+
+    if add:
+        return [path for _ in range(learners) for path in add_learner(directory, days=days)]
+    return make_keys(directory, learners=learners, days=days)
+
+
+def make_token_command(directory: Path, run: str, hours: float) -> str:
+    from atoll.transport.keys import Tokens
+
+    return Tokens.load(directory).make(run=run, expires=datetime.now(UTC) + timedelta(hours=hours))

@@ -1,0 +1,454 @@
+"""Staging and adopting on a GPU: the inner step never waits for a fragment's bytes.
+
+    compute   ... optimiser step | forward, backward ....................... | optimiser step ...
+    reads                        | read, read_done                           ^ waits for read_done
+    encodes                              | anchor in, subtract, encode, codes out | ready
+    arrivals  (any time) | announced in | arrived                            ^ adopting waits for arrived
+
+Three streams, because they wait for different things. Reads touch live weights and are over in a fraction of a
+millisecond; were they queued behind the anchor's trip over PCIe, the next optimiser step would wait for that too. What
+was announced comes in on a stream of its own, so that it is there when its step boundary comes.
+
+Encoding is some thirty small launches, and a training thread that is late with its own launches would feel them: from
+the third time on they are one launch of a captured CUDA graph, of the very same kernels.
+
+The host waits nowhere but in `StagedPacket.wait`, which the sending thread calls. So NaN and Inf are noticed there and
+not in `stage`: the device leaves a flag beside the codes. Packets are those of the CPU to the byte; a codec that cannot
+be so on CUDA is computed on the host, by the sending thread, and `why_on_host` says why.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from atoll.codecs import BLOCK, Codec, Packet, UncheckedCodec, encode_with_feedback
+from atoll.errors import NotFinite
+from atoll.tensors.access import cast_like, read_buffers, read_params, write_buffers, write_params
+from atoll.tensors.layout import Fragment
+from atoll.tensors.outer import mix
+
+DEVICE_CODECS: Final = frozenset({"fp32", "bf16", "int8", "int4", "int2", "e3m0"})
+"""Each step of theirs is elementwise and correctly rounded, or a maximum: no order of work changes a bit."""
+MASTER_KEYS: Final = ("master", "master_param", "master_weights", "fp32_param")
+"""Where optimisers of 16-bit models keep a parameter's fp32 truth in its state."""
+FREE_MAX: Final = 8
+"""Pinned buffers of one size that lie idle. More are given back: tau fragments and their sends need a handful."""
+_ALIGN: Final = 64
+_PAGE: Final = 4096
+
+
+class Moment(Protocol):
+    """What is used of a CUDA event once it is recorded."""
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+def why_on_host(codec: Codec, rng: torch.Generator | None) -> str:
+    """Why this packet is encoded on the host; "" if the device does it."""
+    if rng is not None:
+        return "the device's random numbers are not the host's, so stochastic rounding would give other bytes"
+    if codec.name == "int1":
+        return "int1's scales are sums of floats, and the device adds in another order"
+    if codec.name not in DEVICE_CODECS or not isinstance(codec, UncheckedCodec):
+        return f"{codec.name} chooses elements, and the device breaks ties and shuffles otherwise than the host"
+    return ""
+
+
+def master_weights(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
+    """The fp32 copy an optimiser trains in the parameter's place, if it keeps one. Overwriting the parameter alone would
+    be undone by its next step. One of another shape (flattened, sharded) is not ours to interpret."""
+    state = optimizer.state.get(parameter, {})
+    for key in MASTER_KEYS:
+        master = state.get(key)
+        if isinstance(master, Tensor) and master.shape == parameter.shape and master.dtype == torch.float32:
+            return master
+    return None
+
+
+class PinnedPool:
+    """Pinned memory by size. Pinning costs milliseconds and stops the device, so in steady state nothing is allocated.
+
+    It holds idle buffers only. Whoever forgets to give one back loses its reuse, never its bytes.
+    """
+
+    def __init__(self, allocate: Callable[[int], Tensor] | None = None) -> None:
+        self._allocate = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
+        self._free: dict[int, list[tuple[Tensor, Moment]]] = {}
+        self._lock = threading.Lock()
+        self.allocations = 0
+
+    def take(self, nbytes: int) -> Tensor:
+        """At least so many bytes, that no copy of the device is still writing."""
+        size = _rounded(nbytes)
+        with self._lock:
+            idle = self._free.get(size, [])
+            for at, (buffer, busy_until) in enumerate(idle):
+                if busy_until.query():
+                    del idle[at]
+                    return buffer
+            self.allocations += 1
+        return self._allocate(size)
+
+    def give(self, buffer: Tensor, busy_until: Moment) -> None:
+        with self._lock:
+            idle = self._free.setdefault(buffer.numel(), [])
+            if len(idle) < FREE_MAX:
+                idle.append((buffer, busy_until))
+
+
+def _rounded(nbytes: int) -> int:
+    """To an eighth of the size's power of two, so that fragments of nearly one size share buffers."""
+    step = max(_PAGE, 1 << max(0, nbytes.bit_length() - 4))
+    return max(1, -(-nbytes // step)) * step
+
+
+class StagedPacket:
+    """A fragment on its way to pinned memory. Any thread may wait for it; it is a value from `stage` on.
+
+    The memory goes back to the pool when everybody who held it has released it: the learner's shelf holds it from the
+    start, each send holds it for as long as it reads. Without any release it is freed like every tensor.
+    """
+
+    def __init__(
+        self,
+        nbytes: int,
+        ready: Moment,
+        finish: Callable[[], tuple[Packet, Tensor, Tensor | None]],
+        give_back: Callable[[], None],
+    ) -> None:
+        self.nbytes = nbytes
+        """Of packet and buffers, known before they are."""
+        self._ready = ready
+        self._finish: Callable[[], tuple[Packet, Tensor, Tensor | None]] | None = finish
+        self._give_back = give_back
+        self._result: tuple[Packet, Tensor, Tensor | None] | None = None
+        self._holders = 1
+        self._counting = threading.Lock()
+        self._finishing = threading.Lock()  # not the same: a host codec's work must not keep the training thread in hold()
+        self._weights: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def is_ready(self) -> bool:
+        """Whether `wait` would not wait for the device (a host codec still has its work to do there)."""
+        return self._ready.query()
+
+    def wait(self) -> tuple[Packet, Tensor]:
+        """The packet and the flat buffers, in host memory that is theirs until the last release. Raises NotFinite."""
+        self._ready.synchronize()
+        with self._finishing:
+            if self._result is None:
+                assert self._finish is not None, "the memory of a staged packet was released before its last reader came"
+                self._result = self._finish()
+            packet, buffers, _ = self._result
+            return packet, buffers
+
+    @property
+    def residual(self) -> Tensor | None:
+        """What the packet does not carry, with error feedback. Only once `wait` has returned: else it may be NaN."""
+        assert self._result is not None, "wait() says whether there is a residual at all"
+        return self._result[2]
+
+    @property
+    def weights(self) -> Tensor:
+        """The flat fp32 weights that were read (with `keep_weights`), on the device, safe to use on the current stream."""
+        assert self._weights is not None, "stage with keep_weights=True to keep them"
+        flat, read_done = self._weights
+        stream = torch.cuda.current_stream(flat.device)
+        stream.wait_event(read_done)
+        flat.record_stream(stream)
+        return flat
+
+    def keep(self, weights: Tensor, read_done: torch.cuda.Event) -> None:
+        self._weights = (weights, read_done)
+
+    def hold(self) -> StagedPacket:
+        with self._counting:
+            assert self._holders > 0, "a staged packet cannot be held once all have released it"
+            self._holders += 1
+        return self
+
+    def release(self) -> None:
+        with self._counting:
+            assert self._holders > 0, "a staged packet was released more often than held"
+            self._holders -= 1
+            if self._holders:
+                return
+        self._result = self._finish = None
+        self._give_back()
+
+
+class Encoder:
+    """A codec on one stream, launched as a graph from the third vector of a length on. The first time loads kernels, which
+    must not happen during a capture; the second captures.
+
+    All that it gives lies in memory that the next call overwrites, in the stream's order.
+    """
+
+    def __init__(self, device: torch.device, longest: int) -> None:
+        self._memory = torch.empty(longest, device=device)
+        self._pool = torch.cuda.graph_pool_handle()  # shared scratch: graphs of one stream never run at once
+        self._seen: set[tuple[str, int, bool]] = set()
+        self._graphs: dict[tuple[str, int, bool], tuple[torch.cuda.CUDAGraph, Packet, Tensor]] = {}
+
+    def input(self, numel: int) -> Tensor:
+        """Where the vector to encode is written; all lengths share it."""
+        assert numel <= self._memory.numel(), "the stager was made for shorter fragments"
+        return self._memory[:numel]
+
+    def encode(self, codec: UncheckedCodec, numel: int, feedback: bool) -> tuple[Packet, Tensor]:
+        """The packet of `input(numel)` and whether it was finite. With feedback the input becomes the residual."""
+        key = (codec.name, numel, feedback)
+        if key not in self._seen:
+            self._seen.add(key)
+            return _encode(codec, self.input(numel), feedback)
+        if key not in self._graphs:
+            graph, wanted = torch.cuda.CUDAGraph(), self.input(numel)
+            # Thread-local: what other threads ask of the device meanwhile is none of the capture's business.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                packet, finite = _encode(codec, wanted, feedback)
+            finally:
+                graph.capture_end()
+            self._graphs[key] = (graph, packet, finite)
+        graph, packet, finite = self._graphs[key]
+        graph.replay()
+        return packet, finite
+
+
+def _encode(codec: UncheckedCodec, wanted: Tensor, feedback: bool) -> tuple[Packet, Tensor]:
+    packet, finite = codec.encode_unchecked(wanted)
+    if feedback:
+        codec.accumulate(packet, wanted, -1.0)
+    return packet, finite
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """An announced version on its way to the device."""
+
+    announced: Tensor
+    """In pinned host memory: the next anchor."""
+    on_device: Tensor
+    buffers: Tensor
+    """On the device too."""
+    arrived: torch.cuda.Event
+
+
+class CudaStager:
+    """One a learner. All but `bring` and `pin` belong to the thread that trains; "compute" is its current stream."""
+
+    def __init__(self, device: torch.device, longest: int) -> None:
+        """`longest`: elements of the longest fragment. Graphs hold addresses, so scratch never grows or moves."""
+        self.device = device
+        self.pool = PinnedPool()
+        # Reads first wherever the device has the choice: the next optimiser step depends on them.
+        self._reads = torch.cuda.Stream(device, priority=-1)
+        self._encodes = torch.cuda.Stream(device)
+        self._arrivals = torch.cuda.Stream(device)
+        self._unread: list[torch.cuda.Event] = []
+        with torch.cuda.stream(self._encodes):
+            self._encoder = Encoder(device, longest)
+
+    @torch.no_grad()
+    def stage(
+        self,
+        fragment: Fragment,
+        tensors: Mapping[str, Tensor],
+        before: Tensor | None,
+        codec: Codec,
+        *,
+        rng: torch.Generator | None = None,
+        feedback: bool = False,
+        residual: Tensor | None = None,
+        keep_weights: bool = False,
+    ) -> StagedPacket:
+        """Sends off `cast(before) - tensors`, or the tensors themselves (gradients) where `before` is None, as they stand
+        at this point of the compute stream. Returns at once. `before` is an anchor in pinned memory, or weights on the
+        device; `rng` is a generator of the host's, of which nobody else draws until `wait`."""
+        # Forward passes move buffers (batch statistics) and wait for nobody, so the few bytes are read right here.
+        buffers = read_buffers(tensors, fragment)
+        weights, read_done = self._read(fragment, tensors)
+        self._encodes.wait_event(read_done)
+        with torch.cuda.stream(self._encodes):
+            for used in (weights, buffers):
+                if used.is_cuda:
+                    used.record_stream(self._encodes)
+            wanted = self._encoder.input(fragment.numel)
+            if before is None:
+                wanted.copy_(weights)
+            else:  # casting is idempotent: weights once read are already the cast
+                torch.sub(cast_like(fragment, self._here(before)), weights, out=wanted)
+            if why_on_host(codec, rng):
+                staged = self._for_host(fragment, codec, wanted, buffers, rng, feedback, residual)
+            else:
+                if residual is not None:
+                    wanted.add_(self._here(residual))
+                staged = self._on_device(fragment, codec, wanted, buffers, feedback)
+        if keep_weights:
+            staged.keep(weights, read_done)
+        return staged
+
+    def before_optimizer_step(self) -> None:
+        """Call before anything that changes parameters: the compute stream waits for the reads of what was staged."""
+        compute = torch.cuda.current_stream(self.device)
+        for read_done in self._unread:
+            compute.wait_event(read_done)
+        self._unread.clear()
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """The same values in pinned memory (torch keeps freed blocks, so this allocates in the first rounds only). A host
+        copy: for the thread that receives, not for the one that trains."""
+        assert not tensor.is_cuda, "only host memory is pinned"
+        return tensor if tensor.is_pinned() else tensor.pin_memory()
+
+    @torch.no_grad()
+    def bring(self, announced: Tensor, buffers: Tensor) -> Incoming:
+        """Starts what was announced on its way to the device, long before its step boundary. Any thread may."""
+        announced = self.pin(announced)
+        buffers = self.pin(buffers) if buffers.numel() else buffers
+        with torch.cuda.stream(self._arrivals):
+            on_device = announced.to(self.device, non_blocking=True)
+            there = buffers.to(self.device, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record(self._arrivals)
+        return Incoming(announced, on_device, there, arrived)
+
+    @torch.no_grad()
+    def adopt(
+        self,
+        fragment: Fragment,
+        tensors: Mapping[str, Tensor],
+        incoming: Incoming,
+        alpha: float,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        """Writes an announced version into the live weights, `alpha` of what they were staying, on the compute stream.
+        Where the optimiser keeps master weights, those are what is mixed and written, and the weights are their cast."""
+        compute = torch.cuda.current_stream(self.device)
+        self.before_optimizer_step()
+        compute.wait_event(incoming.arrived)
+        for brought in (incoming.on_device, incoming.buffers):
+            brought.record_stream(compute)
+        adopt_into(fragment, tensors, incoming.on_device, incoming.buffers, alpha, optimizer)
+
+    # ------------------------------------------------------------ parts of staging
+
+    def _read(self, fragment: Fragment, tensors: Mapping[str, Tensor]) -> tuple[Tensor, torch.cuda.Event]:
+        self._reads.wait_stream(torch.cuda.current_stream(self.device))
+        read_done = torch.cuda.Event()
+        with torch.cuda.stream(self._reads):
+            flat = read_params(tensors, fragment)
+            read_done.record(self._reads)
+        for slot in fragment.params:  # gradients are dropped at the next step: their memory must not be reused yet
+            tensors[slot.name].record_stream(self._reads)
+        self._unread.append(read_done)
+        return flat, read_done
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            tensor.record_stream(self._encodes)
+            return tensor
+        assert tensor.is_pinned(), "a copy from pageable memory makes the training thread wait: pin() anchors on arrival"
+        return tensor.to(self.device, non_blocking=True)
+
+    def _on_device(self, fragment: Fragment, codec: Codec, wanted: Tensor, buffers: Tensor, feedback: bool) -> StagedPacket:
+        assert isinstance(codec, UncheckedCodec)
+        packet, finite = self._encoder.encode(codec, wanted.numel(), feedback)
+        residual = wanted.clone() if feedback else None
+        parts = [packet.codes, finite.view(1), *(() if packet.scales is None else (packet.scales,))]
+        memory, views, ready = self._to_host([*parts, buffers])
+        codes, told, flat = views[0], views[1], views[-1]
+        here = Packet(packet.codec, packet.numel, codes, None if packet.scales is None else views[2])
+
+        def finish() -> tuple[Packet, Tensor, Tensor | None]:
+            refuse_not_finite(fragment, here, flat, told)
+            return here, flat, residual
+
+        return StagedPacket(here.nbytes + 4 * flat.numel(), ready, finish, lambda: self.pool.give(memory, ready))
+
+    def _for_host(
+        self,
+        fragment: Fragment,
+        codec: Codec,
+        difference: Tensor,
+        buffers: Tensor,
+        rng: torch.Generator | None,
+        feedback: bool,
+        residual: Tensor | None,
+    ) -> StagedPacket:
+        """Only the difference is taken on the device; `wait` encodes it."""
+        memory, (wanted, flat), ready = self._to_host([difference, buffers])
+
+        def finish() -> tuple[Packet, Tensor, Tensor | None]:
+            if not bool(torch.isfinite(flat).all()):
+                raise NotFinite(f"a buffer of fragment {fragment.id}")
+            if feedback:
+                before = None if residual is None else residual.cpu()
+                packet, left = encode_with_feedback(codec, wanted, before, rng=rng)
+                return packet, flat, left
+            return codec.encode(wanted, rng=rng), flat, None
+
+        nbytes = codec.nbytes(wanted.numel()) + 4 * flat.numel()
+        return StagedPacket(nbytes, ready, finish, lambda: self.pool.give(memory, ready))
+
+    def _to_host(self, parts: list[Tensor]) -> tuple[Tensor, list[Tensor], torch.cuda.Event]:
+        """All parts into one pinned buffer, and the event after which they are there."""
+        sizes = [-(-part.numel() * part.element_size() // _ALIGN) * _ALIGN for part in parts]
+        memory = self.pool.take(sum(sizes))
+        views: list[Tensor] = []
+        at = 0
+        for part, size in zip(parts, sizes, strict=True):
+            view = memory[at : at + part.numel() * part.element_size()].view(part.dtype)
+            views.append(view.copy_(part, non_blocking=True) if part.numel() else view)
+            at += size
+        ready = torch.cuda.Event(blocking=True)  # the sending thread sleeps in wait() instead of spinning
+        ready.record(self._encodes)
+        return memory, views, ready
+
+
+def adopt_into(
+    fragment: Fragment,
+    tensors: Mapping[str, Tensor],
+    announced: Tensor,
+    buffers: Tensor,
+    alpha: float,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """The arithmetic of adopting, on any device."""
+    masters: dict[str, Tensor] = {}
+    if optimizer is not None:
+        for slot in fragment.params:
+            master = master_weights(optimizer, tensors[slot.name])
+            if master is not None:
+                masters[slot.name] = master
+    weights = announced
+    if alpha > 0:
+        weights = mix(read_params({**tensors, **masters}, fragment), announced, alpha)
+    write_params(tensors, fragment, weights)
+    if masters:
+        write_params(masters, replace(fragment, params=tuple(s for s in fragment.params if s.name in masters)), weights)
+    if buffers.numel():
+        write_buffers(tensors, fragment, buffers)
+
+
+def refuse_not_finite(fragment: Fragment, packet: Packet, buffers: Tensor, finite: Tensor) -> None:
+    """`finite` speaks of the vector that was encoded. Names the tensor where the packet still shows it."""
+    if buffers.numel() and not bool(torch.isfinite(buffers).all()):
+        at = int(torch.nonzero(~torch.isfinite(buffers))[0])
+        raise NotFinite("tensor " + next(s.name for s in fragment.buffers if s.offset <= at < s.offset + s.numel))
+    if bool(finite):
+        return
+    shown, width = (packet.codes, 1) if packet.scales is None else (packet.scales, BLOCK)
+    bad = torch.nonzero(~torch.isfinite(shown))
+    if not bad.numel():  # bf16's clamp has hidden an Inf
+        raise NotFinite(f"fragment {fragment.id}")
+    start = int(bad[0]) * width
+    names = [s.name for s in fragment.params if s.offset < start + width and start < s.offset + s.numel]
+    raise NotFinite("tensor " + " or ".join(names))

@@ -1,0 +1,373 @@
+"""Values with tensors in them, as bytes and as files. No code in them: safetensors, read by safetensors' own tools too.
+
+    offset  size  field
+    0       8     n: length of the header, unsigned, little-endian
+    8       n     JSON: {"__metadata__": {key: text}, name: {"dtype", "shape", "data_offsets"}, ...}, padded with spaces
+    8+n     ...   the tensors' bytes, one after the other, no gaps and nothing behind the last
+
+A learner's state has metadata `format` and `structure`: msgpack in base64, the nested value with each tensor replaced by
+its name. Containers are arrays led by a letter, since msgpack keeps neither tuples nor keys that are integers:
+["l", ...] a list, ["t", ...] a tuple, ["d", key, value, ...] a dict, ["T", name] a tensor. A tensor that stands in
+several places is written once, and is one tensor again when read.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import errno
+import hashlib
+import io
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, TypeAlias
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from atoll.errors import ConfigError, DataError, RunFailed
+
+FORMAT: Final = "atoll-state-1"
+HEADER_MAX: Final = 64 * 2**20
+"""Room for half a million tensors. What arrives must not make the decoder build more than a few of these."""
+DEPTH_MAX: Final = 32
+ELEMENTS_MAX: Final = 2**48
+"""Zero times anything is no bytes: without a bound of its own a shape could overflow torch's strides."""
+PARTIAL: Final = ".partial"
+ALLOWED: Final = "tensors, numbers, text, None, lists, tuples and dicts with integer or text keys"
+
+_DTYPES: Final[dict[str, torch.dtype]] = {
+    "F64": torch.float64, "I64": torch.int64, "F32": torch.float32, "I32": torch.int32, "F16": torch.float16,
+    "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+
+Chunk: TypeAlias = bytes | memoryview
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+# Tensors are written as they lie in memory.
+assert sys.byteorder == "little", "Atoll's files are written on little-endian machines only"
+
+
+class StorageFailed(RunFailed):
+    """The medium did not take the bytes. What was there before is as it was; the same call may be tried again."""
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A tensor in a header."""
+
+    dtype: str
+    shape: tuple[_Natural, ...]
+    data_offsets: tuple[_Natural, _Natural]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return _DTYPES[self.dtype]
+
+
+# ---------------------------------------------------------------- nested values
+
+
+def flatten(value: Any, root: str) -> tuple[bytes, dict[str, Tensor]]:
+    """The structure and the tensors by name, their paths below `root`. Nothing is copied."""
+    tensors: dict[str, Tensor] = {}
+    known: dict[tuple[object, ...], str] = {}
+
+    def node(value: Any, path: str, depth: int) -> Any:
+        if value is None or type(value) in (bool, float, str):
+            return value
+        if type(value) is int and -(2**63) <= value < 2**64:
+            return value
+        if depth == DEPTH_MAX:
+            raise ConfigError(f"{path} is nested deeper than {DEPTH_MAX} levels")
+        if type(value) in (list, tuple):
+            items = [node(item, f"{path}/{at}", depth + 1) for at, item in enumerate(value)]
+            return ["l" if type(value) is list else "t", *items]
+        if type(value) is dict:
+            flat: list[Any] = ["d"]
+            for key, item in value.items():
+                if type(key) not in (int, str):
+                    raise ConfigError(f"{path} has a key {key!r} of type {type(key).__name__}: allowed are {ALLOWED}")
+                flat += [key, node(item, f"{path}/{key}", depth + 1)]
+            return flat
+        if type(value) in (Tensor, nn.Parameter):
+            return ["T", named(value, path)]
+        raise ConfigError(f"{path} is of type {type(value).__name__}: allowed are {ALLOWED}")
+
+    def named(tensor: Tensor, path: str) -> str:
+        if tensor.dtype not in _NAMES or tensor.layout != torch.strided or tensor.device.type == "meta":
+            raise ConfigError(f"{path} is a tensor of {tensor.dtype}, {tensor.layout}, {tensor.device}: it cannot be stored")
+        # Where two views begin at one address and have one shape they are one tensor. Empty ones have no address.
+        where = tensor.data_ptr() if tensor.numel() else id(tensor)
+        key = (tensor.device, where, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if key not in known:
+            name = path if path not in tensors else f"{path}#{len(tensors)}"  # keys 0 and "0" look alike in a path
+            known[key], tensors[name] = name, tensor
+        return known[key]
+
+    try:
+        structure = msgspec.msgpack.encode(node(value, root, 0))
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{root} holds text that is not Unicode: {error}") from None
+    return structure, tensors
+
+
+def rebuild(structure: bytes, tensors: dict[str, Tensor], what: str) -> Any:
+    """The value that was flattened; DataError if these bytes never came from `flatten`."""
+    try:
+        return _grow(msgspec.msgpack.decode(structure), tensors, 0)
+    except (msgspec.MsgspecError, _Malformed, RecursionError, UnicodeDecodeError, TypeError) as error:
+        raise DataError(f"{what}: its structure is damaged: {error}") from None
+
+
+class _Malformed(Exception):
+    pass
+
+
+def _grow(node: Any, tensors: dict[str, Tensor], depth: int) -> Any:
+    if node is None or type(node) in (bool, int, float, str):
+        return node
+    if type(node) is not list or not node or type(node[0]) is not str or depth == DEPTH_MAX:
+        raise _Malformed(f"a {type(node).__name__} at depth {depth}")
+    match node[0]:
+        case "l":
+            return [_grow(item, tensors, depth + 1) for item in node[1:]]
+        case "t":
+            return tuple([_grow(item, tensors, depth + 1) for item in node[1:]])
+        case "d" if len(node) % 2 == 1:
+            keys = node[1::2]
+            if not all(type(key) in (int, str) for key in keys) or len(set(keys)) != len(keys):
+                raise _Malformed("a dict's keys")
+            return {key: _grow(item, tensors, depth + 1) for key, item in zip(keys, node[2::2], strict=True)}
+        case "T" if len(node) == 2 and type(node[1]) is str and node[1] in tensors:
+            return tensors[node[1]]
+    raise _Malformed(f"a node {node[0][:20]!r} of {len(node)}")
+
+
+# ---------------------------------------------------------------- tensors as bytes
+
+
+def tensor_bytes(tensor: Tensor) -> memoryview:
+    """The tensor's own memory where it is contiguous and on the CPU, else that of a copy."""
+    flat: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return flat
+
+
+def tensor_chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[Chunk]:
+    """Header and tensors. They alias the tensors: write them before anything changes."""
+    # Wide elements first, as the safetensors library does: then every tensor is aligned in the file.
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = Entry(_NAMES[tensor.dtype], tuple(tensor.shape), (start, end))
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_MAX:
+        raise ConfigError(f"{len(tensors)} tensors need a header of {len(text)} bytes; at most {HEADER_MAX} are allowed")
+    views: list[Chunk] = [tensor_bytes(tensor) for _, tensor in ordered if tensor.numel()]
+    return [len(text).to_bytes(8, "little") + text, *views]
+
+
+class _View(io.RawIOBase):
+    """Bytes in memory as a stream, without the copy that BytesIO makes."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._at = 0
+
+    def readinto(self, target: Any, /) -> int:
+        count = min(len(target), len(self._data) - self._at)
+        target[:count] = self._data[self._at : self._at + count]
+        self._at += count
+        return count
+
+
+def fill(stream: io.RawIOBase, target: memoryview, what: str) -> None:
+    while len(target):
+        count = stream.readinto(target)
+        if not count:
+            raise DataError(f"{what} is truncated: {len(target)} more bytes were expected")
+        target = target[count:]
+
+
+def read_header(stream: io.RawIOBase, size: int, what: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Entries in the order of their bytes, and metadata. Lengths are checked before anything is allocated by them."""
+    prefix = bytearray(8)
+    fill(stream, memoryview(prefix), what)
+    length = int.from_bytes(prefix, "little")
+    if length > min(HEADER_MAX, size - 8):
+        raise DataError(f"{what} is truncated or no safetensors: a header of {length} bytes in {size}")
+    text = bytearray(length)
+    fill(stream, memoryview(text), what)
+    try:
+        parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
+        metadata = msgspec.json.decode(parts.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+        entries = {name: msgspec.json.decode(raw, type=Entry) for name, raw in parts.items()}
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise DataError(f"{what}: its header is no safetensors header: {error}") from None
+    ordered = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
+    at = 0
+    for name, entry in ordered.items():
+        start, end = entry.data_offsets
+        if entry.dtype not in _DTYPES or len(entry.shape) > 32 or math.prod(max(1, n) for n in entry.shape) > ELEMENTS_MAX:
+            raise DataError(f"{what}: tensor {name[:80]!r} has a dtype or shape this Atoll does not read")
+        if start != at or end - start != math.prod(entry.shape) * entry.torch_dtype.itemsize:
+            raise DataError(f"{what}: tensor {name[:80]!r} does not lie where its header says")
+        at = end
+    expected = 8 + length + at
+    if expected != size:
+        raise DataError(f"{what} is {'truncated' if expected > size else 'oversized'}: {size} bytes, not {expected}")
+    return ordered, metadata
+
+
+def read_tensor(stream: io.RawIOBase, entry: Entry, what: str) -> Tensor:
+    tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
+    if tensor.numel():
+        fill(stream, tensor_bytes(tensor), what)
+        if tensor.dtype == torch.bool and int(tensor.view(torch.uint8).max()) > 1:
+            raise DataError(f"{what}: a bool that is neither 0 nor 1")  # torch's kernels may do anything with it
+    return tensor
+
+
+# ---------------------------------------------------------------- a learner's state
+
+
+def pack(state: Any) -> list[Chunk]:
+    """For the wire and for files. The chunks alias the state's tensors (on the CPU), so nothing is copied here; they must
+    be gone out before the state changes."""
+    structure, tensors = flatten(state, "state")
+    return tensor_chunks(tensors, {"format": FORMAT, "structure": base64.b64encode(structure).decode("ascii")})
+
+
+def unpack(data: bytes | bytearray | memoryview, what: str = "state") -> Any:
+    """Tensors of its own, one copy: `data` may go. DataError for whatever `pack` did not make."""
+    view = memoryview(data).cast("B")
+    return _read(_View(view), len(view), what)
+
+
+def _read(stream: io.RawIOBase, size: int, what: str) -> Any:
+    entries, metadata = read_header(stream, size, what)
+    if metadata.get("format") != FORMAT:
+        raise DataError(f"{what} has format {metadata.get('format', '')[:40]!r}; this Atoll reads {FORMAT!r}")
+    tensors = {name: read_tensor(stream, entry, what) for name, entry in entries.items()}
+    return rebuild(from_base64(metadata.get("structure", ""), what), tensors, what)
+
+
+def from_base64(text: str, what: str) -> bytes:
+    try:
+        return base64.b64decode(text.encode("ascii"), validate=True)
+    except (binascii.Error, UnicodeEncodeError) as error:
+        raise DataError(f"{what}: its structure is no base64: {error}") from None
+
+
+def refuse_unserialisable(optimizer: torch.optim.Optimizer) -> None:
+    """What is not plain data can neither reach a peer nor a snapshot. Sees what the optimiser holds now: call it at start for
+    the groups, and after the first step for the state, which torch makes then."""
+    try:
+        flatten(optimizer.state_dict(), "state_dict()")
+    except ConfigError as error:
+        raise ConfigError(f"inner optimizer {type(optimizer).__name__} cannot be stored or sent: {error}") from None
+
+
+def write_state(path: Path, state: Any) -> str:
+    """Atomically and durably; SHA-256 of the file."""
+    chunks = pack(state)
+    sha = hashlib.sha256()
+    for chunk in chunks:
+        sha.update(chunk)
+    write_file(path, chunks)
+    return sha.hexdigest()
+
+
+def read_state(path: Path, sha256: str | None = None) -> Any:
+    def read(stream: io.RawIOBase, size: int) -> Any:
+        if sha256 is not None:
+            # Twice through the file, the second time from the page cache: cheaper than a copy of the state in memory.
+            if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
+                raise DataError(f"{path} is damaged: its SHA-256 is not {sha256}")
+            stream.seek(0)
+        return _read(stream, size, str(path))
+
+    return reading(path, read)
+
+
+# ---------------------------------------------------------------- files
+
+
+def reading(path: Path, use: Callable[[io.RawIOBase, int], Any]) -> Any:
+    """`use(stream, size)` on a file; one that is missing or cannot be read is a DataError that names it."""
+    try:
+        with path.open("rb", buffering=0) as stream:
+            return use(stream, os.fstat(stream.fileno()).st_size)
+    except FileNotFoundError:
+        raise DataError(f"{path} is missing") from None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def write_file(path: Path, chunks: Sequence[Chunk]) -> None:
+    """All or nothing, and on the medium when it returns."""
+    temporary = stage(path, chunks)
+    try:
+        os.replace(temporary, path)
+        sync_directory(path.parent)
+    except OSError as error:
+        discard(temporary)
+        raise storage_failed(path, sum(map(len, chunks)), error) from error
+
+
+def stage(path: Path, chunks: Sequence[Chunk]) -> Path:
+    """Write and sync under a temporary name beside `path`; renaming is the caller's."""
+    temporary = path.with_name(path.name + PARTIAL)
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            for chunk in chunks:
+                rest = memoryview(chunk)
+                while len(rest):
+                    count = os.write(handle, rest[: 2**30])
+                    if not count:
+                        raise OSError(errno.EIO, "the medium takes no more bytes")
+                    rest = rest[count:]
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        discard(temporary)
+        raise storage_failed(path, sum(map(len, chunks)), error) from error
+    return temporary
+
+
+def storage_failed(path: Path, size: int, error: OSError) -> StorageFailed:
+    return StorageFailed(f"{path}: {size} bytes were needed and {free_bytes(path.parent)} are free: {error.strerror or error}")
+
+
+def sync_directory(directory: Path) -> None:
+    """A rename is durable only when its directory is."""
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def discard(path: Path) -> None:
+    """Remove what may be left. If even that fails, the next start clears it."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
+def free_bytes(directory: Path) -> int:
+    """What is free on the medium of `directory`; 0 where that cannot be told."""
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return 0

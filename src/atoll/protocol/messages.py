@@ -1,0 +1,270 @@
+"""What workers say to each other.
+
+A *message* travels inside an `Envelope` from one worker to another. All are frozen tagged Structs. None of them holds a
+tensor: a message that moves weights names them, and the driver sends the bytes beside it.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import msgspec
+
+from atoll.ids import FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep, WorkerId
+
+NO_VERSION: OuterStep = -1
+
+
+class Word(msgspec.Struct, frozen=True, tag=True, gc=False):
+    pass
+
+
+# ---------------------------------------------------------------- small values
+
+
+class Unit(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A lease: `index`-th run of consecutive positions in the data stream of learner `stream`."""
+
+    stream: LearnerId
+    index: int
+
+
+class Adoption(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A learner took over a version of a fragment at a step boundary."""
+
+    fragment: FragmentId
+    version: OuterStep
+    local_step: LocalStep
+    tokens: int
+    """Tokens this incarnation had trained by then."""
+
+
+class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One learner's part in a merge."""
+
+    learner: LearnerId
+    weight: float
+    anchor: OuterStep
+    local_step: LocalStep
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What one learner holds of the data: units to draw, and units drawn whose work is not in Theta yet."""
+
+    learner: LearnerId
+    granted: tuple[Unit, ...]
+    done: tuple[Unit, ...]
+
+
+class Books(msgspec.Struct, frozen=True, gc=False):
+    """The syncer's side of a snapshot: with the tensors of the versions it names, a run goes on from here."""
+
+    outer_step: OuterStep
+    kept: tuple[tuple[OuterStep, ...], ...]
+    own_next: tuple[tuple[LearnerId, int], ...]
+    pool: tuple[Unit, ...]
+    leases: tuple[Lease, ...]
+
+
+class Stance(msgspec.Struct, frozen=True, gc=False):
+    """A learner's side of a snapshot: where it stood, what it had adopted, and its place in the data."""
+
+    held: tuple[OuterStep, ...]
+    position: OuterStep
+    outer_known: OuterStep
+    left: tuple[Unit, ...]
+    offset: int
+    """Batches of the first unit left that are drawn."""
+    own_next: int
+
+
+# ---------------------------------------------------------------- messages: learner to syncer
+
+
+class Hello(Word, frozen=True):
+    """Opens a channel. `held` names the version of each fragment; all NO_VERSION means: I have nothing."""
+
+    held: tuple[OuterStep, ...]
+    local_step: LocalStep
+    tokens: int
+    needs_state: bool
+    left: tuple[Unit, ...]
+    """Leased units not yet drawn to their end, the one being drawn first: the books are squared against it."""
+    own_next: int
+    reason: str
+    grants: int = 0
+    """How many grants arrived in this incarnation: units of later ones are nobody's yet."""
+
+
+class Report(Word, frozen=True):
+    """After every inner step, metadata only. Counters are cumulative, so a lost report loses nothing."""
+
+    session: int
+    local_step: LocalStep
+    position: OuterStep
+    tokens: int
+    samples: int
+    step_nanos: Nanos
+    waited_nanos: Nanos
+    stream: LearnerId
+    batch: int
+    """Position in `stream` of the batch just trained. RNG is a function of (seed, stream, batch)."""
+    adopted: tuple[Adoption, ...]
+    snapshot: OuterStep
+    """The newest marker this learner has recorded its state for."""
+    loss: float | None
+
+
+class Contribution(Word, frozen=True):
+    """Answers a Pull; the encoded difference to `anchor` travels beside it."""
+
+    outer_step: OuterStep
+    fragment: FragmentId
+    local_step: LocalStep
+    anchor: OuterStep
+    c_steps: int
+    c_tokens: int
+    c_samples: int
+    tokens: int
+    """Cumulative tokens at staging: what this contribution covers."""
+
+
+class Decline(Word, frozen=True):
+    """Answers a Pull that cannot be answered: the exact state asked for is not there any more."""
+
+    outer_step: OuterStep
+    reason: str
+
+
+class Loaded(Word, frozen=True):
+    """Recovery's bulk is in place."""
+
+    ticket: int
+    source: WorkerId
+    local_step: LocalStep
+    held: tuple[OuterStep, ...]
+    """Newest version known of each fragment, adopted or about to be."""
+
+
+class RecoveryFailed(Word, frozen=True):
+    ticket: int
+    reason: str
+
+
+class Goodbye(Word, frozen=True):
+    reason: str
+
+
+# ---------------------------------------------------------------- messages: syncer to learner
+
+
+class Welcome(Word, frozen=True):
+    """Opens the channel back."""
+
+    outer_step: OuterStep
+
+
+class Pull(Word, frozen=True):
+    outer_step: OuterStep
+    fragments: tuple[FragmentId, ...]
+
+
+class Announce(Word, frozen=True):
+    """A stored version; its bytes travel beside it: in full, or as a difference to `previous`."""
+
+    outer_step: OuterStep
+    fragment: FragmentId
+    previous: OuterStep
+    """NO_VERSION: in full."""
+    merged: tuple[LearnerId, ...]
+
+
+class Tick(Word, frozen=True):
+    """An outer step with nothing due went by."""
+
+    outer_step: OuterStep
+
+
+class Ticket(Word, frozen=True):
+    """Ask `peer` for its state; it will answer once it has seen `outer_step`."""
+
+    ticket: int
+    peer: LearnerId
+    outer_step: OuterStep
+    patience: Nanos
+
+
+class Serve(Word, frozen=True):
+    """Tells a healthy peer whom it may serve."""
+
+    ticket: int
+    newcomer: LearnerId
+    outer_step: OuterStep
+
+
+class TakeTheta(Word, frozen=True):
+    """All fragments were announced in full: load them; inner moments start fresh."""
+
+    ticket: int
+    reason: str
+
+
+class Enter(Word, frozen=True):
+    """You are in sync: stand at `outer_step`, reports of `session` count from now on."""
+
+    session: int
+    outer_step: OuterStep
+
+
+class Recover(Word, frozen=True):
+    """Your state is of no more use: come back through Hello(needs_state)."""
+
+    reason: str
+
+
+class Grant(Word, frozen=True):
+    units: tuple[Unit, ...]
+    own_next: int
+    """First unit of the learner's own stream that nobody was granted: where it goes on while the syncer is away."""
+
+
+class Finish(Word, frozen=True):
+    outer_step: OuterStep
+
+
+# ---------------------------------------------------------------- messages: learner to learner
+
+
+class StateRequest(Word, frozen=True):
+    ticket: int
+
+
+class StateTransfer(Word, frozen=True):
+    """Weights, anchors, inner optimiser and scheduler state travel beside it; never data position, RNG or residual."""
+
+    ticket: int
+    outer_step: OuterStep
+    held: tuple[OuterStep, ...]
+    pending: tuple[tuple[FragmentId, OuterStep], ...]
+    """Announced versions the peer holds and has yet to adopt: from its first round the newcomer applies what the others apply."""
+
+
+Message: TypeAlias = (
+    Hello | Report | Contribution | Decline | Loaded | RecoveryFailed | Goodbye
+    | Welcome | Pull | Announce | Tick | Ticket | Serve | TakeTheta | Enter | Recover | Grant | Finish
+    | StateRequest | StateTransfer
+)  # fmt: skip
+
+
+class Envelope(msgspec.Struct, frozen=True, gc=False):
+    """`seq` counts per (sender, incarnation, receiver) and lane, so channels are FIFO (`causality.py`). `clock[0]` is the
+    syncer's outer step, `clock[1 + m]` learner m's local step: one's own count and the latest known of everybody else."""
+
+    sender: WorkerId
+    incarnation: Incarnation
+    receiver: WorkerId
+    seq: int
+    clock: tuple[int, ...]
+    body: Message
+    after: int = 0
+    """How many messages of the other lane come before this one."""

@@ -1,0 +1,104 @@
+"""Is a learner's message possible at all? Asked before anything believes it: a refusal costs the peer its connection and
+changes nothing else. What depends on the state of a round or a member is judged where that state is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atoll.config import Config
+from atoll.ids import OuterStep
+from atoll.protocol.vocabulary import (
+    NO_VERSION,
+    Contribution,
+    Decline,
+    Envelope,
+    Hello,
+    Loaded,
+    Message,
+    RecoveryFailed,
+    Report,
+    Unit,
+)  # fmt: skip
+
+COUNT_MAX = 2**53
+"""Counters beyond this are lies: no run lasts as long."""
+REASON_MAX = 1000
+"""Characters of a reason a peer may give."""
+
+
+def objection(config: Config, envelope: Envelope) -> str:
+    """Why the syncer refuses this message, or nothing."""
+    members = config.limits.members_max
+    if envelope.seq < 0 or not 0 <= envelope.after <= COUNT_MAX or envelope.seq > COUNT_MAX:
+        return "its sequence number cannot be"
+    if len(envelope.clock) > members + 1 or not _counts(envelope.clock):
+        return "its clock cannot be"
+    return _body(config, envelope.body)
+
+
+def _body(config: Config, body: Message) -> str:
+    match body:
+        case Hello():
+            return _hello(config, body)
+        case Report():
+            return _report(config, body)
+        case Contribution():
+            counts = (body.local_step, body.c_steps, body.c_tokens, body.c_samples, body.tokens, body.anchor, body.outer_step)
+            fits = 0 <= body.fragment < config.protocol.fragments and _counts(counts)
+            return "" if fits else "contribution names what cannot be"
+        case Loaded():
+            fits = _counts((body.ticket, body.local_step)) and _versions(config, body.held) and body.source >= -1
+            return "" if fits else "Loaded names what cannot be"
+        case RecoveryFailed(ticket=number, reason=reason) | Decline(outer_step=number, reason=reason):
+            return "" if _counts((number,)) and len(reason) <= REASON_MAX else f"{type(body).__name__} cannot be"
+        case _:
+            reason = getattr(body, "reason", "")
+            return "" if len(reason) <= REASON_MAX else "its reason is too long"
+
+
+def _hello(config: Config, body: Hello) -> str:
+    if not _versions(config, body.held):
+        return "Hello names versions that never were"
+    units_max = 4 + 2 * config.limits.members_max
+    if len(body.left) > units_max or not all(_unit(config, unit) for unit in body.left):
+        return "Hello names data that cannot be"
+    counts = (body.local_step, body.tokens, body.own_next, body.grants)
+    return "" if _counts(counts) and len(body.reason) <= REASON_MAX else "Hello names what cannot be"
+
+
+def _report(config: Config, body: Report) -> str:
+    counts = (
+        body.session, body.local_step, body.tokens, body.samples, body.step_nanos, body.waited_nanos, body.batch,
+        body.snapshot,
+    )  # fmt: skip
+    if not _counts(counts) or not _unit(config, Unit(body.stream, body.batch)):
+        return "report names what cannot be"
+    # on arrival a learner counts its own steps as position, and a fast one runs ahead without bound
+    if not NO_VERSION <= body.position <= COUNT_MAX:
+        return "report names a position that cannot be"
+    if len(body.adopted) > 4 * config.protocol.fragments:
+        return "report names too many adoptions"
+    if not all(_counts((a.local_step, a.tokens)) and a.tokens <= body.tokens for a in body.adopted):
+        return "report names an adoption that cannot be"
+    return ""
+
+
+def claims_too_much(body: Contribution, reported: int, tokens: int, samples: int) -> bool:
+    """A contribution weighs what its learner has reported before, and never more."""
+    return (
+        not 0 <= body.c_tokens <= body.tokens <= tokens
+        or not 0 <= body.c_steps <= body.local_step <= reported
+        or not 0 <= body.c_samples <= samples
+    )
+
+
+def _unit(config: Config, unit: Unit) -> bool:
+    return 0 <= unit.stream < config.limits.members_max and 0 <= unit.index <= COUNT_MAX
+
+
+def _versions(config: Config, held: Sequence[OuterStep]) -> bool:
+    return len(held) == config.protocol.fragments and all(NO_VERSION <= v <= COUNT_MAX for v in held)
+
+
+def _counts(values: Sequence[int]) -> bool:
+    return all(0 <= value <= COUNT_MAX for value in values)

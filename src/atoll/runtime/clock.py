@@ -1,0 +1,23 @@
+"""The wall clock of a run: nanoseconds since its syncer first started, never backwards."""
+
+from __future__ import annotations
+
+import time
+
+from atoll.ids import Nanos
+
+
+class Clock:
+    """All workers count from the same instant (`epoch`, wall-clock nanoseconds), so that tapes of several processes lie
+    beside each other. Within a process time is monotonic; `floor` is the last time on a tape that goes on."""
+
+    def __init__(self, epoch: int, floor: Nanos = 0) -> None:
+        began = max(time.time_ns() - epoch, floor)
+        self._offset = began - time.monotonic_ns()
+
+    def now(self) -> Nanos:
+        return time.monotonic_ns() + self._offset
+
+
+def wall() -> int:
+    return time.time_ns()

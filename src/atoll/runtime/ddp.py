@@ -1,0 +1,427 @@
+"""Data-parallel training by torch itself: the baseline, under the same launcher, data and report as everything else.
+
+`DistributedDataParallel`, one process a rank, rank r on stream r. What it trains is what the virtual `ddp` preset trains
+(gradient mean over ranks, the merged gradient clipped, the inner optimiser's step); only the order of summation differs.
+
+The parent and a rank talk through the rank's own pipes. Up its stdout come one JSON line a step and one at the end. Its
+stdin brings one byte when every rank is done, so nobody closes a socket that another still reads; and it ends when the
+parent dies, however that dies, and the rank with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from atoll.config import Config, load, to_toml
+from atoll.errors import AtollError, ConfigError, NotFinite, RunFailed, UserError
+from atoll.executor.environment import use_threads
+from atoll.executor.inner import build_optimizer, optimizer_step
+from atoll.executor.syncer import digest
+from atoll.executor.workbench import Workbench, language_workbench
+from atoll.ids import LearnerId, Nanos, seconds
+from atoll.tensors.access import named_tensors, read_buffers, read_params
+from atoll.views.run import Summary, Tokens
+from atoll.workload.seeds import generator
+
+PATIENCE = timedelta(minutes=30)
+"""A dead rank is noticed by the parent at once; this ends a run whose ranks live and do not move."""
+USERS_FAULT = 2
+STDERR_BYTES = 4096
+STDERR_LINES = 3
+
+Progress = Callable[[int, float | None], None]
+
+
+class Job(msgspec.Struct, frozen=True):
+    """What a rank needs beside the config; `ddp.json` in the run's folder, so a run says how it was run."""
+
+    threads: int
+    backend: str
+    devices: tuple[str, ...]
+
+
+class Stepped(msgspec.Struct, frozen=True, tag=True):
+    """One step of one rank, by the machine's monotonic clock, which all its processes share."""
+
+    step: int
+    began: Nanos
+    ready: Nanos
+    """The rank's last gradients went to the all-reduce; from here to `reduced` it had nothing left to compute."""
+    reduced: Nanos
+    ended: Nanos
+    loss: float
+
+
+class RankReport(msgspec.Struct, frozen=True, tag=True):
+    """The last line of a rank, and its `rank-N.json`."""
+
+    rank: LearnerId
+    device: str
+    steps: int
+    tokens: int
+    stepping_seconds: float
+    waited_seconds: float
+    bytes_sent: int
+    """By a ring: 2(M-1)/M of the gradients' bytes each step, and as many received. Initial weights are not counted."""
+    theta_sha256: str
+    loss_first: float | None
+    loss_final: float | None
+
+
+@dataclass(frozen=True)
+class DdpOutcome:
+    """Goodput: the share of the ranks' time in which they did not wait. Uptime: of time in which not all of them did.
+
+    Waiting is the time from a rank's own last gradient to the all-reduce's result: for slower ranks and for the wire,
+    less what the backward pass hid. On CUDA it is taken on the GPU's stream.
+    """
+
+    goodput: float
+    uptime: float
+    waited_seconds: float
+    participants: dict[str, int]
+    tokens: int
+    bytes_up: int
+    bytes_down: int
+    loss_first: float | None
+    loss_final: float | None
+    theta_sha256: str
+    seconds: float
+    """From the first step's begin to the last one's end; building, evaluating and saving are outside."""
+    backend: str
+    ranks: tuple[RankReport, ...]
+
+
+# ---------------------------------------------------------------- the parent
+
+
+def run_ddp(
+    config: Config, directory: Path, *, threads: int, device: str = "cpu", progress: Progress | None = None
+) -> DdpOutcome:  # fmt: skip
+    """Train `config` by one process a learner and return when all have ended. `progress(steps done, mean train loss)`."""
+    check(config)
+    devices, backend = _devices(device, config.learners)
+    _prepare(directory, config, Job(threads, backend, devices))
+    fold = _Fold(config.learners)
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(_started(directory, rank)) for rank in range(config.learners)]
+        reports = _follow(ranks, directory, fold, progress)
+    (directory / "rendezvous").unlink(missing_ok=True)
+    if len({report.theta_sha256 for report in reports}) > 1:
+        raise RunFailed("ddp: the ranks ended with different models, so an all-reduce did not do its work")
+    return _outcome(config, backend, fold, reports)
+
+
+def check(config: Config) -> None:
+    """Whatever the virtual preset can do and torch's data-parallel cannot is refused by its key."""
+    p, sizes = config.protocol, config.data.samples_by_learner
+    for key, value, right, sentence in (
+        ("protocol.contribution", p.contribution, "gradient", "DistributedDataParallel averages gradients; use --preset ddp"),
+        ("protocol.fragments", p.fragments, 1, "DistributedDataParallel moves and clips the model as a whole; use 1"),
+        ("protocol.codec_up", p.codec_up, "fp32", "the all-reduce moves gradients as they are; use 'fp32'"),
+        ("protocol.codec_down", p.codec_down, "fp32", "the all-reduce moves gradients as they are; use 'fp32'"),
+        ("protocol.elastic", p.elastic, False, "a dead rank ends a DistributedDataParallel run; use false"),
+        ("protocol.snapshot_interval", p.snapshot_interval, 0, "DistributedDataParallel takes no snapshots; use 0"),
+        ("data.samples_by_learner", sizes, sizes[:1] * len(sizes), "ranks are averaged plainly, so their batches must be equal"),
+    ):
+        if value != right:
+            raise ConfigError(f"key {key} = {value!r}: {sentence}")
+
+
+def _devices(device: str, count: int) -> tuple[tuple[str, ...], str]:
+    """Each rank's device. `cuda` goes round the GPUs; ranks that share one cannot talk by nccl, and use gloo."""
+    kind, _, index = device.partition(":")
+    if device == "cpu":
+        return ("cpu",) * count, "gloo"
+    if kind != "cuda" or not (device == "cuda" or index.isdecimal()):
+        raise UserError(f"device {device!r}: must be cpu, cuda or cuda:N")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there <= (int(index) if index else 0):
+        raise UserError(f"device {device!r}: torch {torch.__version__} finds {there} CUDA devices on this machine")
+    devices = tuple(device if index else f"cuda:{rank % there}" for rank in range(count))
+    return devices, "nccl" if len(set(devices)) == count else "gloo"
+
+
+def _prepare(directory: Path, config: Config, job: Job) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / "ddp.json").open("xb") as file:
+            file.write(msgspec.json.encode(job))
+        (directory / "config.toml").write_text(to_toml(config), encoding="utf8")
+    except FileExistsError:
+        raise UserError(f"--out {directory}: holds a run already; choose another") from None
+    except OSError as error:
+        raise UserError(f"--out {directory}: cannot be written ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def _started(directory: Path, rank: LearnerId) -> Iterator[subprocess.Popen[bytes]]:
+    """A rank in a process group of its own: Ctrl-C reaches the parent alone, which ends the ranks itself."""
+    command = [sys.executable, "-m", __spec__.name, str(directory), str(rank)]
+    try:
+        with (directory / f"rank-{rank}.err").open("wb") as errors:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, process_group=0, bufsize=0
+            )
+    except OSError as error:
+        raise RunFailed(f"ddp: rank {rank} could not be started ({error.strerror})") from None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _follow(
+    ranks: Sequence[subprocess.Popen[bytes]], directory: Path, fold: _Fold, progress: Progress | None
+) -> list[RankReport]:  # fmt: skip
+    """Read what the ranks say until all have ended well; the first that does not ends the run."""
+    rests = [b""] * len(ranks)
+    reports: dict[LearnerId, RankReport] = {}
+    with selectors.DefaultSelector() as selector:
+        for rank, process in enumerate(ranks):
+            assert process.stdout is not None
+            selector.register(process.stdout, selectors.EVENT_READ, rank)
+        while selector.get_map():
+            failed: list[tuple[int, LearnerId]] = []
+            for key, _ in selector.select():
+                rank = key.data
+                chunk = os.read(key.fd, 1 << 16)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                    if code := ranks[rank].wait() or (rank not in reports):
+                        failed.append((code, rank))
+                    continue
+                *lines, rests[rank] = (rests[rank] + chunk).split(b"\n")
+                for line in lines:
+                    said = msgspec.json.decode(line, type=Stepped | RankReport)
+                    if isinstance(said, RankReport):
+                        reports[rank] = said
+                    elif (loss := fold.add(said)) is not None and progress is not None:
+                        progress(fold.steps, loss)
+                if len(reports) == len(ranks) and rank in reports:
+                    _release(ranks)
+            if failed:  # killed by a signal is a cause; an error in Python may be a lost peer's echo
+                raise _failure(directory, *min(failed))
+    return [reports[rank] for rank in sorted(reports)]
+
+
+def _release(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in ranks:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died in this moment, and its stdout will say so
+            process.stdin.write(b".")
+
+
+def _failure(directory: Path, code: int, rank: LearnerId) -> AtollError:
+    with (directory / f"rank-{rank}.err").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - STDERR_BYTES))
+        said = [line.strip() for line in file.read().decode("utf8", "replace").splitlines() if line.strip()]
+    if code == USERS_FAULT and said:
+        return UserError(said[-1])
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    last = f"; its last words: {' | '.join(said[-STDERR_LINES:])}" if said else " without a word"
+    return RunFailed(f"ddp: rank {rank} {how}, and data-parallel training cannot go on without it{last}")
+
+
+class _Fold:
+    """Steps of all ranks, as they come in. Ranks are never further apart than one step: an all-reduce needs everybody."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._open: dict[int, list[Stepped]] = {}
+        self.steps = 0
+        self.first: Nanos | None = None
+        self.last: Nanos = 0
+        self.all_waiting: Nanos = 0
+
+    def add(self, said: Stepped) -> float | None:
+        """The mean train loss of a step that this line completes."""
+        self.first = said.began if self.first is None else min(self.first, said.began)
+        self.last = max(self.last, said.ended)
+        steps = self._open.setdefault(said.step, [])
+        steps.append(said)
+        if len(steps) < self._count:
+            return None
+        del self._open[said.step]
+        self.steps += 1
+        # Waits of different steps cannot overlap: nobody begins to wait for the next before this one's end.
+        self.all_waiting += max(0, min(s.reduced for s in steps) - max(s.ready for s in steps))
+        return sum(s.loss for s in steps) / self._count
+
+
+def _outcome(config: Config, backend: str, fold: _Fold, reports: Sequence[RankReport]) -> DdpOutcome:
+    assert fold.first is not None
+    clock, moved = seconds(fold.last - fold.first), sum(report.bytes_sent for report in reports)
+    return DdpOutcome(
+        goodput=sum(report.stepping_seconds for report in reports) / (config.learners * clock),
+        uptime=1 - seconds(fold.all_waiting) / clock, waited_seconds=sum(report.waited_seconds for report in reports),
+        participants={str(config.learners): fold.steps}, tokens=sum(report.tokens for report in reports),
+        bytes_up=moved, bytes_down=moved, loss_first=reports[0].loss_first, loss_final=reports[0].loss_final,
+        theta_sha256=reports[0].theta_sha256, seconds=clock, backend=backend, ranks=tuple(reports),
+    )  # fmt: skip
+
+
+def summary_of(config: Config, outcome: DdpOutcome, run_dir: Path) -> Summary:
+    """What a rank computed is merged in the same step: nothing is discarded and nothing is in flight at the end."""
+    return Summary(
+        preset=config.preset, learners=config.learners, seed=config.seed, outer_steps=config.outer_steps,
+        goodput=round(outcome.goodput, 6), uptime=round(outcome.uptime, 6), waited_seconds=round(outcome.waited_seconds, 6),
+        participants=outcome.participants, tokens=Tokens(outcome.tokens, outcome.tokens, 0, 0, {}), recoveries=[],
+        bytes_up=outcome.bytes_up, bytes_down=outcome.bytes_down, loss_first=outcome.loss_first,
+        loss_final=outcome.loss_final, theta_sha256=outcome.theta_sha256, tape=None, run_dir=str(run_dir),
+        virtual_seconds=round(outcome.seconds, 6), fragments=1,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- one rank
+
+
+class _AllReduce:
+    """Torch's own all-reduce, with a clock on it. On CUDA the host runs ahead, so the stream's events are asked."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._handed: Nanos = 0
+        self.gradient_bytes = 0
+
+    def start(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        assert dist.group.WORLD is not None
+        self.gradient_bytes += bucket.buffer().nbytes
+        self._handed = time.monotonic_ns()  # buckets come in order: the last one's time stays
+        if self._events:
+            self._events[0].record()
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    def settle(self) -> tuple[Nanos, Nanos]:
+        """After the backward pass: when this rank's gradients were ready, and when everybody's were reduced."""
+        if not self._events:
+            return self._handed, time.monotonic_ns()
+        self._events[1].record()
+        self._events[1].synchronize()
+        now = time.monotonic_ns()
+        return now - round(1e6 * self._events[0].elapsed_time(self._events[1])), now
+
+
+def _train(bench: Workbench, rank: LearnerId, device: torch.device, channel: BinaryIO) -> tuple[RankReport, nn.Module]:
+    config, count = bench.config, bench.config.inner.accumulate
+    model = bench.build().to(device)
+    loss_first = bench.evaluate(model) if rank == 0 else None
+    tensors = named_tensors(model)
+    # As the syncer of the virtual preset does, the optimiser steps on fp32; bf16 weights are the cast of it.
+    masters = {n: nn.Parameter(t.detach().float()) for n, t in tensors.items() if t.requires_grad and t.dtype != torch.float32}
+    theta = tensors | masters
+    optimizer = build_optimizer(config, [t for t in theta.values() if t.requires_grad])
+    reduction = _AllReduce(device)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # its new name is not in torch 2.11
+        parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    parallel.register_comm_hook(reduction, lambda state, bucket: state.start(bucket))
+    tokens, waited = 0, 0
+    dist.all_reduce(meeting := torch.zeros(1, device=device))
+    meeting.item()  # everybody is here, on the GPU too: the clock starts for all alike
+    first = ended = time.monotonic_ns()
+    for step in range(config.outer_steps):
+        began, total = ended, 0.0
+        torch.manual_seed(generator("inner step", config.seed, rank, step).initial_seed())
+        for micro in range(count):
+            batch = bench.batch(rank, rank, step * count + micro)
+            with parallel.no_sync() if micro + 1 < count else contextlib.nullcontext():
+                loss = bench.loss(parallel, batch.to(device))
+                (loss / count if count > 1 else loss).backward()
+            tokens += bench.count(batch)[0]
+            total += float(loss.detach())
+        ready, reduced = reduction.settle()
+        if not math.isfinite(total):
+            raise NotFinite(f"the train loss of rank {rank} in step {step + 1}")
+        for name, master in masters.items():
+            grad, tensors[name].grad = tensors[name].grad, None
+            master.grad = None if grad is None else grad.float()
+        optimizer_step(config, optimizer, step)
+        with torch.no_grad():
+            for name, master in masters.items():
+                tensors[name].copy_(master)
+        waited, ended = waited + reduced - ready, time.monotonic_ns()
+        _say(channel, Stepped(step, began, ready, reduced, ended, total / count))
+    params = [read_params(theta, fragment).cpu() for fragment in bench.layout.fragments]
+    buffers = [read_buffers(theta, fragment).cpu() for fragment in bench.layout.fragments]
+    sent = round(reduction.gradient_bytes * 2 * (config.learners - 1) / config.learners)
+    return RankReport(
+        rank, str(device), config.outer_steps, tokens, seconds(ended - first - waited), seconds(waited), sent,
+        digest(params + buffers), loss_first, bench.evaluate(model) if rank == 0 else None,
+    ), model  # fmt: skip
+
+
+def _say(channel: BinaryIO, word: Stepped | RankReport) -> None:
+    channel.write(msgspec.json.encode(word) + b"\n")
+
+
+def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
+    job = msgspec.json.decode((directory / "ddp.json").read_bytes(), type=Job)
+    use_threads(job.threads)
+    config, device = load(directory / "config.toml"), torch.device(job.devices[rank])
+    bench = language_workbench(config)
+    assert not any(fragment.buffers for fragment in bench.layout.fragments), "ranks do not average buffers"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # All ranks are of this machine: the loopback needs no name to resolve. A file needs no port that is free.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    store = dist.FileStore(str(directory / "rendezvous"), config.learners)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        job.backend, store=store, rank=rank, world_size=config.learners, timeout=PATIENCE,
+        device_id=device if job.backend == "nccl" else None,
+    )  # fmt: skip
+    report, model = _train(bench, rank, device, channel)
+    if rank == 0:
+        save_file({n: t.detach().cpu().contiguous() for n, t in named_tensors(model).items()}, directory / "theta.safetensors")
+    (directory / f"rank-{rank}.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    _say(channel, report)
+
+
+def main() -> int:
+    """`python -m atoll.runtime.ddp RUN_DIR RANK`, for the parent alone."""
+    released = threading.Event()
+
+    def watch() -> None:
+        if not os.read(0, 1):
+            os._exit(1)
+        released.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    channel = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever a library prints belongs to the words for people
+    try:
+        _rank(Path(sys.argv[1]), int(sys.argv[2]), channel)
+    except AtollError as error:
+        sys.stderr.write(f"{error}\n")
+        return USERS_FAULT if isinstance(error, UserError) else 1
+    released.wait()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""The live driver: the same duty order as the simulator's. Ask the machine, append to the tape, carry the effects out.
+
+Events may come from several threads; one lock makes them a sequence. Whatever carrying an effect out brings about is
+an event of its own, handled after the one at hand.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from atoll.executor.hands import Blob
+from atoll.ids import Nanos, WorkerId
+from atoll.protocol.vocabulary import DeadlinePassed, Effect, Event
+from atoll.runtime.clock import Clock
+from atoll.tape.format import TapeWriter
+
+
+class Machine(Protocol):
+    def on(self, event: Event, now: Nanos) -> Sequence[Effect]: ...
+    def deadline(self) -> Nanos | None: ...
+
+
+class Driver:
+    def __init__(
+        self, machine: Machine, worker: WorkerId, clock: Clock, tape: TapeWriter | None,
+        carry_out: Callable[[Effect, Blob | None], None], arm: Callable[[Nanos | None], None],
+        must_sync: Callable[[Event], bool] = lambda event: False,
+        stuck: Callable[[OSError], None] | None = None,
+    ) -> None:  # fmt: skip
+        """`arm` is told when the next deadline is (None: none). `must_sync`: this event must be on the disk itself before
+        its effects are carried out. `stuck`: the tape cannot be written; nothing is carried out until `unstick` could."""
+        self.machine = machine
+        self._worker = worker
+        self._clock = clock
+        self._tape = tape
+        self._carry_out = carry_out
+        self._arm = arm
+        self._must_sync = must_sync
+        self._stuck = stuck
+        self._lock = threading.RLock()
+        self._inbox: deque[tuple[Event, Blob | None]] = deque()
+        self._busy = False
+        self._held: tuple[Nanos, Event, Sequence[Effect], Blob | None] | None = None
+        self._deadline: Nanos | None = None
+        self.events = 0
+
+    def happen(self, event: Event, blob: Blob | None = None) -> None:
+        with self._lock:
+            self._inbox.append((event, blob))
+            self._drain()
+
+    def deadline_passed(self) -> None:
+        with self._lock:
+            due = self.machine.deadline()
+            if due is not None and self._clock.now() >= due:
+                self._deadline = None
+                self.happen(DeadlinePassed())
+            else:
+                self._arm(due)
+
+    def unstick(self) -> bool:
+        """Try the tape again. True: everything goes on."""
+        with self._lock:
+            if self._held is not None:
+                held, self._held = self._held, None
+                self._record_and_do(*held)
+            self._drain()
+            return self._held is None
+
+    def _drain(self) -> None:
+        if self._busy or self._held is not None:
+            return
+        self._busy = True
+        try:
+            while self._inbox and self._held is None:
+                event, blob = self._inbox.popleft()
+                now = self._clock.now()
+                self.events += 1
+                self._record_and_do(now, event, self.machine.on(event, now), blob)
+        finally:
+            self._busy = False
+
+    def _record_and_do(self, now: Nanos, event: Event, effects: Sequence[Effect], blob: Blob | None) -> None:
+        if self._tape is not None:
+            try:
+                self._tape.append(now, self._worker, event, effects)
+                if self._must_sync(event):
+                    self._tape.sync()
+            except OSError as error:
+                if self._stuck is None:
+                    raise
+                self._held = (now, event, effects, blob)
+                self._stuck(error)
+                return
+        for effect in effects:
+            self._carry_out(effect, blob)
+        deadline = self.machine.deadline()
+        if deadline != self._deadline:
+            self._deadline = deadline
+            self._arm(deadline)

@@ -1,0 +1,207 @@
+"""A syncer's directory, opened: its tape, versions, places and machine. One syncer at a time (a lock), and everything a
+killed one needs to go on is here.
+
+    run.tape          every event and what was decided; fsynced before anything is announced
+    versions/         Theta, outer state and announced bytes, a file for each version of each fragment
+    snapshots/        the syncer's part of snapshots
+    start/            what a resumed run began with
+    model.offer       a model that a learner brought
+    places.jsonl      which incarnations were given away        run.secret, token.key, token   private
+    address           where it listens
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from atoll.config import CUSTOM, Config, to_toml
+from atoll.errors import DataError, UserError
+from atoll.executor.durable import DurableDisk, lock_directory
+from atoll.executor.environment import code_version, cpu_capability
+from atoll.executor.offer import named_tensors_of, unpack_offer
+from atoll.executor.snapshots import link_versions, load_syncer
+from atoll.executor.state import write_file
+from atoll.executor.syncer import TensorSyncer, Version, initial_versions, outer_rule
+from atoll.executor.workbench import Workbench
+from atoll.ids import SYNCER, Nanos
+from atoll.protocol.syncer import SyncerMachine
+from atoll.protocol.vocabulary import Books, Event, Restored, Started
+from atoll.runtime.clock import Clock, wall
+from atoll.runtime.placement import Door, new_run_id, write_private
+from atoll.runtime.shelves import SyncerShelf
+from atoll.tape.format import Header, Tape, TapeWriter
+from atoll.tensors.layout import Layout
+from atoll.tensors.outer import initial_state
+from atoll.transport.keys import Tokens, make_token, random_token_secret
+
+TAPE = "run.tape"
+OFFER = "model.offer"
+
+
+class Home:
+    def __init__(
+        self, directory: Path, config: Config, bench: Workbench | None, *, keys: Path | None = None,
+        resume: Path | None = None, plan: Sequence[dict[str, object]] = (),
+    ) -> None:  # fmt: skip
+        """`bench` is None for a custom model: learners have its code, we do not. `resume` is the syncer's part of a
+        snapshot."""
+        assert (bench is None) == (config.model.name == CUSTOM)
+        self.directory = directory
+        self.config = config
+        self.stopping = threading.Event()
+        self.machine = SyncerMachine(config)
+        self.tape_path = directory / TAPE
+        self.data_fingerprint = bench.fingerprint if bench else ""
+        self.layout: Layout | None = bench.layout if bench else None
+        self.hands: TensorSyncer | None = None
+        self._locks = contextlib.ExitStack()
+        self._locks.enter_context(lock_directory(directory))
+        self._books: Books | None = None
+        self._starts = 0
+        self._bench = bench
+        if self.tape_path.exists():
+            self._reopen()
+        else:
+            self._create(resume, list(plan))
+        self.door = Door(directory, self.run, self._tokens(keys), config.limits.members_max, self._is_here)
+
+    # ------------------------------------------------------------ opening
+
+    def _create(self, resume: Path | None, plan: list[dict[str, object]]) -> None:
+        self.run, self.epoch = new_run_id(), wall()
+        if resume is not None:
+            self._books = self._take_snapshot(resume)
+        elif self._bench is not None:
+            self._furnish(DurableDisk.create(self.directory, initial_versions(self._bench)))
+        (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf8")
+        header = Header(
+            config=msgspec.to_builtins(self.config), code_version=code_version(), data_fingerprint=self.data_fingerprint,
+            threads=torch.get_num_threads(), dtype=self.config.model.dtype, torch_version=str(torch.__version__),
+            cpu_capability=cpu_capability(), tensors=self._bench is not None, plan=plan, run=self.run, worker=SYNCER,
+            epoch=self.epoch,
+        )  # fmt: skip
+        self.tape = TapeWriter.create(self.tape_path, header, flush_each=True)
+        self.tape.sync()
+        self.clock = Clock(self.epoch)
+
+    def _take_snapshot(self, part: Path) -> Books:
+        snapshot = load_syncer(part)
+        if self._bench is None:
+            offer = part / OFFER
+            if not offer.exists():
+                raise DataError(f"snapshot {part}: holds no {OFFER}, which a custom model needs")
+            (self.directory / OFFER).write_bytes(offer.read_bytes())
+            self.layout, _, _ = unpack_offer(self.config, memoryview(offer.read_bytes()))
+        link_versions(snapshot.disk, self.directory)
+        link_versions(snapshot.disk, self.directory / "start")
+        books = msgspec.json.decode(snapshot.books, type=Books)
+        if len(books.kept) != self.config.protocol.fragments:
+            raise UserError(
+                f"snapshot {part}: has {len(books.kept)} fragments and the recipe {self.config.protocol.fragments}; "
+                f"resume with the same model and fragmentation"
+            )
+        disk = DurableDisk.open(self.directory)
+        self._check_sizes(disk)
+        self._furnish(disk)
+        return books
+
+    def _check_sizes(self, disk: DurableDisk) -> None:
+        assert self.layout is not None
+        for fragment, version in zip(self.layout.fragments, disk.newest(), strict=True):
+            if version.theta.numel() != fragment.numel:
+                raise UserError(
+                    f"snapshot: fragment {fragment.id} has {version.theta.numel()} parameters and the recipe's model "
+                    f"{fragment.numel}; resume with the same model"
+                )
+
+    def _reopen(self) -> None:
+        """Feed the tape to the machine: that is the state. What lies on disk besides is made to agree with it."""
+        tape = Tape(self.tape_path)
+        self.run, self.epoch = tape.header.run, tape.header.epoch
+        if tape.header.config != msgspec.to_builtins(self.config):
+            raise UserError(
+                f"directory {self.directory}: holds run {self.run} with another config; give the same recipe or another folder"
+            )
+        last: Nanos = 0
+        for record in tape.records():
+            self.machine.on(record.event, record.now)
+            self._starts += isinstance(record.event, Started)
+            last = record.now
+        if not tape.cut:
+            raise UserError(f"directory {self.directory}: run {self.run} is over; choose another directory")
+        self.tape = TapeWriter.go_on(tape)
+        self.clock = Clock(self.epoch, floor=last)
+        offer = self.directory / OFFER
+        if self._bench is None and offer.exists():
+            self.layout, _, _ = unpack_offer(self.config, memoryview(offer.read_bytes()))
+        if self.layout is not None:
+            disk = DurableDisk.open(self.directory)
+            disk.retain(self.machine.versions.all_kept_versions())
+            self._furnish(disk)
+
+    def _furnish(self, disk: DurableDisk) -> None:
+        assert self.layout is not None
+        self.disk = disk
+        shelf = SyncerShelf(self.directory, disk, self.run, self.config)
+        self.hands = TensorSyncer(self.config, self.layout.fragments, disk, shelf)
+
+    def _tokens(self, keys: Path | None) -> Tokens:
+        """From `atoll keys`, or the run's own."""
+        if keys is not None and (keys / "token.key").exists():
+            return Tokens.load(keys)
+        path = self.directory / "token.key"
+        if not path.exists():
+            secret = random_token_secret()
+            write_private(path, secret)
+            write_private(self.directory / "token", make_token(secret).encode())
+        return Tokens.load(self.directory)
+
+    # ------------------------------------------------------------ while it runs
+
+    def first_events(self) -> list[Event]:
+        restored = [Restored(self._books)] if self._books is not None else []
+        return [Started(self._starts), *restored]
+
+    def _is_here(self, learner: int) -> bool:
+        member = self.machine.roster.get(learner)
+        return member is not None and member.connected
+
+    @property
+    def layout_digest(self) -> str:
+        return self.layout.fingerprint if self.layout is not None else ""
+
+    def payload_bytes_max(self) -> int:
+        """Nobody may send more than a fragment in full."""
+        if self.layout is None:
+            return 1 << 20
+        return 4096 + max(8 * f.numel + 4 * f.buffer_numel for f in self.layout.fragments)
+
+    def take_model(self, payload: memoryview) -> None:
+        layout, params, buffers = unpack_offer(self.config, payload)
+        rule = outer_rule(self.config)
+        versions = [
+            Version(theta, extra, initial_state(rule, theta.numel()) if rule else None, None, theta, None)
+            for theta, extra in zip(params, buffers, strict=True)
+        ]
+        write_file(self.directory / OFFER, [bytes(payload)])
+        self.layout = layout
+        self._furnish(DurableDisk.create(self.directory, versions))
+
+    def write_address(self, address: str) -> None:
+        """Whole or not at all: a launcher may be waiting for it."""
+        write_file(self.directory / "address", [address.encode()])
+
+    def close(self, *, complete: bool) -> None:
+        self.stopping.set()
+        if complete:
+            if self.layout is not None:
+                save_file(named_tensors_of(self.layout, *self.disk.theta()), self.directory / "theta.safetensors")
+            self.tape.close()
+        self._locks.close()

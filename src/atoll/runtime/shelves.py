@@ -1,0 +1,97 @@
+"""Snapshots of a live run go to disk, off the path of training: the syncer's part by hard links, a learner's by a thread."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atoll.config import Config
+from atoll.errors import AtollError
+from atoll.executor.durable import DurableDisk
+from atoll.executor.hands import Blob
+from atoll.executor.snapshots import add_syncer_file, begin_syncer, load_learner, seal_syncer, snapshot_dir, write_learner
+from atoll.ids import LearnerId, OuterStep
+from atoll.protocol.vocabulary import Books, Envelope, Stance
+
+log = logging.getLogger("atoll.snapshots")
+
+IN_FLIGHT_MAX = 10_000
+"""Messages noted for one snapshot."""
+
+
+class SyncerShelf:
+    """A snapshot that cannot be written is given up with a reason, and the run goes on."""
+
+    def __init__(self, directory: Path, disk: DurableDisk, run: str, config: Config) -> None:
+        self._directory = directory
+        self._disk = disk
+        self._run = run
+        self._config = config
+        self._in_flight: list[Envelope] = []
+
+    def begin(self, snapshot: OuterStep, books: Books) -> None:
+        self._in_flight.clear()
+        try:
+            begin_syncer(self._directory, snapshot, self._disk, msgspec.json.encode(books))
+            offer = self._directory / "model.offer"
+            if offer.exists():
+                add_syncer_file(self._directory, snapshot, "model.offer", [offer.read_bytes()])
+        except (AtollError, OSError) as error:
+            log.error("snapshot %d is given up: %s", snapshot, error)
+
+    def put_in_flight(self, snapshot: OuterStep, envelope: Envelope, blob: Blob | None) -> None:
+        if len(self._in_flight) < IN_FLIGHT_MAX:
+            self._in_flight.append(envelope)
+
+    def seal(self, snapshot: OuterStep, learners: tuple[LearnerId, ...], complete: bool) -> None:
+        try:
+            if complete:
+                add_syncer_file(self._directory, snapshot, "in_flight.json", [msgspec.json.encode(self._in_flight)])
+            keep = self._config.limits.snapshots_kept
+            config = msgspec.to_builtins(self._config)
+            stands = seal_syncer(self._directory, snapshot, learners, complete, keep, run=self._run, config=config)
+            log.info("snapshot %d %s", snapshot, f"of {len(learners)} learners stands" if stands else "is abandoned")
+        except (AtollError, OSError) as error:
+            log.error("snapshot %d is given up: %s", snapshot, error)
+
+
+class LearnerShelf:
+    """`put_learner` is given a copy of the state, taken at a step boundary; writing it holds nobody up."""
+
+    def __init__(self, directory: Path, run: str, config: Config, resume: Path | None = None) -> None:
+        self._directory = directory
+        self._run = run
+        self._config = config
+        self._resume = resume
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+
+    def put_learner(self, snapshot: OuterStep, learner: LearnerId, stance: Stance, state: Any) -> None:
+        self._thread.submit(self._write, snapshot, stance, state)
+
+    def _write(self, snapshot: OuterStep, stance: Stance, state: Any) -> None:
+        try:
+            keep = self._config.limits.snapshots_kept + 1  # the syncer may abandon the newest
+            write_learner(self._directory, snapshot, state, msgspec.json.encode(stance), keep, run=self._run)
+        except (AtollError, OSError) as error:
+            log.error("snapshot %d: this learner's part is given up: %s", snapshot, error)
+
+    def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any:
+        assert self._resume is not None
+        return load_learner(self._resume).state
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+
+
+def stance_of(part: Path) -> tuple[OuterStep, Stance]:
+    """Where a learner stood, from its part of a snapshot."""
+    found = load_learner(part)
+    return found.manifest.snapshot, msgspec.json.decode(found.books, type=Stance)
+
+
+def learner_part(directory: Path, snapshot: OuterStep) -> Path:
+    return snapshot_dir(directory, snapshot)

@@ -1,0 +1,329 @@
+"""The syncer's process: one loop for the network and the machine, one thread for tensors and the disk.
+
+The tape, the versions and the books of places in its directory are all of its state. Killed at any moment and started
+again there, it feeds its tape to a new machine, keeps the versions the machine says are kept, and goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import msgspec
+
+from atoll.config import Config
+from atoll.errors import DataError, RunFailed
+from atoll.executor.hands import Blob, is_suspect
+from atoll.executor.state import StorageFailed
+from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, worker_name
+from atoll.protocol.causality import may_overtake
+from atoll.protocol.vocabulary import (
+    NO_VERSION,
+    Announce,
+    Connected,
+    ConnectionLost,
+    Effect,
+    Event,
+    Finished,
+    FixParticipants,
+    Membership,
+    Received,
+    Refuse,
+    Send,
+    Serve,
+    Stored,
+    Ticket,
+)  # fmt: skip
+from atoll.runtime import wire
+from atoll.runtime.driver import Driver
+from atoll.runtime.home import Home
+from atoll.runtime.loops import Alarm, Mail
+from atoll.runtime.placement import PROTOCOL, JoinRequest, Placement
+from atoll.transport import Limits, Link, Refused, Server, ServerCredentials
+
+log = logging.getLogger("atoll.syncer")
+
+RETRY_SECONDS = 1.0
+"""How often a full disk is tried again."""
+FAREWELL_SECONDS = 10.0
+"""How long a finished run waits for learners to hear of it."""
+
+
+class SyncerProcess:
+    def __init__(self, home: Home, listen: str, credentials: ServerCredentials | None = None) -> None:
+        self._home = home
+        self._config: Config = home.config
+        self._listen = listen
+        self._links: dict[LearnerId, _Peer] = {}
+        self._advertised: dict[LearnerId, str] = {}
+        self._payloads: OrderedDict[tuple[int, OuterStep, bool], wire.Buffers | None] = OrderedDict()
+        self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
+        self._server = Server(self, self._admit, Limits(assembling_max=4 + 2 * self._config.protocol.overlap), credentials)
+        self._server.on_call("Join", self._join)
+        self._server.on_upload("Offer", self._offer, 1 << 38)
+        self._over: asyncio.Future[None]
+        self.address = ""
+
+    async def run(self) -> None:
+        """Until the last outer step is stored and everybody has heard of it."""
+        loop = asyncio.get_running_loop()
+        self._over = loop.create_future()
+        self._alarm = Alarm(loop, self._home.clock, self._deadline)
+        self._driver = Driver(
+            self._home.machine, SYNCER, self._home.clock, self._home.tape, self._carry_out, self._alarm.set,
+            must_sync=lambda event: isinstance(event, Stored), stuck=self._stuck,
+        )  # fmt: skip
+        self._loop = loop
+        self._set_payload_limit()
+        self.address = await self._server.start(self._listen)
+        self._home.write_address(self.address)
+        log.info("run %s listens on %s, outer step %d", self._home.run, self.address, self._home.machine.outer_step)
+        for event in self._home.first_events():
+            self._driver.happen(event)
+        if self._home.machine.finished:
+            self._finish()
+        try:
+            await self._over
+        finally:
+            await self._stop()
+
+    async def _stop(self) -> None:
+        self._alarm.stop()
+        await self._server.stop(2.0)
+        self._disk_thread.shutdown(wait=True)
+        self._home.close(complete=self._home.machine.finished)
+
+    def leave(self) -> None:
+        """Asked to stop (SIGTERM): everything is on disk already; started again in its directory it goes on."""
+        if not self._over.done():
+            self._over.set_result(None)
+
+    # ------------------------------------------------------------ the door
+
+    def _join(self, metadata: object, request: bytes) -> bytes:
+        assert isinstance(metadata, dict)
+        self._home.door.check_token(metadata)
+        try:
+            asked = msgspec.msgpack.decode(request, type=JoinRequest)
+        except msgspec.DecodeError as error:
+            raise Refused(f"no join request: {error}", retry=False) from None
+        if asked.protocol != PROTOCOL:
+            raise Refused(f"this syncer speaks protocol {PROTOCOL}, not {asked.protocol}: install the same atoll", retry=False)
+        if self._home.machine.finished:
+            raise Refused("the run is over", retry=False)
+        placed, key = self._home.door.place(asked.wants, self._loop.time())
+        log.info("%s is incarnation %d", worker_name(placed.learner), placed.incarnation)
+        return msgspec.msgpack.encode(Placement(
+            learner=placed.learner, incarnation=placed.incarnation, key=key, run=self._home.run, epoch=self._home.epoch,
+            config=msgspec.to_builtins(self._config), data_fingerprint=self._home.data_fingerprint,
+            layout=self._home.layout_digest, needs_model=self._home.layout is None,
+        ))  # fmt: skip
+
+    def _offer(self, metadata: object, payload: bytearray) -> bytes:
+        """The first learner of a model that only learners have brings its shapes and initial weights."""
+        assert isinstance(metadata, dict)
+        self._home.door.admit(metadata)
+        if self._home.layout is None:
+            try:
+                self._home.take_model(memoryview(payload))
+            except DataError as error:
+                raise Refused(str(error), retry=False) from None
+            self._set_payload_limit()
+            log.info("the model came from learner %s", metadata.get("learner"))
+        return self._home.layout_digest.encode()
+
+    def _set_payload_limit(self) -> None:
+        self._server.payload_bytes_max = self._home.payload_bytes_max()
+
+    def _admit(self, metadata: object) -> str:
+        assert isinstance(metadata, dict)
+        placed = self._home.door.admit(metadata)
+        if self._home.layout is None:
+            raise Refused("nobody has brought the model yet", retry=True)
+        if self._held_up:
+            raise Refused("the syncer's disk is full", retry=True)
+        self._advertised[placed.learner] = metadata.get("advertise", "")
+        return f"{placed.learner}.{placed.incarnation}"
+
+    # ------------------------------------------------------------ links
+
+    def opened(self, link: Link) -> None:
+        peer = _Peer(self, link, 8 * self._server.payload_bytes_max)
+        before = self._links.pop(peer.learner, None)
+        if before is not None:
+            before.mail.over()
+            before.link.close("replaced by a newer connection")
+            self._driver.happen(ConnectionLost(peer.learner, "replaced by a newer connection"))
+        self._links[peer.learner] = peer
+        self._home.door.connected(peer.learner)
+        self._driver.happen(Connected(peer.learner))
+
+    def arrived(self, link: Link, head: bytes, payload: memoryview | None) -> None:
+        peer = self._peer(link)
+        if peer is not None:
+            peer.mail.put(head, payload)
+
+    def closed(self, link: Link, reason: str) -> None:
+        peer = self._peer(link)
+        if peer is not None:
+            peer.mail.over()
+            del self._links[peer.learner]
+            log.info("%s: connection closed: %s", worker_name(peer.learner), reason)
+            self._driver.happen(ConnectionLost(peer.learner, reason[:300]))
+            self._look_if_all_heard()
+
+    def _peer(self, link: Link) -> _Peer | None:
+        peer = self._links.get(int(link.peer.partition(".")[0]))
+        return peer if peer is not None and peer.link is link else None
+
+    async def take(self, peer: _Peer, head: bytes, payload: memoryview | None) -> None:
+        """One message of one peer; a peer's messages are taken one after the other."""
+        try:
+            envelope = wire.from_head(head).envelope
+            if (envelope.sender, envelope.incarnation, envelope.receiver) != (peer.learner, peer.incarnation, SYNCER):
+                raise DataError(f"a message of {worker_name(envelope.sender)}, incarnation {envelope.incarnation}")
+        except DataError as error:
+            log.warning("%s: refused: %s", worker_name(peer.learner), error)
+            self._home.door.refused["message"] += 1
+            peer.link.close(f"refused: {error}")
+            return
+        if payload is None:
+            if self._links.get(peer.learner) is peer:
+                self._driver.happen(Received(envelope, 0))
+            return
+        body = envelope.body
+        try:
+            blob = await self._loop.run_in_executor(None, wire.from_payload, body, payload)
+            hands = self._home.hands
+            flaw = await self._loop.run_in_executor(None, hands.inspect, body, blob) if hands is not None else ""
+        except (DataError, IndexError) as error:
+            blob, flaw = Blob("packet", payload.nbytes, None), f"bytes that cannot be read: {error}"
+        if self._links.get(peer.learner) is peer:
+            self._driver.happen(Received(envelope, payload.nbytes, flaw, is_suspect(flaw)), blob)
+
+    # ------------------------------------------------------------ effects
+
+    def _carry_out(self, effect: Effect, blob: Blob | None) -> None:
+        match effect:
+            case Send():
+                self._send(effect)
+            case Refuse(peer=learner, reason=reason, disconnect=disconnect):
+                log.warning("%s: refused: %s", worker_name(learner), reason)
+                peer = self._links.get(learner)
+                if disconnect and peer is not None:
+                    peer.link.close(f"refused: {reason}")
+            case Membership(learner=learner, standing=standing, reason=reason):
+                log.info("%s is %s: %s", worker_name(learner), standing, reason)
+            case FixParticipants():
+                pass
+            case Finished():
+                self._finish()
+            case _:
+                self._disk_thread.submit(self._do, effect, blob).add_done_callback(self._done)
+
+    def _do(self, effect: Effect, blob: Blob | None) -> None:
+        """In the disk's thread, in order. A full disk holds everything up, announces nothing and loses nothing."""
+        assert self._home.hands is not None
+        while True:
+            try:
+                events: list[Event] = list(self._home.hands.execute(effect, blob))
+                break
+            except StorageFailed as error:
+                self._loop.call_soon_threadsafe(self._say_held_up, str(error))
+                if self._home.stopping.wait(RETRY_SECONDS):
+                    return
+        self._loop.call_soon_threadsafe(self._say_free)
+        for event in events:
+            self._loop.call_soon_threadsafe(self._driver.happen, event)
+
+    def _done(self, future: Future[None]) -> None:
+        error = future.exception() if not future.cancelled() else None
+        if error is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.fail, error)
+
+    def fail(self, error: BaseException) -> None:
+        if not self._over.done():
+            self._over.set_exception(error if isinstance(error, Exception) else RunFailed(str(error)))
+
+    _held_up = False
+
+    def _say_held_up(self, reason: str) -> None:
+        if not self._held_up:
+            log.error("nothing is announced until this is mended: %s", reason)
+        self._held_up = True
+
+    def _say_free(self) -> None:
+        if self._held_up:
+            log.info("the disk takes bytes again: going on")
+        self._held_up = False
+
+    def _stuck(self, error: OSError) -> None:
+        """The tape itself cannot be written: nobody is listened to until it can."""
+        self._say_held_up(f"{self._home.tape_path}: {error.strerror or error}")
+        for peer in list(self._links.values()):
+            peer.link.close("the syncer's disk is full")
+        self._loop.call_later(RETRY_SECONDS, self._unstick)
+
+    def _unstick(self) -> None:
+        if self._driver.unstick():
+            self._say_free()
+
+    def _send(self, send: Send) -> None:
+        envelope = send.envelope
+        peer = self._links.get(envelope.receiver)
+        if peer is None or peer.incarnation != self._incarnation_of(envelope.receiver):
+            return  # the connection broke and the machine has not heard of it yet
+        address = key = ""
+        body = envelope.body
+        if isinstance(body, Ticket):
+            address, key = self._advertised.get(body.peer, ""), self._home.door.ticket_key(body.ticket, envelope.receiver)
+        elif isinstance(body, Serve):
+            key = self._home.door.ticket_key(body.ticket, body.newcomer)
+        payload = self._payload(send, body) if isinstance(body, Announce) else None
+        peer.link.send(wire.to_head(envelope, address, key), payload, may_overtake=may_overtake(envelope))
+
+    def _incarnation_of(self, learner: LearnerId) -> int:
+        member = self._home.machine.roster.get(learner)
+        return member.incarnation if member is not None else -1
+
+    def _payload(self, send: Send, body: Announce) -> wire.Buffers | None:
+        """The same bytes go to everybody: made once, for as long as anybody is likely to be sent them."""
+        key = (body.fragment, body.outer_step, body.previous == NO_VERSION)
+        if key not in self._payloads:
+            assert self._home.hands is not None
+            blob = self._home.hands.blob_for(send)
+            self._payloads[key] = wire.to_payload(blob) if blob is not None else None
+            while len(self._payloads) > 2 + self._config.protocol.overlap:
+                self._payloads.popitem(last=False)
+        return self._payloads[key]
+
+    # ------------------------------------------------------------ time, and the end
+
+    def _deadline(self) -> None:
+        self._driver.deadline_passed()
+
+    def _finish(self) -> None:
+        log.info("outer step %d: the run is over", self._home.machine.outer_step)
+        self._loop.call_later(FAREWELL_SECONDS, self.leave)
+        self._look_if_all_heard()
+
+    def _look_if_all_heard(self) -> None:
+        """Learners close their connections when they have heard that it is over."""
+        if self._home.machine.finished and not self._links:
+            self._loop.call_later(0.2, self.leave)
+
+    def now(self) -> Nanos:
+        return self._home.clock.now()
+
+
+class _Peer:
+    """A connected learner. A mistake of ours while taking its messages stops the syncer: better one that stops and can be
+    started again than one that lies."""
+
+    def __init__(self, process: SyncerProcess, link: Link, bytes_max: int) -> None:
+        learner, _, incarnation = link.peer.partition(".")
+        self.learner, self.incarnation = int(learner), int(incarnation)
+        self.link = link
+        self.mail = Mail(link, lambda _, head, payload: process.take(self, head, payload), process.fail, bytes_max=bytes_max)

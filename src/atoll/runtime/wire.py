@@ -1,0 +1,100 @@
+"""Between the protocol's words and bytes: envelopes as msgpack, and what travels beside them.
+
+    payload of a contribution or announcement:
+    offset  size  field
+    0       1     1: a codec's packet, 2: plain fp32
+    1       8     bytes of the first part, unsigned, little-endian
+    9       n     the packet, or the numbers
+    9+n     ...   the fragment's buffers, fp32
+
+A peer's state is `executor/state.py`'s. Whatever arrives is checked before it is believed.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from atoll.codecs import Packet
+from atoll.errors import DataError
+from atoll.executor.hands import Blob
+from atoll.executor.state import pack, unpack
+from atoll.protocol.vocabulary import Envelope, Message, StateTransfer
+
+Buffers = list[bytes | bytearray | memoryview]
+
+_PREFIX: Final = struct.Struct("<BQ")
+_PACKET, _PLAIN = 1, 2
+
+
+class Parcel(msgspec.Struct, frozen=True, array_like=True):
+    """An envelope on the wire. With a Ticket or a Serve travel the peer's address and the ticket's key: of the transport,
+    not of the protocol, and never on a tape."""
+
+    envelope: Envelope
+    address: str = ""
+    key: str = ""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Parcel).decode
+
+
+def to_head(envelope: Envelope, address: str = "", key: str = "") -> bytes:
+    return _encode(Parcel(envelope, address, key))
+
+
+def from_head(head: bytes) -> Parcel:
+    try:
+        return _decode(head)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise DataError(f"no message: {error}") from None
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor, without a copy where it is contiguous."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def to_payload(blob: Blob) -> Buffers | None:
+    if blob.content is None:
+        return None
+    if blob.kind == "state":
+        return list(pack(blob.content))
+    first, buffers = blob.content
+    if isinstance(first, Packet):
+        data = first.to_bytes()
+        return [_PREFIX.pack(_PACKET, len(data)), data, raw(buffers)]
+    numbers = raw(first)
+    return [_PREFIX.pack(_PLAIN, numbers.nbytes), numbers, raw(buffers)]
+
+
+def from_payload(body: Message, payload: memoryview) -> Blob:
+    """The blob a message brought; DataError says why its bytes cannot be one."""
+    size = payload.nbytes
+    if isinstance(body, StateTransfer):
+        return Blob("state", size, unpack(payload))
+    if size < _PREFIX.size:
+        raise DataError(f"payload of {size} bytes is too short")
+    tag, length = _PREFIX.unpack_from(payload)
+    rest = payload[_PREFIX.size :]
+    if tag not in (_PACKET, _PLAIN) or length > rest.nbytes or (rest.nbytes - length) % 4:
+        raise DataError(f"payload with tag {tag} and {length} of {rest.nbytes} bytes is no fragment")
+    buffers = _numbers(rest[length:])
+    if tag == _PACKET:
+        return Blob("packet", size, (Packet.from_bytes(rest[:length]), buffers))
+    if length % 4:
+        raise DataError(f"payload of {length} bytes is no fp32 vector")
+    return Blob("fragment", size, (_numbers(rest[:length]), buffers))
+
+
+def _numbers(data: memoryview) -> Tensor:
+    """A copy of its own: a received buffer begins where it begins, which need not be aligned."""
+    if not data.nbytes:
+        return torch.empty(0)
+    return torch.frombuffer(bytearray(data), dtype=torch.float32)

@@ -1,0 +1,37 @@
+"""Opaque messages between named peers over gRPC. Nothing here knows what a message means.
+
+A link has two lanes each way: control messages, which are small, and bulk messages, which carry a payload of any size. A
+lane keeps its order. A bulk message is delivered after every control message sent before it. A control message is
+delivered after every bulk message sent before it, unless it may overtake.
+"""
+
+import os
+
+# gRPC's core writes every cancelled stream and every fork to stderr unless told otherwise before it is loaded. What
+# matters of it reaches us as a status, and whoever wants more can set the variables.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
+from atoll.transport.credentials import ClientCredentials, ServerCredentials, client_credentials, server_credentials
+from atoll.transport.dial import Backoff, call, dial, upload
+from atoll.transport.frames import Limits, LinkFailed, Payload, Refused
+from atoll.transport.link import Handler, Link
+from atoll.transport.server import Server
+
+__all__ = [
+    "Backoff",
+    "ClientCredentials",
+    "Handler",
+    "Limits",
+    "Link",
+    "LinkFailed",
+    "Payload",
+    "Refused",
+    "Server",
+    "ServerCredentials",
+    "call",
+    "client_credentials",
+    "dial",
+    "server_credentials",
+    "upload",
+]

@@ -1,0 +1,111 @@
+"""What travels on a stream: one header, then bytes.
+
+    kind   4 bytes   what it is
+    number 8 bytes   its place in its lane; for a chunk the number of the bulk message it belongs to
+    at     8 bytes   a message: how many of the other lane must be delivered first; a chunk: its offset in the payload
+    total  8 bytes   the size of the payload (0 for a control message)
+    crc    4 bytes   CRC-32 of the fields above and of the body
+
+Everything is little-endian. The checksum covers the header too: a chunk with a flipped offset is as bad as one with
+flipped data. The header has 32 bytes, so the body of a frame is as aligned as the frame is.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, TypeAlias
+from zlib import crc32
+
+from atoll.errors import AtollError, PeerViolation
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+Payload: TypeAlias = Sequence[Buffer]
+"""Buffers that are concatenated on the wire. They are not copied until they are sent, so nobody may change them until then."""
+
+CONTROL: Final = b"ctrl"
+BULK: Final = b"bulk"
+CHUNK: Final = b"chnk"
+BYE: Final = b"bye."
+WELCOME: Final = b"welc"
+STANDING: Final = b"open"
+ANSWER: Final = b"answ"
+REFUSAL: Final = b"nope"
+
+_FIELDS: Final = struct.Struct("<4sQQQ")
+_CHECK: Final = struct.Struct("<I")
+HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
+
+
+class Refused(AtollError):
+    """The other side said no."""
+
+    def __init__(self, reason: str, retry: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.retry = retry
+        """Worth trying again later."""
+
+
+class LinkFailed(AtollError, ConnectionError):
+    """The other side could not be reached, or was lost before it answered."""
+
+
+class Violation(PeerViolation):
+    """A frame that no honest peer sends. `kind` is the short name it is counted under."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Limits:
+    head_bytes_max: int = 1 << 20
+    payload_bytes_max: int = 1 << 34
+    queue_messages_max: int = 4096
+    """Messages that wait to be sent; also how many may be held back by the receiver before it stops reading."""
+    queue_bytes_max: int = 1 << 34
+    """Bytes of payloads that wait to be sent."""
+    chunk_bytes: int = 1 << 20
+    """Both ends must agree: a receiver takes no chunk larger than its own."""
+    assembling_max: int = 8
+    """Payloads that are being put together, or wait for their turn, at a time."""
+    connections: int = 1
+    """Connections for payloads; a dialling peer decides how many, a server allows up to `CONNECTIONS_MAX`."""
+
+    @property
+    def frame_bytes_max(self) -> int:
+        return max(self.chunk_bytes, self.head_bytes_max) + HEADER_BYTES
+
+
+class Frame(NamedTuple):
+    kind: bytes
+    number: int
+    at: int
+    total: int
+    crc: int
+    body: memoryview
+
+
+def pack(kind: bytes, number: int = 0, at: int = 0, total: int = 0, body: Iterable[Buffer] = ()) -> bytes:
+    """One copy: the pieces are read for the checksum where they lie and joined once."""
+    pieces = tuple(body)
+    fields = _FIELDS.pack(kind, number, at, total)
+    checksum = crc32(fields)
+    for piece in pieces:
+        checksum = crc32(piece, checksum)
+    return b"".join((fields, _CHECK.pack(checksum), *pieces))
+
+
+def unpack(data: bytes) -> Frame:
+    if len(data) < HEADER_BYTES:
+        raise Violation("malformed", f"a frame of {len(data)} bytes is shorter than its header")
+    kind, number, at, total = _FIELDS.unpack_from(data)
+    (crc,) = _CHECK.unpack_from(data, _FIELDS.size)
+    whole = memoryview(data)
+    body = whole[HEADER_BYTES:]
+    if crc32(body, crc32(whole[: _FIELDS.size])) != crc:
+        raise Violation("checksum", "a frame does not match its checksum")
+    return Frame(kind, number, at, total, crc, body)

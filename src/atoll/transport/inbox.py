@@ -1,0 +1,210 @@
+"""What arrived on one link: payloads are put together, messages are held back until their turn.
+
+Nothing here waits or reads. The link asks whether a chunk must wait (`holds`) and then reads no further from that
+connection, so that HTTP/2 flow control holds the sender back: an honest peer that is faster on one connection than on
+another is slowed down, and a hostile one fills no memory.
+
+Why this cannot lock up with an honest peer: each connection carries chunks in ascending order, so the chunk that is
+missing most is never behind one that has to wait. Hence, if all connections wait while the payload whose turn it is has
+a hole, nobody will ever fill the hole, and that is a violation (`is_stuck`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+from atoll.transport.frames import BULK, CHUNK, CONTROL, Frame, Limits, Violation
+
+AHEAD_BYTES_MAX: Final = 64 << 20
+"""How far a chunk may lie beyond the first hole of its payload."""
+ISLANDS_MAX: Final = 4096
+HELD_BYTES_MAX: Final = 64 << 20
+"""Heads that are held back, together."""
+SMALL_BYTES: Final = 1 << 20
+RECENT_FRAMES: Final = 64
+
+
+class Assembly:
+    """One payload on its way. A large one is an anonymous mapping: its pages exist only once data was written to them,
+    so that a peer that announces 16 GiB and sends nothing costs nothing."""
+
+    def __init__(self, total: int, now: float) -> None:
+        self.total = total
+        self.started = now
+        self.received = 0
+        self.filled = 0
+        """Everything before this offset is there."""
+        self.view = memoryview(bytearray(total) if total <= SMALL_BYTES else _pages(total))
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    @property
+    def complete(self) -> bool:
+        return self.filled == self.total
+
+    def is_far(self, offset: int) -> bool:
+        return offset > self.filled and (offset > self.filled + AHEAD_BYTES_MAX or len(self._starts) >= ISLANDS_MAX)
+
+    def place(self, offset: int, data: memoryview) -> bool:
+        """False if the very same bytes were there already."""
+        end = offset + data.nbytes
+        index = bisect_left(self._starts, offset)
+        if offset < self.filled:
+            known = end <= self.filled
+        else:
+            known = index < len(self._starts) and self._starts[index] == offset and self._ends[index] == end
+        if known and self.view[offset:end] == data:
+            return False
+        clear = offset >= self.filled and (index == 0 or self._ends[index - 1] <= offset)
+        if not clear or (index < len(self._starts) and self._starts[index] < end):
+            raise Violation("overlap", f"a chunk at {offset} overlaps another one")
+        self.view[offset:end] = data
+        self.received += data.nbytes
+        if offset > self.filled:
+            self._starts.insert(index, offset)
+            self._ends.insert(index, end)
+            return True
+        self.filled = end
+        while self._starts and self._starts[0] == self.filled:
+            self.filled = self._ends.pop(0)
+            del self._starts[0]
+        return True
+
+
+def _pages(total: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+class Held(NamedTuple):
+    head: bytes
+    after: int
+    total: int
+
+
+class Inbox:
+    def __init__(self, limits: Limits, refused: Counter[str]) -> None:
+        self._limits = limits
+        self._refused = refused
+        self.payload_bytes_max = limits.payload_bytes_max
+        self._controls: deque[Held] = deque()
+        self._bulks: deque[Held] = deque()
+        self._assemblies: dict[int, Assembly] = {}
+        self._seen = {CONTROL: 0, BULK: 0}
+        self._delivered = {CONTROL: 0, BULK: 0}
+        self._held_bytes = 0
+        self._received_bytes = 0
+        self._recent: deque[tuple[bytes, int, int, int]] = deque(maxlen=RECENT_FRAMES)
+
+    @property
+    def is_full(self) -> bool:
+        """Then nothing is read from the talk stream. What is held waits for chunks only, and those come another way."""
+        return len(self._controls) + len(self._bulks) >= self._limits.queue_messages_max or self._held_bytes > HELD_BYTES_MAX
+
+    @property
+    def is_stuck(self) -> bool:
+        first = self._assemblies.get(self._delivered[BULK])
+        return first is None or not first.complete
+
+    def message(self, frame: Frame) -> None:
+        kind, number = frame.kind, frame.number
+        if kind not in self._seen or (kind == CONTROL and frame.total):
+            raise Violation("malformed", f"a frame of kind {kind!r} does not belong here")
+        if frame.body.nbytes > self._limits.head_bytes_max:
+            raise Violation("head_too_long", f"a head of {frame.body.nbytes} bytes is longer than {self._limits.head_bytes_max}")
+        if number != self._seen[kind]:
+            return self._again(frame, "order", f"number {number} came where {self._seen[kind]} was due")
+        behind = self._seen[BULK if kind == CONTROL else CONTROL]
+        if frame.at > behind:
+            raise Violation("order", f"a message stands behind {frame.at} others of which {behind} were sent")
+        held = Held(bytes(frame.body), frame.at, frame.total)
+        if kind == CONTROL:
+            self._controls.append(held)
+        else:
+            self._check_total(number, frame.total)
+            self._bulks.append(held)
+        self._seen[kind] += 1
+        self._held_bytes += len(held.head)
+        self._recent.append((kind, number, frame.at, frame.crc))
+
+    def holds(self, chunk: Frame) -> bool:
+        """This chunk must wait for earlier ones."""
+        first = self._delivered[BULK]
+        if chunk.number > first:
+            if chunk.number >= first + self._limits.assembling_max:
+                return True
+            if self._received_bytes + chunk.body.nbytes > self.payload_bytes_max:
+                return True
+        assembly = self._assemblies.get(chunk.number)
+        return chunk.at > AHEAD_BYTES_MAX if assembly is None else assembly.is_far(chunk.at)
+
+    def check(self, chunk: Frame) -> None:
+        """What can be said of a chunk before its turn."""
+        if chunk.kind != CHUNK or (chunk.total and not chunk.body.nbytes):
+            raise Violation("malformed", f"a frame of kind {chunk.kind!r} and {chunk.body.nbytes} bytes is no chunk")
+        end = chunk.at + chunk.body.nbytes
+        if end > chunk.total:
+            raise Violation("malformed", f"a chunk ends at {end}, beyond its payload of {chunk.total} bytes")
+        self._check_total(chunk.number, chunk.total)
+
+    def chunk(self, chunk: Frame, now: float) -> Assembly | None:
+        """The payload, if this was its last chunk."""
+        if chunk.number < self._delivered[BULK]:
+            self._again(chunk, "unknown_transfer", f"a chunk belongs to bulk message {chunk.number}, which was delivered")
+            return None
+        self._check_total(chunk.number, chunk.total)
+        assembly = self._assemblies.get(chunk.number)
+        if assembly is None:
+            try:
+                assembly = self._assemblies[chunk.number] = Assembly(chunk.total, now)
+            except (MemoryError, OSError) as error:
+                raise Violation("payload_too_big", f"there is no memory for a payload of {chunk.total} bytes") from error
+        if not assembly.place(chunk.at, chunk.body):
+            self._refused["duplicate"] += 1
+            return None
+        self._received_bytes += chunk.body.nbytes
+        self._recent.append((CHUNK, chunk.number, chunk.at, chunk.crc))
+        return assembly if assembly.complete else None
+
+    def deliverable(self) -> Iterator[tuple[bytes, memoryview | None]]:
+        """Messages whose turn has come. Each counts as delivered when the next is asked for."""
+        done = self._delivered
+        while True:
+            if self._controls and self._controls[0].after <= done[BULK]:
+                held, lane, payload = self._controls.popleft(), CONTROL, None
+            elif self._bulks and self._bulks[0].after <= done[CONTROL] and self._is_whole():
+                held, lane = self._bulks.popleft(), BULK
+                payload = self._assemblies.pop(done[BULK]).view
+                self._received_bytes -= held.total
+            else:
+                return
+            self._held_bytes -= len(held.head)
+            done[lane] += 1
+            yield held.head, payload
+
+    def _is_whole(self) -> bool:
+        assembly = self._assemblies.get(self._delivered[BULK])
+        return assembly is not None and assembly.complete
+
+    def _check_total(self, number: int, total: int) -> None:
+        if total > self.payload_bytes_max:
+            raise Violation("payload_too_big", f"a payload of {total} bytes is larger than {self.payload_bytes_max}")
+        place = number - self._delivered[BULK]
+        known = self._assemblies.get(number)
+        said = known.total if known else self._bulks[place].total if 0 <= place < len(self._bulks) else total
+        if said != total:
+            raise Violation("total_disagrees", f"the payload of bulk message {number} has {said} bytes, then {total}")
+
+    def _again(self, frame: Frame, kind: str, text: str) -> None:
+        """An identical frame may come twice; anything else of the past may not."""
+        if (frame.kind, frame.number, frame.at, frame.crc) not in self._recent:
+            raise Violation(kind, text)
+        self._refused["duplicate"] += 1

@@ -1,0 +1,191 @@
+"""gRPC behind types: the only file that knows it. Streams of bytes, unary calls, refusals, options.
+
+Nothing is serialised by gRPC: handlers are generic and messages are bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
+
+import grpc  # type: ignore[import-untyped]
+import grpc.aio  # type: ignore[import-untyped]
+
+from atoll.errors import UserError
+from atoll.transport.credentials import ClientCredentials, ServerCredentials
+from atoll.transport.frames import Limits, LinkFailed, Refused
+
+Metadata: TypeAlias = Mapping[str, str]
+Option: TypeAlias = tuple[str, int | str]
+
+LINK_SERVICE: Final = "atoll.Link"
+CALL_SERVICE: Final = "atoll.Call"
+REFUSED_KEY: Final = "atoll-refused"
+CERTIFICATE_KEY: Final = ":certificate"
+"""The common name of a client's certificate, for `admit`. No client can send a key that begins with a colon."""
+SLACK_BYTES: Final = 64 << 10
+
+KEEP_ALIVE: Final[tuple[Option, ...]] = (
+    ("grpc.keepalive_time_ms", 2000),
+    ("grpc.keepalive_timeout_ms", 4000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 500),
+    # Without this one a ping that is under way is waited for a minute, whatever the keep-alive's own timeout says.
+    ("grpc.http2.ping_timeout_ms", 4000),
+)
+
+
+class StreamBroken(Exception):
+    """The stream ended other than by the word of the peer."""
+
+
+class Stream(Protocol):
+    async def read(self) -> bytes | None: ...
+
+    async def write(self, frame: bytes) -> None: ...
+
+
+@dataclass(frozen=True)
+class GrpcStream:
+    """Either end: a client's call and a server's context read and write alike."""
+
+    end: Any
+
+    async def read(self) -> bytes | None:
+        message: Any = await self._outcome(self.end.read())
+        return message if isinstance(message, bytes) else None
+
+    async def write(self, frame: bytes) -> None:
+        try:
+            await self._outcome(self.end.write(frame))
+        except StreamBroken as broken:
+            # A write does not learn the status of a stream that is over: what it says is "Internal error from Core".
+            raise StreamBroken("nothing can be sent to the peer any more") from broken.__cause__
+
+    async def finish(self) -> None:
+        """A client has said everything."""
+        await self._outcome(self.end.done_writing())
+
+    async def _outcome(self, doing: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await doing
+        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise StreamBroken(describe(error)) from error
+        except asyncio.CancelledError:
+            # gRPC raises this for a stream that the *peer* cancelled, too. Only the task knows which of the two it is.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise StreamBroken("the peer cancelled it") from None
+
+
+def describe(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name.lower().replace('_', ' ')}: {error.details() or 'no details'}"
+    return str(error) or type(error).__name__
+
+
+def options(limits: Limits) -> list[Option]:
+    message_bytes_max = limits.frame_bytes_max + SLACK_BYTES
+    return [
+        ("grpc.max_receive_message_length", message_bytes_max),
+        ("grpc.max_send_message_length", message_bytes_max),
+        *KEEP_ALIVE,
+    ]
+
+
+class Context(Protocol):
+    """What a server is told of one stream or call."""
+
+    def invocation_metadata(self) -> Any: ...
+
+    def auth_context(self) -> Mapping[str, Sequence[bytes]]: ...
+
+    async def abort(self, code: Any, details: str, trailing_metadata: Sequence[tuple[str, str]]) -> NoReturn: ...
+
+
+def metadata_of(context: Context) -> dict[str, str]:
+    found = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+    if names := context.auth_context().get("x509_common_name"):
+        found[CERTIFICATE_KEY] = next(iter(names)).decode("utf8", "replace")
+    return found
+
+
+async def refuse(context: Context, refused: Refused) -> NoReturn:
+    code = grpc.StatusCode.RESOURCE_EXHAUSTED if refused.retry else grpc.StatusCode.PERMISSION_DENIED
+    await context.abort(code, refused.reason, ((REFUSED_KEY, "later" if refused.retry else "final"),))
+
+
+def failure(error: BaseException, address: str) -> Refused | LinkFailed:
+    """A refusal carries a mark of ours; the same status without it came from gRPC or from something in between."""
+    cause = error if isinstance(error, grpc.aio.AioRpcError) else error.__cause__
+    if isinstance(cause, grpc.aio.AioRpcError):
+        mark = dict(cause.trailing_metadata() or ()).get(REFUSED_KEY)
+        if mark is not None:
+            return Refused(cause.details() or "no reason given", mark == "later")
+    return LinkFailed(f"{address} cannot be reached ({describe(error)})")
+
+
+class Channel:
+    """One TCP connection of its own: gRPC would otherwise share one between channels to the same address."""
+
+    def __init__(self, address: str, limits: Limits, credentials: ClientCredentials | None) -> None:
+        wanted = [*options(limits), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
+        if credentials is None:
+            self._channel: Any = grpc.aio.insecure_channel(address, options=wanted)
+        else:
+            wanted.append(("grpc.ssl_target_name_override", credentials.server_name))
+            self._channel = grpc.aio.secure_channel(address, credentials.inner, options=wanted)
+
+    def open(self, method: str, metadata: Metadata, service: str = LINK_SERVICE) -> GrpcStream:
+        return GrpcStream(self._channel.stream_stream(f"/{service}/{method}")(metadata=tuple(metadata.items())))
+
+    async def call(self, name: str, metadata: Metadata, request: bytes) -> bytes:
+        reply: bytes = await self._channel.unary_unary(f"/{CALL_SERVICE}/{name}")(request, metadata=tuple(metadata.items()))
+        return reply
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+RpcError: Final[type[Exception]] = grpc.aio.AioRpcError
+
+Talking: TypeAlias = Callable[[Any, Context], Awaitable[None]]
+Calling: TypeAlias = Callable[[bytes, Context], Awaitable[bytes]]
+
+
+class Listener:
+    """A gRPC server that is not started yet."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._server: Any = grpc.aio.server(options=[*options(limits), ("grpc.so_reuseport", 0)])
+
+    def serve(self, streams: Mapping[str, Talking], calls: Mapping[str, Calling], uploads: Mapping[str, Talking]) -> None:
+        talking = {name: grpc.stream_stream_rpc_method_handler(function) for name, function in streams.items()}
+        calling = {name: grpc.unary_unary_rpc_method_handler(function) for name, function in calls.items()}
+        calling |= {name: grpc.stream_stream_rpc_method_handler(function) for name, function in uploads.items()}
+        self._server.add_generic_rpc_handlers(
+            (
+                grpc.method_handlers_generic_handler(LINK_SERVICE, talking),
+                grpc.method_handlers_generic_handler(CALL_SERVICE, calling),
+            )
+        )
+
+    async def start(self, address: str, credentials: ServerCredentials | None) -> int:
+        try:
+            if credentials is None:
+                port: int = self._server.add_insecure_port(address)
+            else:
+                port = self._server.add_secure_port(address, credentials.inner)
+        except RuntimeError as error:
+            await self._server.stop(None)  # or it complains when it is collected
+            raise UserError(f"cannot listen on {address}: the port is taken or the address is not one of this machine") from error
+        await self._server.start()
+        return port
+
+    async def stop(self, grace: float) -> None:
+        await self._server.stop(grace)

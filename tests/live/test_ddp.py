@@ -1,0 +1,198 @@
+"""Torch's own data-parallel training in real processes: what it trains, and how it ends when one of them does."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from atoll.chaos import Plan
+from atoll.config import Config, load, to_toml
+from atoll.errors import ConfigError, RunFailed, UserError
+from atoll.runtime.ddp import DdpOutcome, RankReport, Stepped, _Fold, check, run_ddp, summary_of
+from atoll.sim.run import run_virtual
+
+FOREVER = 1_000_000
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc and pidfd")
+
+
+def tiny(outer_steps: int = 8, **sections: Any) -> Config:
+    overrides = {
+        "outer_steps": outer_steps, "learners": 2, "data": {"batch_size": 2, "seq_len": 16, "max_bytes": 400_000},
+        "model": {"numbers": {"width": 16, "mlp": 32}}, "inner": {"accumulate": 2},
+    }  # fmt: skip
+    return load(preset_name="ddp", overrides=overrides | sections)
+
+
+def ranks_of(directory: Path) -> dict[int, int]:
+    """Rank to process id, of all ranks of the run in this folder that are alive."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it ended while we looked
+            continue
+        if "atoll.runtime.ddp" in words and str(directory) in words:
+            found[int(words[words.index(str(directory)) + 1])] = int(path.parent.name)
+    return found
+
+
+# ---------------------------------------------------------------- what it trains
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DdpOutcome, list[tuple[int, float | None]]]:
+    directory = tmp_path_factory.mktemp("ddp") / "a run"
+    told: list[tuple[int, float | None]] = []
+    return directory, run_ddp(tiny(), directory, threads=1, progress=lambda step, loss: told.append((step, loss))), told
+
+
+def test_two_processes_train_what_the_virtual_preset_trains(trained: Any, tmp_path: Path) -> None:
+    directory, outcome, _ = trained
+    virtual = run_virtual(tiny(), Plan(), tmp_path, tensors=True)
+    assert outcome.loss_first == pytest.approx(virtual.loss_first, abs=1e-4)
+    assert outcome.loss_final == pytest.approx(virtual.loss_final, abs=1e-4)
+    assert outcome.loss_final < outcome.loss_first
+    live, simulated = load_file(directory / "theta.safetensors"), load_file(tmp_path / "theta.safetensors")
+    assert live.keys() == simulated.keys()
+    for name, tensor in live.items():
+        assert torch.linalg.vector_norm(tensor - simulated[name]) <= 1e-5 * torch.linalg.vector_norm(simulated[name]), name
+
+
+def test_outcome_adds_up_and_fits_a_summary(trained: Any) -> None:
+    directory, outcome, told = trained
+    config = tiny()
+    numbers = sum(tensor.numel() for tensor in load_file(directory / "theta.safetensors").values())
+    assert [step for step, _ in told] == list(range(1, 9))
+    assert all(loss is not None and 0 < loss < 10 for _, loss in told)
+    assert outcome.tokens == 8 * 2 * 2 * 2 * 16, "steps, ranks, micro-batches, samples, tokens"
+    assert outcome.bytes_up == outcome.bytes_down == 2 * 8 * numbers * 4, "a ring of two sends every gradient once, as fp32"
+    assert 0 < outcome.goodput < 1 and outcome.goodput <= outcome.uptime <= 1
+    spent = sum(rank.stepping_seconds + rank.waited_seconds for rank in outcome.ranks)
+    assert spent <= 2 * outcome.seconds
+    assert outcome.goodput == pytest.approx((spent - outcome.waited_seconds) / (2 * outcome.seconds))
+    summary = summary_of(config, outcome, directory)
+    assert (summary.preset, summary.outer_steps, summary.participants) == ("ddp", 8, {"2": 8})
+    assert summary.tokens.trained == summary.tokens.merged == outcome.tokens
+    assert summary.theta_sha256 == outcome.theta_sha256
+
+
+def test_folder_holds_the_config_and_a_report_a_rank_and_is_not_used_twice(trained: Any) -> None:
+    directory, _, _ = trained
+    assert (directory / "config.toml").read_text() == to_toml(tiny())
+    assert {path.name for path in directory.glob("rank-*.json")} == {"rank-0.json", "rank-1.json"}
+    assert not (directory / "rendezvous").exists()
+    with pytest.raises(UserError, match="holds a run already"):
+        run_ddp(tiny(), directory, threads=1)
+
+
+def test_uptime_counts_only_what_all_ranks_waited_at_once() -> None:
+    fold = _Fold(2)
+    assert fold.add(Stepped(0, 0, 10, 40, 50, 3.0)) is None
+    assert fold.add(Stepped(0, 5, 30, 45, 50, 5.0)) == 4.0
+    assert (fold.first, fold.last, fold.all_waiting, fold.steps) == (0, 50, 10, 1)
+
+
+# ---------------------------------------------------------------- how it ends
+
+
+@on_linux
+def test_killed_rank_ends_the_run_with_one_sentence_and_leaves_no_process(tmp_path: Path) -> None:
+    def kill_one(step: int, _: float | None) -> None:
+        if step == 3:
+            os.kill(ranks_of(tmp_path)[1], signal.SIGKILL)
+
+    with pytest.raises(RunFailed, match=r"^ddp: rank 1 was killed by signal 9, and data-parallel training cannot go on"):
+        run_ddp(tiny(FOREVER), tmp_path, threads=1, progress=kill_one)
+    assert ranks_of(tmp_path) == {}
+
+
+@on_linux
+def test_interrupt_ends_every_rank(tmp_path: Path) -> None:
+    def interrupt(step: int, _: float | None) -> None:
+        assert set(ranks_of(tmp_path)) == {0}
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_ddp(tiny(FOREVER, learners=1), tmp_path, threads=1, progress=interrupt)
+    assert ranks_of(tmp_path) == {}
+
+
+@on_linux
+def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(to_toml(tiny(FOREVER, learners=1)))
+    program = (
+        "import sys; from pathlib import Path; from atoll.config import load; from atoll.runtime.ddp import run_ddp\n"
+        "say = lambda step, loss: step > 1 or print(step, flush=True)\n"
+        "run_ddp(load(Path(sys.argv[1])), Path(sys.argv[2]), threads=1, progress=say)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, recipe, tmp_path / "run"], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == b"1\n"
+        pids = ranks_of(tmp_path / "run")
+        handles = [os.pidfd_open(pid) for pid in pids.values()]
+        parent.kill()
+    assert len(handles) == 1
+    for handle in handles:  # readable once the process has ended
+        assert select.select([handle], [], [], 10.0)[0]
+        os.close(handle)
+
+
+def test_what_a_rank_finds_wrong_with_the_users_input_is_told_as_the_users(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere\.txt"):
+        run_ddp(tiny(data={"corpus": str(tmp_path / "nowhere.txt")}, learners=1), tmp_path / "run", threads=1)
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("key", "sections"),
+    [
+        ("data.samples_by_learner", {"data": {"samples_by_learner": [2, 3]}}),
+        ("protocol.fragments", {"protocol": {"fragmentation": "balanced", "fragments": 2}}),
+        ("protocol.codec_up", {"protocol": {"codec_up": "bf16"}}),
+        ("protocol.elastic", {"protocol": {"elastic": True}}),
+        ("protocol.snapshot_interval", {"protocol": {"snapshot_interval": 4}}),
+    ],
+)
+def test_what_torch_cannot_do_is_refused_by_its_key(key: str, sections: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"^key {key} = "):
+        run_ddp(tiny(**sections), tmp_path / "run", threads=1)
+    assert not (tmp_path / "run").exists()
+
+
+def test_another_preset_is_refused_and_equal_batches_by_learner_are_not() -> None:
+    with pytest.raises(ConfigError, match=r"^key protocol\.contribution = 'weights'"):
+        check(load(preset_name="diloco"))
+    check(tiny(data={"samples_by_learner": [3, 3]}))
+
+
+@pytest.mark.parametrize("device", ["cuda:4095", "tpu", "cuda:", "cuda:x"])
+def test_device_that_is_not_there_is_refused(device: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^device '{device}': "):
+        run_ddp(tiny(), tmp_path / "run", threads=1, device=device)
+    assert not (tmp_path / "run").exists()
+
+
+def test_rank_that_cannot_be_spawned_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python"))
+    with pytest.raises(RunFailed, match=r"^ddp: rank 0 could not be started \(No such file"):
+        run_ddp(tiny(), tmp_path / "run", threads=1)
+
+
+def test_ranks_that_end_with_different_models_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def differing(*_: object) -> list[RankReport]:
+        return [RankReport(rank, "cpu", 8, 1, 1.0, 0.0, 0, f"digest {rank}", None, None) for rank in range(2)]
+
+    monkeypatch.setattr("atoll.runtime.ddp._follow", differing)
+    with pytest.raises(RunFailed, match="different models"):
+        run_ddp(tiny(), tmp_path / "run", threads=1)

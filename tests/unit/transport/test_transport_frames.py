@@ -1,0 +1,133 @@
+"""The codec, and the order of lanes under every order of arrival."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transport_peers import Recorder, paired, run
+
+from atoll.transport import Backoff, Limits
+from atoll.transport.frames import BULK, CHUNK, CONTROL, HEADER_BYTES, Frame, Violation, pack, unpack
+from atoll.transport.inbox import Assembly, Inbox
+from atoll.transport.outbox import Outbox
+
+U64 = st.integers(0, 2**64 - 1)
+
+
+@given(st.sampled_from([CONTROL, BULK, CHUNK]), U64, U64, U64, st.lists(st.binary(max_size=40), max_size=4))
+def test_frame_round_trips(kind: bytes, number: int, at: int, total: int, body: list[bytes]) -> None:
+    frame = unpack(pack(kind, number, at, total, body))
+    assert (frame.kind, frame.number, frame.at, frame.total) == (kind, number, at, total)
+    assert frame.body == b"".join(body)
+
+
+@given(st.binary(max_size=60), st.data())
+def test_frame_with_one_flipped_bit_or_cut_short_is_a_violation(body: bytes, data: st.DataObject) -> None:
+    frame = bytearray(pack(CHUNK, 3, 5, 99, [body]))
+    if data.draw(st.booleans()):
+        frame[data.draw(st.integers(0, len(frame) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del frame[data.draw(st.integers(0, len(frame) - 1)) :]
+    with pytest.raises(Violation):
+        unpack(bytes(frame))
+
+
+@given(st.binary(max_size=100))
+def test_garbage_is_a_violation(data: bytes) -> None:
+    with pytest.raises(Violation):
+        unpack(data)
+
+
+def test_header_keeps_the_body_aligned() -> None:
+    assert HEADER_BYTES == 32
+
+
+@given(st.lists(st.binary(max_size=50), max_size=6), st.integers(1, 17), st.randoms(use_true_random=False))
+def test_payload_is_the_same_whatever_the_order_of_its_chunks(pieces: list[bytes], chunk_bytes: int, rng: random.Random) -> None:
+    outbox = Outbox(Limits(chunk_bytes=chunk_bytes))
+    outbox.put(b"", pieces, False)
+    chunks = []
+    while (chunk := outbox.next_chunk(0.0)) is not None:
+        chunks.append(unpack(chunk.frame))
+        assert outbox.next_message() is None, "the head goes after the last chunk was handed over"
+        outbox.handed(chunk)
+    rng.shuffle(chunks)
+    assembly = Assembly(len(b"".join(pieces)), 0.0)
+    for frame in chunks:
+        assert assembly.place(frame.at, frame.body)
+        assert not frame.total or not assembly.place(frame.at, frame.body), "the same again is dropped"
+    assert assembly.complete and assembly.view == b"".join(pieces)
+    assert outbox.next_message() is not None
+
+
+@given(st.integers(0, 30), st.integers(1, 30), st.integers(0, 30), st.integers(1, 30))
+def test_chunks_that_overlap_and_differ_are_a_violation(a: int, a_size: int, b: int, b_size: int) -> None:
+    assembly = Assembly(100, 0.0)
+    assembly.place(a, memoryview(b"a" * a_size))
+    if a < b + b_size and b < a + a_size:
+        with pytest.raises(Violation):
+            assembly.place(b, memoryview(b"b" * b_size))
+    else:
+        assert assembly.place(b, memoryview(b"b" * b_size))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from("coB"), st.integers(0, 40)), max_size=30),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.integers(0, 2**32),
+)
+def test_lanes_keep_their_order_whatever_the_network_does(
+    sends: list[tuple[str, int]], connections: int, assembling_max: int, seed: int
+) -> None:
+    """c: control, o: control that may overtake, B: bulk of that many bytes."""
+    limits = Limits(chunk_bytes=8, connections=connections, assembling_max=assembling_max, payload_bytes_max=64)
+    rng = random.Random(seed)
+
+    async def story() -> None:
+        a, b = Recorder(), Recorder()
+        async with paired(a, b, limits, rng) as (left, _, _):
+            for index, (kind, size) in enumerate(sends):
+                head = f"{kind}{index}".encode()
+                left.send(head, [bytes([index]) * size] if kind == "B" else None, may_overtake=kind == "o")
+            await b.until(lambda: len(b.heads) == len(sends) or bool(b.reasons))
+            assert not b.reasons
+        for head, payload in zip(b.heads, b.payloads, strict=True):
+            index = int(head[1:])
+            assert payload == (bytes([index]) * sends[index][1] if head[:1] == b"B" else None)
+        order = [int(head[1:]) for head in b.heads]
+        for earlier, (first, _) in enumerate(sends):
+            for later in range(earlier + 1, len(sends)):
+                if first != "B" or sends[later][0] != "o":
+                    assert order.index(earlier) < order.index(later)
+
+    run(story())
+
+
+def frame(kind: bytes, number: int, at: int = 0, total: int = 0, body: bytes = b"") -> Frame:
+    return unpack(pack(kind, number, at, total, [body]))
+
+
+def test_large_payload_that_is_only_announced_takes_no_memory() -> None:
+    inbox = Inbox(Limits(), Counter())
+    for number in range(8):
+        first = frame(CHUNK, number, 0, 1 << 34, b"x")
+        inbox.check(first)
+        assert not inbox.holds(first)
+        assert inbox.chunk(first, 0.0) is None
+    assert inbox.holds(frame(CHUNK, 8, 0, 1 << 34, b"x")), "eight at a time"
+    assert inbox.holds(frame(CHUNK, 0, 1 << 33, 1 << 34, b"x")), "far beyond the hole"
+
+
+def test_backoff_grows_is_jittered_and_starts_again() -> None:
+    backoff = Backoff(random.Random(1))
+    waits = [backoff.next() for _ in range(12)]
+    assert all(0.05 <= wait <= 5.0 for wait in waits) and waits[0] <= 0.1 and waits[-1] >= 2.5
+    assert Backoff(random.Random(2)).next() != waits[0]
+    backoff.reset()
+    assert backoff.next() <= 0.1

@@ -1,0 +1,332 @@
+"""Links over gRPC on the loopback: what arrives, in which order, and how a link ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import threading
+from collections.abc import Mapping
+
+import pytest
+from transport_peers import Recorder, credentials_of, paired, run, serving
+
+from atoll.errors import UserError
+from atoll.transport import Backoff, Limits, Link, LinkFailed, Refused, Server, call, dial, upload
+
+
+async def dialled(address: str, handler: Recorder, name: str = "learner0", limits: Limits | None = None) -> Link:
+    return await dial(address, handler, peer="syncer", metadata=credentials_of(name), limits=limits, timeout=8)
+
+
+def test_link_carries_messages_both_ways_and_both_ends_are_told() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder(echo=True)
+        async with serving(there) as (_, address):
+            link = await dialled(address, here)
+            assert here.told == [("opened", "syncer")]
+            link.send(b"hello")
+            link.send(b"parts", [b"ab", bytearray(b"cd"), memoryview(b"xefx")[1:3], b""])
+            link.send(b"nothing", [])
+            await here.until(lambda: len(here.heads) == 3)
+            assert here.heads == [b"hello", b"parts", b"nothing"]
+            assert here.payloads == [None, b"abcdef", b""]
+            assert (link.messages_sent, link.messages_received) == (3, 3)
+            link.close("that was all")
+            await there.until(lambda: bool(there.reasons))
+            await link.gone()
+        assert here.reasons == ["that was all"] and there.reasons == ["the peer closed: that was all"]
+        assert there.told == [("opened", "learner0"), ("closed", "learner0")]
+
+    run(story())
+
+
+def test_64_megabytes_over_two_connections_come_back_the_same() -> None:
+    async def story() -> None:
+        data = random.Random(0).randbytes(1 << 20) * 64 + b"tail"
+        limits = Limits(connections=2)
+        here, there = Recorder(), Recorder(echo=True)
+        async with serving(there, limits) as (_, address):
+            link = await dialled(address, here, limits=limits)
+            link.send(b"big", [data[:5], memoryview(data)[5:]])
+            await here.until(lambda: bool(here.heads))
+            assert here.payloads[0] == data
+            assert link.bulk_bytes_per_second_up and link.bulk_bytes_per_second_down
+            assert link.bytes_sent > len(data) and link.bytes_received > len(data)
+
+    run(story())
+
+
+def test_bulk_in_both_directions_at_once() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        limits = Limits(connections=2, chunk_bytes=1 << 16, assembling_max=2)
+        async with serving(there, limits) as (_, address):
+            link = await dialled(address, here, limits=limits)
+            await there.until(lambda: bool(there.links))
+            for index in range(30):
+                for end in (link, there.links[0]):
+                    end.send(b"%d" % index, [bytes([index]) * (index * 20_011)])
+                    end.send(b"then %d" % index)
+            await here.until(lambda: len(here.heads) == 60)
+            await there.until(lambda: len(there.heads) == 60)
+            for side in (here, there):
+                assert side.heads == [head for index in range(30) for head in (b"%d" % index, b"then %d" % index)]
+                assert all(side.payloads[2 * index] == bytes([index]) * (index * 20_011) for index in range(30))
+
+    run(story())
+
+
+def test_control_that_may_overtake_passes_a_bulk_that_is_stuck_and_the_others_wait() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with paired(here, there, Limits(chunk_bytes=100)) as (left, _, (_, bulk)):
+            bulk.gate.clear()
+            left.send(b"before")
+            left.send(b"bulk", [bytes(5000)])
+            left.send(b"overtakes", may_overtake=True)
+            left.send(b"waits")
+            left.send(b"overtakes no control", may_overtake=True)
+            await there.until(lambda: len(there.heads) == 2)
+            assert there.heads == [b"before", b"overtakes"]
+            bulk.gate.set()
+            await there.until(lambda: len(there.heads) == 5)
+            assert there.heads == [b"before", b"overtakes", b"bulk", b"waits", b"overtakes no control"]
+
+    run(story())
+
+
+def test_control_overtakes_a_real_bulk_over_grpc() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with serving(there) as (_, address):
+            link = await dialled(address, here)
+            link.send(b"bulk", [bytes(48 << 20)])
+            link.send(b"overtakes", may_overtake=True)
+            link.send(b"waits")
+            await there.until(lambda: len(there.heads) == 3)
+            assert there.heads == [b"overtakes", b"bulk", b"waits"]
+
+    run(story())
+
+
+def test_send_and_close_from_other_threads() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with serving(there) as (_, address):
+            link = await dialled(address, here)
+
+            def work(index: int) -> None:
+                for count in range(50):
+                    link.send(b"%d %d" % (index, count), [b"x"] if count % 2 else None)
+
+            threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+            for thread in threads:
+                thread.start()
+            await asyncio.gather(*(asyncio.to_thread(thread.join) for thread in threads))
+            await link.drain()
+            await there.until(lambda: len(there.heads) == 150)
+            for index in range(3):
+                own = [head for head in there.heads if head.startswith(b"%d " % index)]
+                assert own == [b"%d %d" % (index, count) for count in range(50)]
+            await asyncio.to_thread(link.close, "from a thread")
+            await there.until(lambda: bool(there.reasons))
+            assert there.reasons == ["the peer closed: from a thread"]
+
+    run(story())
+
+
+def test_drain_then_close_loses_nothing() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with serving(there) as (_, address):
+            link = await dialled(address, here)
+            for index in range(100):
+                link.send(b"%d" % index, [bytes(30_000)])
+            link.send(b"leave")
+            await link.drain()
+            link.close("left")
+            link.send(b"too late")
+            await there.until(lambda: bool(there.reasons))
+            assert len(there.heads) == 101 and there.heads[-1] == b"leave"
+
+    run(story())
+
+
+def test_full_queue_closes_the_link_with_a_reason_and_does_not_raise() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with serving(there) as (_, address):
+            for limits, count, words in (
+                (Limits(queue_messages_max=10), 11, "its queue is full: 10 messages wait"),
+                (Limits(queue_bytes_max=250), 3, "its queue is full: 200 bytes wait and 100 more do not fit"),
+                (Limits(head_bytes_max=3), 1, "a head of 4 bytes is longer than 3"),
+            ):
+                link = await dialled(address, here, limits=limits)
+                for _ in range(count):
+                    link.send(b"head", [bytes(100)])
+                await here.until(lambda words=words: here.reasons[-1:] == [words])
+                await there.until(lambda words=words: there.reasons[-1:] == [f"the peer closed: {words}"])
+
+    run(story())
+
+
+def test_admit_refuses_and_says_whether_to_try_again() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with serving(there) as (server, address):
+            with pytest.raises(Refused) as wrong:
+                await dial(address, here, peer="s", metadata={"name": "x", "token": "no"}, timeout=5)
+            assert (wrong.value.reason, wrong.value.retry) == ("the token is wrong", False)
+            with pytest.raises(Refused) as busy:
+                await dialled(address, here, "busy")
+            assert (busy.value.reason, busy.value.retry) == ("come back later", True)
+            assert server.refused["admit"] == 2
+        assert not here.told and not there.told
+
+    run(story())
+
+
+def test_nobody_there_is_a_failed_link_and_a_deaf_one_too() -> None:
+    async def story() -> None:
+        with pytest.raises(LinkFailed, match="cannot be reached"):
+            await dialled("127.0.0.1:1", Recorder())
+        deaf = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
+        port = deaf.sockets[0].getsockname()[1]
+        with pytest.raises(ConnectionError):
+            await dial(f"127.0.0.1:{port}", Recorder(), peer="s", metadata={}, timeout=0.5)
+        deaf.close()
+        await deaf.wait_closed()
+
+    run(story())
+
+
+def test_busy_port_is_one_clear_sentence() -> None:
+    async def story() -> None:
+        async with serving(Recorder()) as (_, address):
+            with pytest.raises(UserError, match=f"cannot listen on {address}: the port is taken"):
+                await Server(Recorder(), lambda _: "x", Limits(), None).start(address)
+
+    run(story())
+
+
+def test_server_that_stops_tells_everybody_and_the_link_comes_back_with_backoff() -> None:
+    async def story() -> None:
+        here, backoff, waits = Recorder(), Backoff(random.Random(3)), []
+        async with serving(Recorder()) as (_, address):
+            await dialled(address, here)
+        await here.until(lambda: bool(here.reasons))
+        assert here.reasons == ["the peer closed: the server stops"]
+        server = Server(Recorder(echo=True), lambda _: "x", Limits(), None)
+        while len(waits) < 8:
+            try:
+                link = await dialled(address, here)
+                break
+            except LinkFailed:
+                waits.append(backoff.next())
+                if len(waits) == 2:
+                    await server.start(address)
+                await asyncio.sleep(waits[-1])
+        backoff.reset()
+        link.send(b"again")
+        await here.until(lambda: here.heads == [b"again"])
+        await server.stop(1)
+        await link.gone()
+        assert 2 <= len(waits) < 8
+
+    run(story())
+
+
+def test_fifty_links_at_once() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder(echo=True)
+        async with serving(there) as (_, address):
+            links = await asyncio.gather(*(dialled(address, here, f"learner{index}") for index in range(50)))
+            for index, link in enumerate(links):
+                link.send(b"%d" % index, [bytes([index]) * 1000])
+            await here.until(lambda: len(here.heads) == 50)
+            assert sorted(here.heads, key=int) == [b"%d" % index for index in range(50)]
+            assert {link.peer for link in there.links} == {f"learner{index}" for index in range(50)}
+        await here.until(lambda: len(here.reasons) == 50)
+        await asyncio.gather(*(link.gone() for link in links))
+
+    run(story())
+
+
+def test_calls_and_uploads() -> None:
+    async def story() -> None:
+        server = Server(Recorder(), lambda _: "x", Limits(), None)
+
+        async def later(metadata: Mapping[str, str], request: bytes) -> bytes:
+            await asyncio.sleep(0)
+            return metadata["name"].encode() + request
+
+        def no(metadata: Mapping[str, str], request: bytes) -> bytes:
+            raise Refused("not today", retry=True)
+
+        taken: list[bytearray] = []
+
+        def take(metadata: Mapping[str, str], data: bytearray) -> bytes:
+            taken.append(data)
+            return b"%d" % len(data)
+
+        server.on_call("later", later)
+        server.on_call("no", no)
+        server.on_upload("take", take, 3 << 20)
+        address = await server.start("127.0.0.1:0")
+        assert await call(address, "later", {"name": "n"}, b"!", None, 5) == b"n!"
+        with pytest.raises(Refused, match="not today"):
+            await call(address, "no", {}, b"", None, 5)
+        with pytest.raises(LinkFailed, match="unimplemented"):
+            await call(address, "unheard", {}, b"", None, 5)
+        data = os.urandom(1 << 20) * 2 + b"abc"
+        assert await upload(address, "take", {}, [data[:7], data[7:]], None, 5) == b"%d" % len(data)
+        assert taken == [data]
+        with pytest.raises(Refused, match="larger than"):
+            await upload(address, "take", {}, [data, data], None, 5)
+        assert server.refused == {"payload_too_big": 1}
+        await server.stop(0)
+        with pytest.raises(LinkFailed):
+            await call(address, "later", {"name": "n"}, b"", None, 5)
+
+    run(story())
+
+
+def test_frozen_connection_is_noticed_on_both_ends_within_ten_seconds() -> None:
+    """A proxy that stops forwarding stands for a pulled cable: nothing is closed, nothing arrives."""
+
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        flowing = asyncio.Event()
+        flowing.set()
+        pumps: list[asyncio.Task[None]] = []
+        writers: list[asyncio.StreamWriter] = []
+
+        async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            while data := await reader.read(1 << 16):
+                await flowing.wait()
+                writer.write(data)
+
+        async with serving(there) as (_, address):
+            host, port = address.split(":")
+
+            async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                other_reader, other_writer = await asyncio.open_connection(host, int(port))
+                writers.extend([writer, other_writer])
+                pumps.extend([asyncio.create_task(pump(reader, other_writer)), asyncio.create_task(pump(other_reader, writer))])
+
+            proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+            link = await dialled(f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}", here)
+            flowing.clear()
+            await here.until(lambda: bool(here.reasons), timeout=10)
+            await there.until(lambda: bool(there.reasons), timeout=4)
+            assert "the connection broke" in here.reasons[0] and "the connection broke" in there.reasons[0]
+            await link.gone()
+            proxy.close()
+            for pumping in pumps:
+                pumping.cancel()
+            for writer in writers:
+                writer.close()
+            await asyncio.gather(*pumps, *(writer.wait_closed() for writer in writers), return_exceptions=True)
+
+    run(story())
