@@ -286,6 +286,61 @@ def learner(
     run_worker(WorkerOptions(address, wants, out_dir, device, threads, allow_model or [], resume, obey_stdin))
 
 
+@app.command()
+def keys(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where certificates, keys and the join token go.")],
+    learners: Annotated[int, typer.Option("--learners", min=1, max=4096, help="How many learner certificates.")] = 1,
+    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="How long they are valid.")] = 365,
+    add: Annotated[bool, typer.Option("--add", help="Add learners to the authority that is there.")] = False,
+    token: Annotated[bool, typer.Option("--token", help="Only print another join token.")] = False,
+    run: Annotated[str, typer.Option("--run", help="With --token: for this run only.")] = "*",
+    hours: Annotated[float, typer.Option("--hours", min=0.01, max=87600, help="With --token: how long it is valid.")] = 24.0,
+) -> None:
+    """Make a certificate authority, the syncer's and learners' certificates, and a join token."""
+    if token:
+        typer.echo(live.make_token_command(directory, run, hours))
+        return
+    for path in live.make_keys_command(directory, learners, days, add):
+        out.print(path)
+
+
+snapshots = typer.Typer(no_args_is_help=True, help="Look at a run's snapshots.")
+app.add_typer(snapshots, name="snapshot")
+RunArgument = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+
+
+@snapshots.command("ls")
+def snapshot_ls(run: RunArgument, as_json: JsonOption = False) -> None:
+    """List snapshots, oldest first."""
+    found = live.snapshots_of(run)
+    if as_json:
+        _print_json(found)
+        return
+    for info in found:
+        state = "complete" if info.complete else "not complete"
+        gone = f", missing {', '.join(map(str, info.missing))}" if info.missing else ""
+        out.print(f"outer step {info.outer_step}: {state}, learners {list(info.present)}{gone}, {info.bytes / 1e6:,.1f} MB")
+
+
+@snapshots.command("verify")
+def snapshot_verify(
+    run: RunArgument,
+    outer_step: Annotated[int | None, typer.Argument(help="Which one; by default all of them.")] = None,
+) -> None:
+    """Check every byte of snapshots against their checksums; exit code 1 if any is damaged."""
+    found = live.snapshots_of(run)
+    if outer_step is not None and outer_step not in [info.outer_step for info in found]:
+        raise UserError(f"run {run}: has no snapshot of outer step {outer_step}")
+    sound = True
+    for info in found:
+        if outer_step in (None, info.outer_step):
+            problems = live.problems_of(run, info.outer_step)
+            sound = sound and not problems
+            out.print(f"outer step {info.outer_step}: " + ("; ".join(problems) or "sound"), soft_wrap=True)
+    if not sound:
+        raise typer.Exit(1)
+
+
 # ---------------------------------------------------------------- reading
 
 

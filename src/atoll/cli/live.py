@@ -16,6 +16,7 @@ import typer
 from atoll.errors import UserError
 
 if TYPE_CHECKING:
+    from atoll.executor.snapshots import SnapshotInfo
     from atoll.runtime.learner import Address
 
 KeysOption = Annotated[Path | None, typer.Option("--keys", help="Folder with certificates, made by `atoll keys`: mutual TLS.")]
@@ -120,3 +121,18 @@ def make_token_command(directory: Path, run: str, hours: float) -> str:
     from atoll.transport.keys import Tokens
 
     return Tokens.load(directory).make(run=run, expires=datetime.now(UTC) + timedelta(hours=hours))
+
+
+def snapshots_of(run: Path) -> list[SnapshotInfo]:
+    from atoll.executor.snapshots import found
+
+    infos = found(run)
+    if not infos:
+        raise UserError(f"run {run}: holds no snapshots; a recipe asks for them with protocol.snapshot_interval")
+    return infos
+
+
+def problems_of(run: Path, outer_step: int) -> list[str]:
+    from atoll.executor.snapshots import verify
+
+    return verify(run, outer_step)
