@@ -22,7 +22,7 @@ def summary(preset: str, loss: float | None = 2.5, **changes: Any) -> Summary:
         "preset": preset, "learners": 4, "seed": 0, "outer_steps": 200, "goodput": 0.95, "uptime": 1.0, "waited_seconds": 0.0,
         "participants": {"4": 200}, "tokens": Tokens(1, 1, 0, 0, {}), "recoveries": [], "bytes_up": 18_600_000,
         "bytes_down": 18_600_000, "loss_first": 5.55, "loss_final": loss, "theta_sha256": None, "tape": None, "run_dir": None,
-        "virtual_seconds": 210.0, "fragments": 1,
+        "clock": "virtual", "seconds": 210.0, "fragments": 1,
     }  # fmt: skip
     return Summary(**(usual | changes))
 

@@ -7,6 +7,9 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,14 +19,22 @@ import typer
 from atoll.errors import UserError
 
 if TYPE_CHECKING:
+    from atoll.chaos import Plan
+    from atoll.cli.shared import RunProgress
+    from atoll.config import Config
     from atoll.executor.snapshots import SnapshotInfo
+    from atoll.executor.syncer import TensorHands
+    from atoll.executor.workbench import Workbench
     from atoll.runtime.learner import Address
+    from atoll.tape.format import Record
+    from atoll.views.run import RunView, Summary
 
 KeysOption = Annotated[Path | None, typer.Option("--keys", help="Folder with certificates, made by `atoll keys`: mutual TLS.")]
 AllowOption = Annotated[
     list[str] | None,
     typer.Option("--allow-model", help="package.module:function that a recipe may name as its model. Repeatable."),
 ]
+ObeyOption = Annotated[bool, typer.Option("--obey-stdin", hidden=True, help="Of a launcher: end when it does.")]
 InsecureOption = Annotated[
     bool, typer.Option("--insecure", help="Talk in the clear on an address others can reach. Tokens are still asked for.")
 ]
@@ -37,10 +48,12 @@ def log_to_stderr(verbose: bool = False) -> None:
 
 
 def run_syncer(
-    settings: object, directory: Path, listen: str, keys: Path | None, insecure: bool, allowed: list[str],
-    resume: Path | None, threads: int,
+    settings: Config, directory: Path, listen: str, keys: Path | None, insecure: bool, allowed: list[str],
+    resume: Path | None, threads: int, obey_stdin: bool,
 ) -> None:  # fmt: skip
-    from atoll.config import CUSTOM, Config
+    if keys is not None:  # before gRPC starts, or it tells nobody why a handshake failed
+        os.environ.setdefault("GRPC_VERBOSITY", "INFO")
+    from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
     from atoll.executor.workbench import language_workbench
     from atoll.runtime.home import Home
@@ -48,7 +61,6 @@ def run_syncer(
     from atoll.transport import server_credentials
     from atoll.transport.keys import is_loopback, load_server
 
-    assert isinstance(settings, Config)
     if not is_loopback(listen) and keys is None and not insecure:
         raise UserError(f"--listen {listen}: others can reach it; give --keys DIR (see `atoll keys`), or say --insecure")
     credentials = None
@@ -66,9 +78,18 @@ def run_syncer(
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.leave)
+        if obey_stdin:
+            threading.Thread(target=_until_eof, args=(loop, process.leave), daemon=True).start()
         await process.run()
 
     asyncio.run(main())
+
+
+def _until_eof(loop: asyncio.AbstractEventLoop, leave: Callable[[], None]) -> None:
+    """A launcher holds the other end of our standard input: when it is gone, so are we."""
+    for _ in sys.stdin:
+        pass
+    loop.call_soon_threadsafe(leave)
 
 
 def learner_address(
@@ -90,6 +111,12 @@ def learner_address(
                 raise UserError(f"{option}: {error}") from None
     if listen and not is_loopback(listen) and keys is None and not insecure:
         raise UserError(f"--listen {listen}: others can reach it; give --keys DIR, or say --insecure")
+    client = peer = server = None
+    if keys is not None:
+        found = load_learner(keys, name)
+        client = client_credentials(found.ca, found.certificate, found.key, SYNCER_NAME)
+        peer = client_credentials(found.ca, found.certificate, found.key, LEARNER_NAME)
+        server = server_credentials(found.certificate, found.key, found.ca)
     token = os.environ.get("ATOLL_TOKEN", "")
     if token_file is None and keys is not None and (keys / "token").exists():
         token_file = keys / "token"
@@ -97,12 +124,6 @@ def learner_address(
         token = read_token(token_file).reveal()
     if not token:
         raise UserError("no token: give --token FILE (the syncer's folder holds it as `token`), or set ATOLL_TOKEN")
-    client = peer = server = None
-    if keys is not None:
-        found = load_learner(keys, name)
-        client = client_credentials(found.ca, found.certificate, found.key, SYNCER_NAME)
-        peer = client_credentials(found.ca, found.certificate, found.key, LEARNER_NAME)
-        server = server_credentials(found.certificate, found.key, found.ca)
     return Address(
         syncer=syncer, token=token, run=run, credentials=client, peer_credentials=peer, server_credentials=server,
         listen=listen, advertise=advertise, connections=connections,
@@ -136,3 +157,55 @@ def problems_of(run: Path, outer_step: int) -> list[str]:
     from atoll.executor.snapshots import verify
 
     return verify(run, outer_step)
+
+
+def snapshot_to_resume(run: Path, wanted: int | None) -> tuple[Path, int]:
+    """A learner whose part is missing joins the resumed run as a newcomer; the syncer's part must be sound."""
+    complete = [info.outer_step for info in snapshots_of(run) if info.complete]
+    if not complete:
+        raise UserError(f"run {run}: none of its snapshots is complete")
+    if wanted is not None and wanted not in complete:
+        raise UserError(f"run {run}: has no complete snapshot of outer step {wanted}; there are {complete}")
+    chosen = wanted if wanted is not None else complete[-1]
+    damaged = [problem for problem in problems_of(run, chosen) if "/learners/" not in problem]
+    if damaged:
+        raise UserError(f"run {run}: snapshot {chosen} is damaged: {damaged[0]}")
+    return run, chosen
+
+
+def ddp_summary(settings: Config, directory: Path, threads: int, device: str, progress: RunProgress) -> Summary:
+    from atoll.runtime.ddp import run_ddp, summary_of
+
+    began = time.monotonic()
+    outcome = run_ddp(
+        settings, directory, threads=threads, device=device,
+        progress=lambda step, loss: progress.reached(step, time.monotonic() - began, loss),
+    )  # fmt: skip
+    return summary_of(settings, outcome, directory)
+
+
+def cluster_summary(
+    settings: Config, plan: Plan, directory: Path, threads: int, device: str, allowed: list[str],
+    resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
+) -> Summary:  # fmt: skip
+    from atoll.runtime.cluster import LocalCluster
+    from atoll.runtime.verdict import verdict
+
+    def watch(record: Record) -> None:
+        view(record.now, record.worker, record.event, record.effects)
+        progress(record.now, record.worker, record.event, record.effects)
+
+    progress.say(f"starting a syncer and {settings.learners} learners; logs and tapes in {directory}")
+    cluster = LocalCluster(
+        settings, directory, plan, threads=threads, device=device, allowed=allowed, resume=resume, watch=watch,
+        say=progress.say,
+    )  # fmt: skip
+    cluster.run()
+    progress.say("reading the tapes")
+    return verdict(settings, directory, faults=cluster.struck, allowed=allowed)
+
+
+def hands_for_replay(directory: Path) -> Callable[[Workbench], TensorHands]:
+    from atoll.runtime.verdict import hands_for_replay
+
+    return hands_for_replay(directory)

@@ -5,16 +5,16 @@
     encodes                              | anchor in, subtract, encode, codes out | ready
     arrivals  (any time) | announced in | arrived                            ^ adopting waits for arrived
 
-Three streams, because they wait for different things. Reads touch live weights and are over in a fraction of a
-millisecond; were they queued behind the anchor's trip over PCIe, the next optimiser step would wait for that too. What
-was announced comes in on a stream of its own, so that it is there when its step boundary comes.
+Three streams, because they wait for different things. Reads touch live weights and are soon over; were they queued behind
+the anchor's trip over PCIe, the next optimiser step would wait for that too. What was announced comes in on a stream of
+its own, so that it is there when its step boundary comes.
 
 Encoding is some thirty small launches, and a training thread that is late with its own launches would feel them: from
 the third time on they are one launch of a captured CUDA graph, of the very same kernels.
 
-The host waits nowhere but in `StagedPacket.wait`, which the sending thread calls. So NaN and Inf are noticed there and
-not in `stage`: the device leaves a flag beside the codes. Packets are those of the CPU to the byte; a codec that cannot
-be so on CUDA is computed on the host, by the sending thread, and `why_on_host` says why.
+The host waits nowhere but in `StagedPacket.wait`, which the sending thread calls. So NaN and Inf are noticed there, or by
+`poison` later, and not in `stage`: the device leaves a flag beside the codes. Packets are those of the CPU to the byte; a
+codec that cannot be so on CUDA is computed on the host, by the sending thread, and `why_on_host` says why.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class PinnedPool:
     def __init__(self, allocate: Callable[[int], Tensor] | None = None) -> None:
         self._allocate = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
         self._free: dict[int, list[tuple[Tensor, Moment]]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collected view gives its memory back wherever the collector happens to run
         self.allocations = 0
 
     def take(self, nbytes: int) -> Tensor:
@@ -118,20 +118,20 @@ class StagedPacket:
     """
 
     def __init__(
-        self,
-        nbytes: int,
-        ready: Moment,
-        finish: Callable[[], tuple[Packet, Tensor, Tensor | None]],
-        give_back: Callable[[], None],
-    ) -> None:
+        self, nbytes: int, ready: Moment, finish: Callable[[], tuple[Packet, Tensor, Tensor | None]],
+        give_back: Callable[[], None], check: Callable[[], None] = lambda: None,
+    ) -> None:  # fmt: skip
+        """`check` is the cheap part of `finish`: it raises NotFinite where the device has found NaN or Inf."""
         self.nbytes = nbytes
         """Of packet and buffers, known before they are."""
         self._ready = ready
+        self._check = check
+        self._poison = ""
         self._finish: Callable[[], tuple[Packet, Tensor, Tensor | None]] | None = finish
         self._give_back = give_back
         self._result: tuple[Packet, Tensor, Tensor | None] | None = None
         self._holders = 1
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()
         self._finishing = threading.Lock()  # not the same: a host codec's work must not keep the training thread in hold()
         self._weights: tuple[Tensor, torch.cuda.Event] | None = None
 
@@ -145,9 +145,21 @@ class StagedPacket:
         with self._finishing:
             if self._result is None:
                 assert self._finish is not None, "the memory of a staged packet was released before its last reader came"
-                self._result = self._finish()
-            packet, buffers, _ = self._result
-            return packet, buffers
+                try:
+                    self._result = self._finish()
+                except NotFinite as error:
+                    self._poison = error.where
+                    raise
+            return self._result[:2]
+
+    def poison(self) -> str:
+        """Where NaN or Inf is known to be, for whoever holds it. Never waits: "" may mean that the device is not there yet."""
+        if not self._poison and self._result is None and self._ready.query():
+            try:
+                self._check()
+            except NotFinite as error:
+                self._poison = error.where
+        return self._poison
 
     @property
     def residual(self) -> Tensor | None:
@@ -258,17 +270,9 @@ class CudaStager:
 
     @torch.no_grad()
     def stage(
-        self,
-        fragment: Fragment,
-        tensors: Mapping[str, Tensor],
-        before: Tensor | None,
-        codec: Codec,
-        *,
-        rng: torch.Generator | None = None,
-        feedback: bool = False,
-        residual: Tensor | None = None,
-        keep_weights: bool = False,
-    ) -> StagedPacket:
+        self, fragment: Fragment, tensors: Mapping[str, Tensor], before: Tensor | None, codec: Codec, *,
+        rng: torch.Generator | None = None, feedback: bool = False, residual: Tensor | None = None, keep_weights: bool = False,
+    ) -> StagedPacket:  # fmt: skip
         """Sends off `cast(before) - tensors`, or the tensors themselves (gradients) where `before` is None, as they stand
         at this point of the compute stream. Returns at once. `before` is an anchor in pinned memory, or weights on the
         device; `rng` is a generator of the host's, of which nobody else draws until `wait`."""
@@ -322,13 +326,9 @@ class CudaStager:
 
     @torch.no_grad()
     def adopt(
-        self,
-        fragment: Fragment,
-        tensors: Mapping[str, Tensor],
-        incoming: Incoming,
-        alpha: float,
+        self, fragment: Fragment, tensors: Mapping[str, Tensor], incoming: Incoming, alpha: float,
         optimizer: torch.optim.Optimizer | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Writes an announced version into the live weights, `alpha` of what they were staying, on the compute stream.
         Where the optimiser keeps master weights, those are what is mixed and written, and the weights are their cast."""
         compute = torch.cuda.current_stream(self.device)
@@ -364,31 +364,31 @@ class CudaStager:
         residual = wanted.clone() if feedback else None
         parts = [packet.codes, finite.view(1), *(() if packet.scales is None else (packet.scales,))]
         memory, views, ready = self._to_host([*parts, buffers])
-        codes, told, flat = views[0], views[1], views[-1]
-        here = Packet(packet.codec, packet.numel, codes, None if packet.scales is None else views[2])
+        told, flat = views[1], views[-1]
+        here = Packet(packet.codec, packet.numel, views[0], None if packet.scales is None else views[2])
+
+        def check() -> None:
+            refuse_not_finite(fragment, here, flat, told)
 
         def finish() -> tuple[Packet, Tensor, Tensor | None]:
-            refuse_not_finite(fragment, here, flat, told)
+            check()
             return here, flat, residual
 
-        return StagedPacket(here.nbytes + 4 * flat.numel(), ready, finish, lambda: self.pool.give(memory, ready))
+        return StagedPacket(here.nbytes + 4 * flat.numel(), ready, finish, lambda: self.pool.give(memory, ready), check)
 
     def _for_host(
-        self,
-        fragment: Fragment,
-        codec: Codec,
-        difference: Tensor,
-        buffers: Tensor,
-        rng: torch.Generator | None,
-        feedback: bool,
-        residual: Tensor | None,
-    ) -> StagedPacket:
-        """Only the difference is taken on the device; `wait` encodes it."""
-        memory, (wanted, flat), ready = self._to_host([difference, buffers])
+        self, fragment: Fragment, codec: Codec, difference: Tensor, buffers: Tensor, rng: torch.Generator | None,
+        feedback: bool, residual: Tensor | None,
+    ) -> StagedPacket:  # fmt: skip
+        """Only the difference is taken on the device, and looked at; `wait` encodes it."""
+        finite = torch.isfinite(difference).all()
+        memory, (wanted, told, flat), ready = self._to_host([difference, finite.view(1), buffers])
+
+        def check() -> None:
+            refuse_not_finite(fragment, Packet("fp32", wanted.numel(), wanted, None), flat, told)
 
         def finish() -> tuple[Packet, Tensor, Tensor | None]:
-            if not bool(torch.isfinite(flat).all()):
-                raise NotFinite(f"a buffer of fragment {fragment.id}")
+            check()
             if feedback:
                 before = None if residual is None else residual.cpu()
                 packet, left = encode_with_feedback(codec, wanted, before, rng=rng)
@@ -396,14 +396,13 @@ class CudaStager:
             return codec.encode(wanted, rng=rng), flat, None
 
         nbytes = codec.nbytes(wanted.numel()) + 4 * flat.numel()
-        return StagedPacket(nbytes, ready, finish, lambda: self.pool.give(memory, ready))
+        return StagedPacket(nbytes, ready, finish, lambda: self.pool.give(memory, ready), check)
 
     def _to_host(self, parts: list[Tensor]) -> tuple[Tensor, list[Tensor], torch.cuda.Event]:
         """All parts into one pinned buffer, and the event after which they are there."""
         sizes = [-(-part.numel() * part.element_size() // _ALIGN) * _ALIGN for part in parts]
-        memory = self.pool.take(sum(sizes))
+        memory, at = self.pool.take(sum(sizes)), 0
         views: list[Tensor] = []
-        at = 0
         for part, size in zip(parts, sizes, strict=True):
             view = memory[at : at + part.numel() * part.element_size()].view(part.dtype)
             views.append(view.copy_(part, non_blocking=True) if part.numel() else view)
@@ -414,13 +413,9 @@ class CudaStager:
 
 
 def adopt_into(
-    fragment: Fragment,
-    tensors: Mapping[str, Tensor],
-    announced: Tensor,
-    buffers: Tensor,
-    alpha: float,
+    fragment: Fragment, tensors: Mapping[str, Tensor], announced: Tensor, buffers: Tensor, alpha: float,
     optimizer: torch.optim.Optimizer | None,
-) -> None:
+) -> None:  # fmt: skip
     """The arithmetic of adopting, on any device."""
     masters: dict[str, Tensor] = {}
     if optimizer is not None:

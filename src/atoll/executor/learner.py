@@ -1,9 +1,13 @@
-"""A learner's hands: they train, stage, keep and adopt. All weights are touched at step boundaries only."""
+"""A learner's hands: they train, stage, keep and adopt. All weights are touched at step boundaries only.
+
+On CUDA the host does not wait for the device at a boundary: packets, anchors and the loss are `cuda_learner.CudaSide`'s.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.errors import NotFinite
+from atoll.executor.cuda_learner import CudaSide, cuda_device_of, on_host, to_device
 from atoll.executor.hands import Blob
 from atoll.executor.inner import build_optimizer, optimizer_step
 from atoll.executor.workbench import Workbench
@@ -55,7 +60,7 @@ class TensorLearner:
         self, bench: Workbench, learner: LearnerId, shelf: StateShelf | None = None, *, model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None, device: torch.device | None = None,
     ) -> None:  # fmt: skip
-        """`model` and `optimizer` where a user brings their own; they are changed in place, never replaced."""
+        """`model` and `optimizer` where a user brings their own; they are changed in place, never replaced or moved."""
         self._bench = bench
         self._config = bench.config
         self._learner = learner
@@ -69,6 +74,11 @@ class TensorLearner:
         self._tensors = named_tensors(self.model)
         self._fragments = bench.layout.fragments
         self.optimizer = optimizer if optimizer is not None else build_optimizer(self._config, self.model.parameters())
+        self._cuda: CudaSide | None = None
+        gpu = cuda_device_of(self._tensors)
+        if gpu is not None:
+            self._device = gpu
+            self._cuda = CudaSide(gpu, self._fragments, self.optimizer, self._config.inner.accumulate)
         self.anchors: list[Tensor | None] = [None] * len(self._fragments)
         self._round_start: list[Tensor | None] = [None] * len(self._fragments)
         self._kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]] = {}
@@ -79,13 +89,21 @@ class TensorLearner:
     # ------------------------------------------------------------ effects
 
     def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+        if isinstance(effect, InnerStep):
+            return (self._inner_step(effect),)
+        if self._cuda is None:
+            return self._carry_out(effect, blob)
+        with self._cuda.training_stream():
+            return self._carry_out(effect, blob)
+
+    def _carry_out(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
         match effect:
-            case InnerStep():
-                return (self._inner_step(effect),)
             case Stage():
-                return self._stage(effect)
+                return self._stage(effect) if self._cuda is None else self._stage_on_device(self._cuda, effect)
             case Unstage(fragment=fragment, slot=slot):
                 self._staged.pop((fragment, slot), None)
+                if self._cuda is not None:
+                    self._cuda.drop((fragment, slot))
             case Keep(fragment=fragment, version=version, previous=previous):
                 assert blob is not None
                 self._keep(fragment, version, previous, blob.content)
@@ -117,20 +135,25 @@ class TensorLearner:
         count = config.inner.accumulate
         tokens = samples = 0
         total = 0.0
+        if self._cuda is not None:
+            self._cuda.trains_here()
         for micro in range(count):
             batch = bench.batch(self._learner, effect.stream, effect.batch * count + micro)
-            if self._device.type != "cpu":
-                batch = batch.to(self._device, non_blocking=True)
-            loss = bench.loss(self.model, batch)
-            (loss / count if count > 1 else loss).backward()
             more_tokens, more_samples = bench.count(batch)
             tokens, samples = tokens + more_tokens, samples + more_samples
-            total += float(loss.detach())
+            if self._device.type != "cpu":
+                batch = to_device(batch, self._device)
+            loss = bench.loss(self.model, batch)
+            if self._cuda is not None:
+                self._cuda.told_loss(micro, loss)
+            (loss / count if count > 1 else loss).backward()
+            if self._cuda is None:
+                total += float(loss.detach())
         if not self._gradients:  # data-parallel steps on Theta, with everybody's gradients
             if config.protocol.freeze_not_due:
                 self._freeze(effect.outer_step)
             optimizer_step(config, self.optimizer, effect.outer_step)
-        return StepDone(tokens, samples, 0, total / count)
+        return StepDone(tokens, samples, 0, total / count if self._cuda is None else self._cuda.loss())
 
     def _freeze(self, outer_step: OuterStep) -> None:
         """FedPart: only what is due next trains."""
@@ -147,9 +170,7 @@ class TensorLearner:
         self._staged.pop((p, effect.slot), None)  # should this one be poisoned, an older copy must not go in its place
         difference = self._difference(p)
         buffers = read_buffers(self._tensors, self._fragments[p])
-        rng = None
-        if self._config.protocol.stochastic_rounding or self._codec.name.startswith("random_drop"):
-            rng = generator("rounding", self._config.seed, self._learner, p, effect.local_step)
+        rng = self._rounding(effect)
         residual: Tensor | None = None
         try:
             if not bool(torch.isfinite(buffers).all()):
@@ -165,12 +186,36 @@ class TensorLearner:
             self._round_start[p] = read_params(self._tensors, self._fragments[p])
         return ()
 
+    def _stage_on_device(self, cuda: CudaSide, effect: Stage) -> Sequence[Event]:
+        """NaN and Inf are seen when the device is done with it: by whoever sends it, or here at the next boundary."""
+        p = effect.fragment
+        fragment = self._fragments[p]
+        tensors, before = self._tensors, self._round_start[p]
+        if self._gradients:
+            tensors, before = {**tensors, **{slot.name: _gradient(tensors[slot.name]) for slot in fragment.params}}, None
+        elif before is None:
+            before = self.anchors[p]
+            assert before is not None
+        poisons = cuda.poisons()
+        staged = cuda.stager.stage(
+            fragment, tensors, before, self._codec, rng=self._rounding(effect), keep_weights=effect.restart,
+            feedback=self._config.protocol.error_feedback, residual=self._residuals.get(p),
+        )  # fmt: skip
+        cuda.put((p, effect.slot), staged)
+        if effect.restart:
+            self._round_start[p] = staged.weights
+        return tuple(Poisoned(where) for where in poisons)
+
+    def _rounding(self, effect: Stage) -> torch.Generator | None:
+        if self._config.protocol.stochastic_rounding or self._codec.name.startswith("random_drop"):
+            return generator("rounding", self._config.seed, self._learner, effect.fragment, effect.local_step)
+        return None
+
     def _difference(self, p: FragmentId) -> Tensor:
         """Before minus after: the sign of an outer gradient. Data-parallel sends the gradient itself."""
         fragment = self._fragments[p]
         if self._gradients:
-            zero = torch.zeros(())  # a parameter that took no part in the loss has no gradient: it adds nothing
-            return read_params({n: zero.expand_as(t) if t.grad is None else t.grad for n, t in self._tensors.items()}, fragment)
+            return read_params({slot.name: _gradient(self._tensors[slot.name]) for slot in fragment.params}, fragment)
         before = self._round_start[p]
         if before is None:
             anchor = self.anchors[p]
@@ -195,6 +240,8 @@ class TensorLearner:
             announced = base + codec(sent.codec).decode(sent)
         else:
             announced = sent
+        if self._cuda is not None:
+            announced, buffers = self._cuda.bring(p, announced, buffers)
         self._kept[p] = (version, announced, buffers)
 
     def _adopt(self, effect: Adopt) -> None:
@@ -203,17 +250,20 @@ class TensorLearner:
         version, announced, buffers = self._kept.pop(p)
         assert version == effect.version
         self.anchors[p] = announced
-        weights = announced
-        if effect.alpha > 0:
-            weights = mix(read_params(self._tensors, fragment), announced, effect.alpha)
-        write_params(self._tensors, fragment, weights)
-        write_buffers(self._tensors, fragment, buffers)
+        if self._cuda is not None:
+            self._cuda.adopt(fragment, self._tensors, announced, buffers, effect.alpha, self.optimizer)
+            residual = self._cuda.residual_of(p, merged=effect.merged)
+        else:
+            weights = announced
+            if effect.alpha > 0:
+                weights = mix(read_params(self._tensors, fragment), announced, effect.alpha)
+            write_params(self._tensors, fragment, weights)
+            write_buffers(self._tensors, fragment, buffers)
+            residual = self._uncommitted.pop(p, None)
         if self._config.protocol.anchor == "round_start":
             self._round_start[p] = read_params(self._tensors, fragment)
-        if p in self._uncommitted:
-            residual = self._uncommitted.pop(p)
-            if effect.merged:
-                self._residuals[p] = residual
+        if residual is not None and effect.merged:
+            self._residuals[p] = residual
         if not self._config.inner.preserve_optimizer_state:
             for slot in fragment.params:
                 self.optimizer.state.pop(self._tensors[slot.name], None)
@@ -221,33 +271,38 @@ class TensorLearner:
     # ------------------------------------------------------------ state, for peers and snapshots
 
     def state(self, *, with_residuals: bool = False) -> dict[str, Any]:
-        """A copy: what a peer needs, and for snapshots the residuals too. Never the data position or RNG: they are
-        functions of (seed, stream, batch), and the protocol holds (stream, batch)."""
+        """A copy on the host: what a peer needs, and for snapshots the residuals too. Never the data position or RNG: they
+        are functions of (seed, stream, batch), and the protocol holds (stream, batch)."""
+        own = on_host if self._cuda is not None else copy.deepcopy
         state: dict[str, Any] = {
-            "tensors": {name: tensor.detach().clone() for name, tensor in self._tensors.items()},
-            "optimizer": copy.deepcopy(self.optimizer.state_dict()),
+            "tensors": {name: on_host(tensor) for name, tensor in self._tensors.items()},
+            "optimizer": own(self.optimizer.state_dict()),
             "anchors": list(self.anchors),
-            "round_start": list(self._round_start),
+            "round_start": [tensor if tensor is None else tensor.cpu() for tensor in self._round_start],
             "kept": dict(self._kept),
         }
         if with_residuals:
-            state["residuals"] = dict(self._residuals)
+            state["residuals"] = {p: residual.cpu() for p, residual in self._residuals.items()}
         return state
 
     def _load_state(self, state: dict[str, Any], *, resumes: bool = False) -> None:
         """A peer's, or one's own of a snapshot: then residuals belong to it, and announcements come anew."""
+        cuda = self._cuda
+        if cuda is not None:
+            cuda.stager.before_optimizer_step()
         with torch.no_grad():
             for name, tensor in self._tensors.items():
                 tensor.copy_(state["tensors"][name])
         self.optimizer.state.clear()
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
-        self.anchors = list(state["anchors"])
+        self.anchors = list(state["anchors"]) if cuda is None else cuda.pinned(list(state["anchors"]))
         self._forget_work()
-        self._round_start = list(state["round_start"])
+        self._round_start = list(state["round_start"]) if cuda is None else cuda.on_device(list(state["round_start"]))
         if resumes:
-            self._residuals = dict(state["residuals"])
+            self._residuals = dict(state["residuals"]) if cuda is None else cuda.pinned(state["residuals"])
             return
-        kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]] = dict(state["kept"])
+        kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]]
+        kept = dict(state["kept"]) if cuda is None else cuda.pinned(state["kept"])
         for p, mine in self._kept.items():
             if p not in kept or kept[p][0] < mine[0]:
                 kept[p] = mine
@@ -258,6 +313,8 @@ class TensorLearner:
         self._residuals.clear()
         self._uncommitted.clear()
         self._staged.clear()
+        if self._cuda is not None:
+            self._cuda.forget_work()
 
     def inspect(self, body: Message, blob: Blob) -> str:
         """Bytes whose checksums fit are what was sent; but was it meant for a model of these sizes?"""
@@ -273,6 +330,8 @@ class TensorLearner:
         body = send.envelope.body
         if isinstance(body, Contribution):
             key = (body.fragment, body.outer_step)
+            if self._cuda is not None:
+                return self._cuda.blob([key, (body.fragment, NO_VERSION)], feedback=self._config.protocol.error_feedback)
             staged = self._staged.get(key if key in self._staged else (body.fragment, NO_VERSION))
             if staged is None:
                 return Blob("packet", 0, None)  # its staging found NaN or Inf: nothing to send, and the syncer will refuse it
@@ -281,9 +340,15 @@ class TensorLearner:
                 self._uncommitted[body.fragment] = residual
             return Blob("packet", packet.nbytes + 4 * buffers.numel(), (packet, buffers))
         if isinstance(body, StateTransfer):
-            state = self.state()
+            with nullcontext() if self._cuda is None else self._cuda.training_stream():
+                state = self.state()
             return Blob("state", _state_bytes(state), state)
         return None
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    """A parameter that took no part in the loss has none: it adds nothing."""
+    return torch.zeros((), device=parameter.device).expand_as(parameter) if parameter.grad is None else parameter.grad
 
 
 def _state_bytes(value: Any) -> int:

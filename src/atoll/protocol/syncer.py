@@ -530,6 +530,7 @@ class SyncerMachine:
     def _restored(self, books: Books) -> None:
         """Rounds that were open at the cut are gathered again, as after a restart: what was in flight is still part of
         its learner's weights. Learners of the snapshot count as lost until they are back, with time to come."""
+        self.rounds.clear()  # nobody has reported yet: what began to gather is the first outer step of a new run
         self.outer_step = self._begins_after = books.outer_step
         self._desk.mailbox.advance(books.outer_step)
         self.versions.restore(books.kept)

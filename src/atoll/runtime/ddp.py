@@ -294,7 +294,7 @@ def summary_of(config: Config, outcome: DdpOutcome, run_dir: Path) -> Summary:
         participants=outcome.participants, tokens=Tokens(outcome.tokens, outcome.tokens, 0, 0, {}), recoveries=[],
         bytes_up=outcome.bytes_up, bytes_down=outcome.bytes_down, loss_first=outcome.loss_first,
         loss_final=outcome.loss_final, theta_sha256=outcome.theta_sha256, tape=None, run_dir=str(run_dir),
-        virtual_seconds=round(outcome.seconds, 6), fragments=1,
+        clock="wall", seconds=round(outcome.seconds, 6), fragments=1,
     )  # fmt: skip
 
 

@@ -190,9 +190,11 @@ class Home:
             Version(theta, extra, initial_state(rule, theta.numel()) if rule else None, None, theta, None)
             for theta, extra in zip(params, buffers, strict=True)
         ]
+        # The offer last: killed between the two, the syncer has no model yet and the next learner brings it again.
+        disk = DurableDisk.create(self.directory, versions)
         write_file(self.directory / OFFER, [bytes(payload)])
         self.layout = layout
-        self._furnish(DurableDisk.create(self.directory, versions))
+        self._furnish(disk)
 
     def write_address(self, address: str) -> None:
         """Whole or not at all: a launcher may be waiting for it."""

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,49 @@ async def ask_for_place(address: Address, wants: int, rng: random.Random) -> Pla
         await asyncio.sleep(backoff.next())
 
 
+class Sender:
+    """Sends in the order in which it was said. What waits for the device (a packet that a GPU is still encoding) waits in
+    a thread of its own, and what was said after it waits behind it: but a control message that may overtake does, unless
+    another control message is waiting."""
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._turn = threading.Condition()
+        self._waiting: deque[tuple[Callable[[], None], bool]] = deque()
+        """What to do, and whether it is a control message. The first is being done."""
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Callable[[], None], *, late: bool, control: bool, overtakes: bool) -> None:
+        with self._turn:
+            passes = overtakes and not any(is_control for _, is_control in self._waiting)
+            if not late and (passes or not self._waiting):
+                job()
+                return
+            self._waiting.append((job, control))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
+                self._thread.start()
+            self._turn.notify_all()
+
+    def drain(self) -> None:
+        with self._turn:
+            self._turn.wait_for(lambda: not self._waiting, GOODBYE_SECONDS)
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._waiting)
+                job = self._waiting[0][0]
+            try:
+                job()
+            except Exception as error:
+                self._failed(error)
+            del job  # its bytes are the link's now
+            with self._turn:
+                self._waiting.popleft()
+                self._turn.notify_all()
+
+
 class LiveLearner:
     """`start`, then `next_step` and `step_done` in turn from one thread until `next_step` gives None."""
 
@@ -116,6 +160,7 @@ class LiveLearner:
         self._alarm = Alarm(loop, self._clock, self._deadline)
         self._driver = Driver(self.machine, placement.learner, self._clock, tape, self._carry_out, self._alarm.set)
         self._link: Link | None = None
+        self._sender = Sender(self._failed)
         self._lost = asyncio.Event()
         self._mail: Mail | None = None
         self._rng = random.Random(f"{placement.run} {placement.learner} {placement.incarnation}")
@@ -208,12 +253,16 @@ class LiveLearner:
     def _send(self, send: Send) -> None:
         envelope = send.envelope
         blob = self._hands.blob_for(send)
-        payload = wire.to_payload(blob) if blob is not None else None
         head = wire.to_head(envelope)
+        link, overtakes = self._link, may_overtake(envelope)
         if envelope.receiver != SYNCER:
-            self._peers.send(envelope.receiver, head, payload)
-        elif self._link is not None:
-            self._link.send(head, payload, may_overtake=may_overtake(envelope))
+            self._peers.send(envelope.receiver, head, wire.to_payload(blob) if blob is not None else None)
+        elif link is not None:  # this very one: what was said on it must not be heard on the next
+
+            def job() -> None:
+                link.send(head, wire.to_payload(blob) if blob is not None else None, may_overtake=overtakes)
+
+            self._sender.put(job, late=wire.is_late(blob), control=blob is None, overtakes=overtakes)
 
     # ------------------------------------------------------------ the loop's thread
 
@@ -314,6 +363,7 @@ class LiveLearner:
         if self._link is not None:
             try:
                 async with asyncio.timeout(GOODBYE_SECONDS):
+                    await self._loop.run_in_executor(None, self._sender.drain)
                     await self._link.drain()
             except TimeoutError:
                 log.warning("the last words did not get through in %.0f s", GOODBYE_SECONDS)

@@ -13,7 +13,8 @@ A peer's state is `executor/state.py`'s. Whatever arrives is checked before it i
 from __future__ import annotations
 
 import struct
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final
 
 import msgspec
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from atoll.codecs import Packet
 from atoll.errors import DataError
+from atoll.executor.cuda_learner import StagedSend
 from atoll.executor.hands import Blob
 from atoll.executor.state import pack, unpack
 from atoll.protocol.vocabulary import Envelope, Message, StateTransfer
@@ -61,15 +63,33 @@ def raw(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
+def is_late(blob: Blob | None) -> bool:
+    """Whether `to_payload` would wait for the device."""
+    return blob is not None and isinstance(blob.content, StagedSend)
+
+
 def to_payload(blob: Blob) -> Buffers | None:
-    if blob.content is None:
+    """Views of the tensors, which are values: nobody changes them, nor gives their memory away while they are read."""
+    staged = blob.content
+    if not isinstance(staged, StagedSend):
+        return _payload(blob.kind, staged)
+    views = _payload(blob.kind, staged.resolve())
+    for view in views or ():
+        if isinstance(view, memoryview):
+            staged.lend(view)
+    return views
+
+
+def _payload(kind: str, content: Any) -> Buffers | None:
+    if content is None:
         return None
-    if blob.kind == "state":
-        return list(pack(blob.content))
-    first, buffers = blob.content
+    if kind == "state":
+        return list(pack(content))
+    first, buffers = content
     if isinstance(first, Packet):
-        data = first.to_bytes()
-        return [_PREFIX.pack(_PACKET, len(data)), data, raw(buffers)]
+        header = replace(first, codes=first.codes[:0], scales=None).to_bytes()
+        parts = [raw(first.codes)] if first.scales is None else [raw(first.codes), raw(first.scales)]
+        return [_PREFIX.pack(_PACKET, len(header) + first.nbytes), header, *parts, raw(buffers)]
     numbers = raw(first)
     return [_PREFIX.pack(_PLAIN, numbers.nbytes), numbers, raw(buffers)]
 

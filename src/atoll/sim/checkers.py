@@ -38,6 +38,8 @@ from atoll.protocol.vocabulary import (
     Refuse,
     Reissue,
     Report,
+    Restored,
+    Resumed,
     Send,
     Started,
     StateTransfer,
@@ -104,6 +106,8 @@ class Safety:
                 self._heard(event, effects)
             case Started(incarnation=incarnation) if incarnation > 0:
                 self._came_back()
+            case Restored(books=books):
+                self._committed = self._announced = books.outer_step
             case _:
                 pass
         for effect in effects:
@@ -252,6 +256,8 @@ class Safety:
             case Started():
                 self._running[m] = False
                 self._pending[m], self._held[m] = {}, {}
+            case Resumed(stance=stance):
+                self._held[m] = dict(enumerate(stance.held))
             case StepDone():
                 self._demand(self._running.get(m, False), 1, f"learner {m} finished a step it did not start")
                 self._running[m] = False

@@ -15,6 +15,7 @@ from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.executor.hands import Blob, Hands, is_suspect
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
+from atoll.executor.shelf import Picture
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId, nanos, seconds, worker_name
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
@@ -27,6 +28,8 @@ from atoll.protocol.vocabulary import (
     Poisoned,
     Received,
     Refuse,
+    Restored,
+    Resumed,
     Send,
     Started,
     StepDone,
@@ -69,8 +72,11 @@ class Cluster:
         observers: Sequence[Observer] = (),
         syncer_machine: Callable[[Config], SyncerMachine] = SyncerMachine,
         learner_machine: Callable[[Config, WorkerId, Incarnation], LearnerMachine] = LearnerMachine,
+        resume: Picture | None = None,
     ) -> None:  # fmt: skip
+        """`resume`: go on from this snapshot, whose tensors `hands_for` brings; learners it does not know join as usual."""
         self.config = config
+        self._resume = resume
         self.plan = plan or Plan()
         self.world = World()
         self.network = Network(config, self.world, self)
@@ -148,6 +154,15 @@ class Cluster:
             if fails_after is not None:
                 self.world.after(fails_after, self._fail, worker, w.incarnation)
         self.happen(worker, Started(w.incarnation))
+        if self._resume is not None and w.incarnation == 0:
+            self._go_on_from(self._resume, worker)
+
+    def _go_on_from(self, picture: Picture, worker: WorkerId) -> None:
+        assert picture.books is not None
+        if worker == SYNCER:
+            self.happen(worker, Restored(picture.books))
+        elif worker in picture.learners:
+            self.happen(worker, Resumed(picture.books.outer_step, picture.learners[worker][0]))
 
     def _rederived_syncer(self) -> SyncerMachine:
         """A killed syncer's state is its tape: feed it to a new machine."""

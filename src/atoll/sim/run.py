@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from atoll.executor.syncer import TensorHands
 from atoll.executor.workbench import Workbench, language_workbench
 from atoll.protocol.ledger import Fates
 from atoll.sim.cluster import Cluster, Observer
-from atoll.tape.format import Header, Tape, TapeWriter
-from atoll.tape.replay import Outcome, replay
+from atoll.tape.format import Header, TapeWriter
+from atoll.tape.replay import Outcome, Source, replay
 from atoll.tensors.access import named_tensors
 
 
@@ -95,7 +95,7 @@ def _save_theta(path: Path, bench: Workbench, hands: TensorHands) -> None:
     save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(model).items()}, path)
 
 
-def doubts_about(tape: Tape, bench: Workbench | None) -> list[str]:
+def doubts_about(tape: Source, bench: Workbench | None) -> list[str]:
     """Why decisions or bits may differ here from those on the tape."""
     h = tape.header
     found = mismatches(h.threads, h.torch_version, h.cpu_capability, h.code_version, decisions_only=bench is None)
@@ -105,19 +105,20 @@ def doubts_about(tape: Tape, bench: Workbench | None) -> list[str]:
 
 
 def replay_run(
-    tape: Tape, *, weights: bool, progress: Callable[[int], None] | None = None, doubt: Callable[[str], None] | None = None
-) -> tuple[Outcome, str | None, list[str]]:
+    tape: Source, *, weights: bool, progress: Callable[[int], None] | None = None, doubt: Callable[[str], None] | None = None,
+    hands_of: Callable[[Workbench], TensorHands] = TensorHands, allowed: Collection[str] = (),
+) -> tuple[Outcome, str | None, list[str]]:  # fmt: skip
     """Decisions, and with `weights` every Theta. What speaks against equal bits is told (`doubt`) before the replay, so
     that a difference finds its explanation beside it."""
     if weights and not tape.header.tensors:
-        raise UserError(f"tape {tape.path}: nothing was trained on it (atoll sim); replay it without --weights")
-    bench = language_workbench(msgspec.convert(tape.header.config, Config)) if weights else None
+        raise UserError(f"tape {tape.path}: holds no training of ours (atoll sim, or a loop of yours); replay without --weights")
+    bench = language_workbench(msgspec.convert(tape.header.config, Config), allowed) if weights else None
     doubts = doubts_about(tape, bench)
     if doubt is not None:
         for sentence in doubts:
             doubt(sentence)
     if bench is None:
         return replay(tape, progress=progress), None, doubts
-    hands: Any = TensorHands(bench)
+    hands: Any = hands_of(bench)
     outcome = replay(tape, hands, progress)
     return outcome, hands.disk.theta_sha256(), doubts

@@ -36,6 +36,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     data_fingerprint: str
     threads: Annotated[int, Meta(ge=1, le=4096)]
     dtype: str
+    device: str = "cpu"
     torch_version: str
     cpu_capability: str
     tensors: bool
@@ -209,6 +210,30 @@ class Tape:
                 self.good_bytes, self.chain = self.good_bytes + len(line), chain
                 yield record
         self.cut = True
+
+    def following(self) -> Iterator[Record | None]:
+        """Records as they are appended; None where there is no more for now. A syncer that comes back may cut off half a
+        line and write another in its place: only whole lines count, from where the last one ended."""
+        chain, number = self._chain0, 0
+        with self._open() as file:
+            at = len(file.readline())
+            while True:
+                file.seek(at)
+                line = file.readline()
+                if not line.endswith(b"\n"):
+                    yield None
+                    continue
+                body, chain = self._unseal(line, chain, number + 1)
+                at += len(line)
+                if body.startswith(b'{"end"'):
+                    return
+                number += 1
+                yield _decode_record(body)
+
+    def sourced(self) -> Iterator[tuple[int, Record]]:
+        """(whose machine, record): on a tape of all workers, the worker."""
+        for record in self.records():
+            yield record.worker, record
 
     def _check_footer(self, body: bytes, number: int, rest: bytes) -> None:
         try:

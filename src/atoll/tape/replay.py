@@ -7,7 +7,8 @@ the taped order, and so retrains the model bit for bit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -17,9 +18,10 @@ from atoll.errors import ConfigError, ReplayDiverged, TapeError
 from atoll.ids import SYNCER, Nanos, WorkerId, seconds, worker_name
 from atoll.protocol.causality import BULK_LANE, lane_of
 from atoll.protocol.learner import LearnerMachine
+from atoll.protocol.ledger import Fates
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Effect, Event, Received, Send, Started, Stored
-from atoll.tape.format import Record, Tape
+from atoll.tape.format import Header, Record
 
 
 class Machine(Protocol):
@@ -34,10 +36,22 @@ class Hands(Protocol):
     def blob_for(self, send: Send) -> Any: ...
 
 
+class Source(Protocol):
+    """A tape, or a live run's tapes woven together."""
+
+    path: Path
+    header: Header
+    cut: bool
+    whole_records: int
+
+    def sourced(self) -> Iterator[tuple[int, Record]]: ...
+
+
 class Outcome(msgspec.Struct, frozen=True):
     records: int
     cut: bool
     outer_step: int
+    fates: Fates | None = None
 
 
 def machine_for(config: Config, worker: WorkerId, incarnation: int) -> Machine:
@@ -45,41 +59,46 @@ def machine_for(config: Config, worker: WorkerId, incarnation: int) -> Machine:
 
 
 def replay(
-    tape: Tape,
+    tape: Source,
     hands_for: Callable[[WorkerId, int], Hands] | None = None,
     progress: Callable[[int], None] | None = None,
+    observe: Callable[[Record], None] | None = None,
 ) -> Outcome:
     """Stops at the first difference with its story."""
     try:
         config = from_builtins(tape.header.config)
     except ConfigError as error:
         raise TapeError(f"tape {tape.path}: the config in its header is refused: {error}") from None
-    machines: dict[WorkerId, Machine] = {}
-    hands: dict[WorkerId, Hands] = {}
+    machines: dict[int, Machine] = {}
+    hands: dict[int, Hands] = {}
+    syncer: SyncerMachine | None = None
     post = _Post()
     digests: dict[int, str] = {}
     story: deque[Record] = deque(maxlen=12)
-    for record in tape.records():
+    for key, record in tape.sourced():
         worker, event = record.worker, record.event
         if isinstance(event, Started):
-            if worker != SYNCER or worker not in machines:  # a syncer that came back is the same machine, re-derived
-                machines[worker] = machine_for(config, worker, event.incarnation)
+            if worker != SYNCER or key not in machines:  # a syncer that came back is the same machine, re-derived
+                machine = machines[key] = machine_for(config, worker, event.incarnation)
+                syncer = machine if isinstance(machine, SyncerMachine) else syncer
             if hands_for is not None:
-                hands[worker] = hands_for(worker, event.incarnation)
-        if worker not in machines:
+                hands[key] = hands_for(worker, event.incarnation)
+        if key not in machines:
             raise TapeError(f"tape {tape.path}: record {record.number}: {worker_name(worker)} acts before it started")
-        effects = tuple(machines[worker].on(event, record.now))
+        effects = tuple(machines[key].on(event, record.now))
         story.append(record)
         if effects != record.effects:
             raise ReplayDiverged(tell(story, record, effects))
         if hands_for is not None:
             _check_weights(record, digests)
-            digests.update(_carry_out(hands[worker], record, effects, post))
+            digests.update(_carry_out(hands[key], record, effects, post))
+        if observe is not None:
+            observe(record)
         if progress is not None:
             progress(record.number)
-    syncer = machines.get(SYNCER)
-    outer_step = syncer.outer_step if isinstance(syncer, SyncerMachine) else 0
-    return Outcome(tape.whole_records, tape.cut, outer_step)
+    if syncer is None:
+        return Outcome(tape.whole_records, tape.cut, 0)
+    return Outcome(tape.whole_records, tape.cut, syncer.outer_step, syncer.fates())
 
 
 class _Post:

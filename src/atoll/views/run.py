@@ -20,6 +20,7 @@ from atoll.protocol.vocabulary import (
     Merge,
     Received,
     Recovered,
+    Refuse,
     Report,
     Resume,
     Send,
@@ -36,13 +37,25 @@ class Recovery(msgspec.Struct, frozen=True):
     bytes: int
 
 
+class Traffic(msgspec.Struct, frozen=True):
+    learner: LearnerId
+    bytes_up: int
+    bytes_down: int
+
+
 class RunView:
     """Goodput: the share of the learners' time that went into inner steps which reached the syncer's books.
     Uptime: the share of time in which at least one learner was stepping."""
 
-    def __init__(self, learners: int) -> None:
+    def __init__(self, learners: int, *, from_first_step: bool = False) -> None:
+        """`from_first_step`: a live run's clock starts when its processes do, which is not the protocol's doing."""
         self._learners = learners
+        self._from_first_step = from_first_step
+        self.began: Nanos | None = None
         self.now: Nanos = 0
+        self.refused = 0
+        self.up: Counter[LearnerId] = Counter()
+        self.down: Counter[LearnerId] = Counter()
         self.outer_step: OuterStep = 0
         self.records = 0
         self.participants: Counter[int] = Counter()
@@ -66,7 +79,7 @@ class RunView:
         return self
 
     def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
-        self.now = now
+        self.now = max(self.now, now)
         self.records += 1
         if worker == SYNCER:
             self._syncer(event, effects)
@@ -76,12 +89,15 @@ class RunView:
     def _syncer(self, event: Event, effects: Sequence[Effect]) -> None:
         if isinstance(event, Received):
             self.bytes_up += event.payload_bytes
+            self.up[event.envelope.sender] += event.payload_bytes
             if isinstance(event.envelope.body, Report):
                 self._report(event.envelope.sender, event.envelope.incarnation, event.envelope.body)
         elif isinstance(event, Stored):
             self.participants[self._merging.pop(event.outer_step, 0)] += 1
         for effect in effects:
-            if isinstance(effect, FixParticipants):
+            if isinstance(effect, Refuse):
+                self.refused += 1
+            elif isinstance(effect, FixParticipants):
                 self.outer_step = max(self.outer_step, effect.outer_step - 1)
             elif isinstance(effect, Finished):
                 self.outer_step = effect.outer_step
@@ -101,11 +117,13 @@ class RunView:
 
     def _learner(self, now: Nanos, worker: LearnerId, event: Event, effects: Sequence[Effect]) -> None:
         if isinstance(event, StepDone):
+            self.began = min(now - event.nanos, self.began if self.began is not None else now)
             self._stepped(now - event.nanos, now)
         elif isinstance(event, Received) and event.payload_bytes:
             self._since_hello[worker] += event.payload_bytes
             if event.envelope.sender == SYNCER:
                 self.bytes_down += event.payload_bytes
+                self.down[worker] += event.payload_bytes
             else:
                 self.bytes_between_learners += event.payload_bytes
         for effect in effects:
@@ -124,12 +142,19 @@ class RunView:
         self._stepping.append((start, end))
 
     @property
+    def lasted(self) -> Nanos:
+        return self.now - (self.began or 0) if self._from_first_step else self.now
+
+    @property
     def goodput(self) -> float:
-        return self._useful / (self.now * self._learners) if self.now else 0.0
+        return self._useful / (self.lasted * self._learners) if self.lasted else 0.0
 
     @property
     def uptime(self) -> float:
-        return sum(end - start for start, end in self._stepping) / self.now if self.now else 0.0
+        return sum(end - start for start, end in self._stepping) / self.lasted if self.lasted else 0.0
+
+    def traffic(self) -> list[Traffic]:
+        return [Traffic(m, self.up[m], self.down[m]) for m in sorted({*self.up, *self.down})]
 
     @property
     def train_loss(self) -> float | None:
@@ -170,13 +195,22 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     theta_sha256: str | None
     tape: str | None
     run_dir: str | None
-    virtual_seconds: float
+    clock: str
+    """`virtual` or `wall`."""
+    seconds: float
+    """Of that clock: a virtual run's from its start, a live run's from its first inner step."""
     fragments: int
+    traffic: list[Traffic] = []
+    refused: int = 0
+    faults: list[str] = []
+    twin_loss: float | None = None
+    """Final held-out loss of the same run without faults."""
 
 
 def summarise(
     config: Config, view: RunView, fates: Fates, *, loss_first: float | None = None, loss_final: float | None = None,
-    theta_sha256: str | None = None, tape: str | None = None, run_dir: str | None = None,
+    theta_sha256: str | None = None, tape: str | None = None, run_dir: str | None = None, clock: str = "virtual",
+    faults: Sequence[str] = (),
 ) -> Summary:  # fmt: skip
     return Summary(
         preset=config.preset, learners=config.learners, seed=config.seed, outer_steps=view.outer_step,
@@ -184,5 +218,6 @@ def summarise(
         participants={str(n): count for n, count in sorted(view.participants.items())}, tokens=tokens_of(fates),
         recoveries=view.recoveries, bytes_up=view.bytes_up, bytes_down=view.bytes_down, loss_first=loss_first,
         loss_final=loss_final, theta_sha256=theta_sha256, tape=tape, run_dir=run_dir,
-        virtual_seconds=round(seconds(view.now), 6), fragments=config.protocol.fragments,
+        clock=clock, seconds=round(seconds(view.lasted), 6), fragments=config.protocol.fragments, traffic=view.traffic(),
+        refused=view.refused, faults=list(faults),
     )  # fmt: skip

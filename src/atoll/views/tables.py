@@ -16,7 +16,7 @@ def run_table(s: Summary) -> Table:
     table.add_column("figure")
     rows = [
         ("outer steps", str(s.outer_steps)),
-        ("virtual time", f"{s.virtual_seconds:,.1f} s"),
+        (f"{s.clock} time", f"{s.seconds:,.1f} s"),
         ("goodput", f"{s.goodput:.1%} of the learners' time went into steps that count"),
         ("uptime", f"{s.uptime:.1%} of the time at least one learner was stepping"),
         ("waited", f"{s.waited_seconds:,.1f} s, all learners together" if s.waited_seconds else "no learner ever waited"),
@@ -24,6 +24,8 @@ def run_table(s: Summary) -> Table:
         ("(token, fragment)", _tokens(s)),
         ("bytes up, down", f"{s.bytes_up:,}, {s.bytes_down:,}"),
     ]
+    rows += [(f"  learner {t.learner}", f"{t.bytes_up:,}, {t.bytes_down:,}") for t in s.traffic[:16]]
+    rows += [("fault", fault) for fault in s.faults[:16]]
     rows += [
         ("recovery", f"learner {r.learner} from {r.source} in {r.seconds:.2f} s, {r.bytes:,} bytes") for r in s.recoveries[:12]
     ]
@@ -31,6 +33,8 @@ def run_table(s: Summary) -> Table:
         rows.append(("", f"and {len(s.recoveries) - 12} more recoveries"))
     if s.loss_first is not None and s.loss_final is not None:
         rows.append(("held-out loss", f"{s.loss_first:.4f} at first, {s.loss_final:.4f} at the end"))
+    if s.twin_loss and s.loss_final:
+        rows.append(("twin without faults", f"{s.twin_loss:.4f}: this run ends {s.loss_final / s.twin_loss - 1:+.2%} from it"))
     if s.theta_sha256:
         rows.append(("Theta", f"sha256 {s.theta_sha256}"))
     if s.run_dir:

@@ -1,0 +1,210 @@
+"""Commands that run something: `train`, `sim`, `compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from atoll.chaos import Plan, load_plan
+from atoll.cli import live
+from atoll.cli.shared import (
+    ChaosOption,
+    JsonOption,
+    LearnersOption,
+    OutOption,
+    PresetOption,
+    Recipe,
+    RunProgress,
+    SeedOption,
+    SetOption,
+    ThreadsOption,
+    VirtualOption,
+    err,
+    new_directory,
+    out,
+    print_json,
+    settings_from,
+    show,
+    write_summary,
+)  # fmt: skip
+from atoll.config import CUSTOM, PRESETS, Config
+from atoll.errors import UserError
+from atoll.views.run import RunView, Summary, summarise
+from atoll.views.tables import comparison_table
+
+DeviceOption = Annotated[str, typer.Option("--device", help="Where learners train: cpu, cuda, ...")]
+
+
+def train(
+    recipe: Recipe = None,
+    virtual: VirtualOption = False,
+    preset: PresetOption = None,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    chaos: ChaosOption = None,
+    seed: SeedOption = None,
+    out_dir: OutOption = None,
+    as_json: JsonOption = False,
+    threads: ThreadsOption = 1,
+    twin: Annotated[bool, typer.Option("--twin", help="Then run the same without faults, and say how the losses differ.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on from the newest snapshot of this run's folder, in a new run.")
+    ] = None,
+    snapshot: Annotated[int | None, typer.Option("--snapshot", help="With --resume: from this outer step's snapshot.")] = None,
+    device: DeviceOption = "cpu",
+    allow_model: live.AllowOption = None,
+) -> None:
+    """Train a model: a syncer and learners as processes of this machine, or with --virtual in virtual time."""
+    if virtual and (resume is not None or twin or device != "cpu"):
+        raise UserError("--virtual: goes with neither --resume nor --twin nor --device")
+    if snapshot is not None and resume is None:
+        raise UserError("--snapshot: says which snapshot --resume takes; give --resume RUN too")
+    if recipe is None and resume is not None:
+        recipe = resume / "config.toml"
+    settings = settings_from(recipe, preset, learners, seed, set_)
+    plan = load_plan(chaos, settings.learners) if chaos else Plan()
+    if virtual:
+        summary = run_virtually(settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json)
+    else:
+        start = live.snapshot_to_resume(resume, snapshot) if resume is not None else None
+        summary = run_live(settings, plan, out_dir, threads, as_json, device, allow_model or [], start)
+    if twin and plan.faults:
+        summary = _with_twin(summary, settings, threads, as_json, device, allow_model or [])
+    show(summary, as_json)
+
+
+def sim(
+    recipe: Recipe = None,
+    preset: PresetOption = None,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    chaos: ChaosOption = None,
+    seed: SeedOption = None,
+    out_dir: OutOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run the protocol alone, without tensors: who merges with whom, who waits, what travels."""
+    settings = settings_from(recipe, preset, learners, seed, set_)
+    plan = load_plan(chaos, settings.learners) if chaos else Plan()
+    show(run_virtually(settings, plan, out_dir, tensors=False, threads=1, quiet=as_json), as_json)
+
+
+def compare(
+    presets: Annotated[list[str] | None, typer.Argument(help="Presets to run; by default all of them.")] = None,
+    recipe: Annotated[Path | None, typer.Option("--recipe", help="The recipe all of them share.")] = None,
+    virtual: VirtualOption = False,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    chaos: ChaosOption = None,
+    seed: SeedOption = None,
+    out_dir: OutOption = None,
+    as_json: JsonOption = False,
+    threads: ThreadsOption = 1,
+    figure: Annotated[
+        Path | None, typer.Option("--figure", help="Draw the table too: .png or .svg; by default comparison.png in --out.")
+    ] = None,
+    device: DeviceOption = "cpu",
+    allow_model: live.AllowOption = None,
+) -> None:
+    """Train several presets on the same recipe, data and number of outer steps; print one table and draw it."""
+    names = list(dict.fromkeys(presets or PRESETS))
+    each = [settings_from(recipe, name, learners, seed, set_) for name in names]
+    plan = load_plan(chaos, min(settings.learners for settings in each)) if chaos else Plan()
+    if chaos and not virtual and "ddp" in names:
+        raise UserError("--chaos: torch's DDP has no answer to faults; leave ddp out, or say --virtual")
+    base = out_dir or new_directory("compare", each[0].seed)
+    summaries = []
+    for settings in each:
+        directory = base / settings.preset
+        if virtual:
+            summaries.append(run_virtually(settings, plan, directory, tensors=True, threads=threads, quiet=as_json))
+        else:
+            summaries.append(run_live(settings, plan, directory, threads, as_json, device, allow_model or []))
+    _draw(summaries, figure or base / "comparison.png", asked=figure is not None)
+    if as_json:
+        print_json(summaries)
+    else:
+        out.print(comparison_table(summaries))
+
+
+def _draw(summaries: Sequence[Summary], path: Path, *, asked: bool) -> None:
+    from atoll.views.figures import plot_comparison
+
+    try:
+        plot_comparison(summaries, path)
+    except UserError as error:
+        if asked:
+            raise
+        err.print(f"no figure: {error}", style="yellow", soft_wrap=True)
+        return
+    err.print(f"figure: {path}", soft_wrap=True)
+
+
+# ---------------------------------------------------------------- virtual
+
+
+def run_virtually(settings: Config, plan: Plan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool) -> Summary:
+    from atoll.executor.environment import use_threads  # torch takes seconds to import; --help and config do not wait for it
+    from atoll.sim.run import run_virtual
+
+    use_threads(threads)
+    directory = directory or new_directory(settings.preset, settings.seed)
+    view = RunView(settings.learners)
+    try:
+        with RunProgress(settings, view, quiet, "virtual ") as observer:
+            done = run_virtual(settings, plan, directory, tensors=tensors, observers=[view, observer])
+    except KeyboardInterrupt:
+        err.print(f"atoll: interrupted; {directory / 'run.tape'} is readable up to its last whole record", soft_wrap=True)
+        raise typer.Exit(130) from None
+    summary = summarise(
+        settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final,
+        theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory),
+    )  # fmt: skip
+    write_summary(directory, summary)
+    return summary
+
+
+# ---------------------------------------------------------------- live
+
+
+def run_live(
+    settings: Config, plan: Plan, directory: Path | None, threads: int, quiet: bool, device: str, allowed: list[str],
+    resume: tuple[Path, int] | None = None,
+) -> Summary:  # fmt: skip
+    """Processes on this machine; `--preset ddp` is torch's own data-parallel training under the same launcher."""
+    from atoll.executor.environment import use_threads
+
+    if settings.model.name == CUSTOM:
+        raise UserError("model.name = 'custom': learners bring that model; start `atoll syncer`, and join with atoll.join(...)")
+    use_threads(threads)
+    live.log_to_stderr()
+    directory = directory or new_directory(settings.preset, settings.seed)
+    view = RunView(settings.learners)
+    with RunProgress(settings, view, quiet, "") as progress:
+        try:
+            if settings.preset == "ddp":
+                if plan.faults or resume is not None:
+                    raise UserError("--preset ddp: torch's DDP has no answer to faults or snapshots; see --virtual")
+                summary = live.ddp_summary(settings, directory, threads, device, progress)
+            else:
+                summary = live.cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress)
+        except KeyboardInterrupt:
+            err.print(f"atoll: interrupted; tapes and versions are in {directory}", soft_wrap=True)
+            raise typer.Exit(130) from None
+    write_summary(directory, summary)
+    return summary
+
+
+def _with_twin(
+    summary: Summary, settings: Config, threads: int, quiet: bool, device: str, allowed: list[str]
+) -> Summary:
+    assert summary.run_dir is not None
+    directory = Path(summary.run_dir)
+    twin = run_live(settings, Plan(), directory.with_name(directory.name + "-twin"), threads, quiet, device, allowed)
+    both = msgspec.structs.replace(summary, twin_loss=twin.loss_final)
+    write_summary(directory, both)
+    return both

@@ -1,0 +1,293 @@
+"""A whole live run on one machine: a syncer's process, a process a learner, and the faults of a plan carried out on them.
+
+Killed is SIGKILL, paused is SIGSTOP, and links fail in a proxy between the processes. The clock of a plan starts with the
+first round. What happened is on the tapes; this only starts, hurts and watches.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Slow, describe
+from atoll.config import Config, to_toml
+from atoll.errors import RunFailed, UserError
+from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
+from atoll.protocol.vocabulary import FixParticipants
+from atoll.runtime.hurdles import Hurdles
+from atoll.tape.format import Record, Tape
+from atoll.tape.tail import Tail
+
+TICK_SECONDS = 0.05
+START_SECONDS = 120.0
+RESTARTS_MAX = 3
+"""Deaths of one worker that nobody ordered."""
+END_SECONDS = 25.0
+"""How long learners have to end after the syncer did."""
+
+
+@dataclass
+class _Worker:
+    worker: WorkerId
+    command: list[str]
+    log: Path
+    process: subprocess.Popen[bytes] | None = None
+    died: int = 0
+    back_at: float | None = None
+    """When it is to be started again."""
+    slowed: list[float] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.back_at = None
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as stderr:
+            self.process = subprocess.Popen(
+                self.command, stdin=subprocess.PIPE, stdout=stderr, stderr=stderr, start_new_session=True
+            )
+
+    def signal(self, number: int) -> None:
+        if self.process is not None and self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def say(self, text: str) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            with suppress(OSError):
+                self.process.stdin.write(text.encode())
+                self.process.stdin.flush()
+
+    def last_words(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return " | ".join(line for line in lines[-3:] if line.strip())
+
+
+class LocalCluster:
+    def __init__(
+        self, config: Config, directory: Path, plan: Plan, *, threads: int = 1, device: str = "cpu",
+        allowed: Sequence[str] = (), resume: tuple[Path, int] | None = None,
+        watch: Callable[[Record], None] | None = None, say: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        """`resume`: another run's folder and which of its snapshots. `watch` is told of the syncer's records."""
+        self.config = config
+        self.directory = directory
+        self._plan = plan
+        self._watch = watch or (lambda record: None)
+        self._say = say
+        self._hurdles = Hurdles(plan, config.learners)
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._clock0: float | None = None
+        self._pause = threading.Event()
+        self._address = ""
+        self.struck: list[str] = []
+        common = ["--threads", str(threads), "--obey-stdin"]
+        models = [word for name in allowed for word in ("--allow-model", name)]
+        self._workers: dict[WorkerId, _Worker] = {}
+        self._syncer_options = ["--dir", str(directory / "syncer"), *common, *models, *_resume_syncer(resume)]
+        self._learner_options = [*common, *models, "--device", device]
+        self._resume = resume
+
+    # ------------------------------------------------------------ running
+
+    def run(self) -> None:
+        """Until the syncer says it is over. Whatever happens, no process is left behind."""
+        self._prepare()
+        try:
+            self._start_all()
+            while not self._syncer_is_done():
+                self._tick()
+            self._wait_for_learners()
+        finally:
+            self._kill_all()
+            self._hurdles.stop()
+
+    def _prepare(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if any(self.directory.iterdir()):
+                raise UserError(f"--out {self.directory}: is not empty; choose a new folder")
+            (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf8")
+            (self.directory / "plan.toml").write_text(self._plan.to_toml(), encoding="utf8")
+        except OSError as error:
+            raise UserError(f"--out {self.directory}: cannot be used ({error.strerror})") from None
+
+    def _start_all(self) -> None:
+        self._workers[SYNCER] = _Worker(SYNCER, self._syncer_command("127.0.0.1:0"), self.directory / "syncer.log")
+        self._workers[SYNCER].start()
+        self._address = self._wait_for_address()
+        self._hurdles.start(self._address)
+        for learner in range(self.config.learners):
+            self._workers[learner] = _Worker(learner, self._learner_command(learner), self._log_of(learner))
+            self._workers[learner].start()
+        self._tail = Tail(Tape(self.directory / "syncer" / "run.tape"))
+
+    def _log_of(self, learner: LearnerId) -> Path:
+        return self.directory / "learners" / str(learner) / "log"
+
+    def _syncer_command(self, listen: str) -> list[str]:
+        recipe = str(self.directory / "config.toml")
+        return [sys.executable, "-m", "atoll", "syncer", recipe, "--listen", listen, *self._syncer_options]
+
+    def _learner_command(self, learner: LearnerId) -> list[str]:
+        out = self.directory / "learners" / str(learner)
+        command = [
+            sys.executable, "-m", "atoll", "learner", "--syncer", self._hurdles.syncer_address(learner, self._address),
+            "--token", str(self.directory / "syncer" / "token"), "--id", str(learner), "--out", str(out),
+            *self._hurdles.listen_options(learner), *self._learner_options,
+        ]  # fmt: skip
+        return command + _resume_learner(self._resume, learner, out)
+
+    def _wait_for_address(self) -> str:
+        path = self.directory / "syncer" / "address"
+        until = time.monotonic() + START_SECONDS
+        syncer = self._workers[SYNCER]
+        while not path.exists():
+            assert syncer.process is not None
+            if syncer.process.poll() is not None:
+                self._fail_as(syncer, syncer.process.returncode)
+            if time.monotonic() > until:
+                raise RunFailed(f"the syncer did not start within {START_SECONDS:.0f} s: {syncer.last_words()}")
+            self._pause.wait(TICK_SECONDS)
+        return path.read_text(encoding="ascii").strip()
+
+    def _tick(self) -> None:
+        self._pause.wait(TICK_SECONDS)
+        for record in self._tail.more():
+            if self._clock0 is None and any(isinstance(e, FixParticipants) for e in record.effects):
+                self._begin_plan()
+            self._watch(record)
+        now = time.monotonic()
+        while self._agenda and self._agenda[0][0] <= now:
+            heapq.heappop(self._agenda)[2]()
+        for worker in self._workers.values():
+            self._look_after(worker, now)
+
+    def _look_after(self, w: _Worker, now: float) -> None:
+        if w.back_at is not None:
+            if now >= w.back_at:
+                w.start()
+            return
+        code = w.process.poll() if w.process is not None else None
+        if code is None or code == 0:
+            return
+        w.died += 1
+        if code == 2 or w.died > RESTARTS_MAX:
+            self._fail_as(w, code)
+        self._say(f"{worker_name(w.worker)} died by itself ({code}); it is started again: {w.last_words()}")
+        w.back_at = now + 1.0
+
+    def _fail_as(self, w: _Worker, code: int) -> None:
+        words = w.last_words()
+        if code == 2:
+            raise UserError(words.removeprefix("atoll: ") or f"{worker_name(w.worker)} refused its input, see {w.log}")
+        raise RunFailed(f"{worker_name(w.worker)} died ({code}); its log {w.log} ends: {words}")
+
+    def _syncer_is_done(self) -> bool:
+        w = self._workers[SYNCER]
+        return w.back_at is None and w.process is not None and w.process.poll() == 0
+
+    def _wait_for_learners(self) -> None:
+        for record in self._tail.more():
+            self._watch(record)
+        until = time.monotonic() + END_SECONDS
+        learners = [w for w in self._workers.values() if w.worker != SYNCER and w.back_at is None]
+        for w in learners:
+            w.signal(signal.SIGCONT)
+        while time.monotonic() < until and any(w.process is not None and w.process.poll() is None for w in learners):
+            self._pause.wait(TICK_SECONDS)
+            if time.monotonic() > until - END_SECONDS + 5.0:
+                for w in learners:
+                    w.signal(signal.SIGTERM)
+
+    def _kill_all(self) -> None:
+        for w in self._workers.values():
+            w.signal(signal.SIGKILL)
+            if w.process is not None:
+                w.process.wait()
+                if w.process.stdin is not None:
+                    with suppress(OSError):
+                        w.process.stdin.close()
+
+    # ------------------------------------------------------------ faults
+
+    def _begin_plan(self) -> None:
+        self._clock0 = time.monotonic()
+        for fault in self._plan.faults:
+            self._at(fault.at, partial(self._strike, fault))
+
+    def _at(self, seconds: float, call: Callable[[], None]) -> None:
+        assert self._clock0 is not None
+        self._count += 1
+        heapq.heappush(self._agenda, (self._clock0 + seconds, self._count, call))
+
+    def _strike(self, fault: Fault) -> None:
+        self.struck.append(describe(fault).strip())
+        self._say(f"chaos: {self.struck[-1]}")
+        match fault:
+            case Kill(learner=learner, lasts=lasts):
+                self._kill(self._workers[learner], lasts)
+            case KillSyncer(lasts=lasts):
+                self._workers[SYNCER].command = self._syncer_command(self._address)
+                self._kill(self._workers[SYNCER], lasts)
+            case Pause(learner=learner, lasts=lasts):
+                self._workers[learner].signal(signal.SIGSTOP)
+                self._at(fault.at + lasts, lambda: self._workers[learner].signal(signal.SIGCONT))
+            case Slow(learner=learner, factor=factor, lasts=lasts):
+                self._slow(learner, factor)
+                self._at(fault.at + lasts, lambda: self._slow(learner, -factor))
+            case Partition() | Clog() | Corrupt():
+                self._hurdles.strike(fault)
+
+    def _kill(self, w: _Worker, lasts: float) -> None:
+        if w.back_at is not None:
+            return  # it is dead already
+        w.signal(signal.SIGKILL)
+        if w.process is not None:
+            w.process.wait()
+        w.slowed.clear()
+        w.back_at = time.monotonic() + lasts
+
+    def _slow(self, learner: LearnerId, factor: float) -> None:
+        """Below zero: that slowness is over."""
+        w = self._workers[learner]
+        if factor > 0:
+            w.slowed.append(factor)
+        elif -factor in w.slowed:
+            w.slowed.remove(-factor)
+        total = 1.0
+        for each in w.slowed:
+            total *= each
+        w.say(f"slow {total}\n")
+
+
+def _resume_syncer(resume: tuple[Path, int] | None) -> list[str]:
+    if resume is None:
+        return []
+    run, snapshot = resume
+    return ["--resume", str(run / "syncer" / "snapshots" / str(snapshot))]
+
+
+def _resume_learner(resume: tuple[Path, int] | None, learner: LearnerId, out: Path) -> list[str]:
+    """Its own part, where it has one; linked into the new run, so that a replay finds what it began with. A learner that was
+    not of the snapshot joins as a newcomer."""
+    if resume is None:
+        return []
+    run, snapshot = resume
+    part = run / "learners" / str(learner) / "snapshots" / str(snapshot)
+    if not (part / "manifest.json").exists():
+        return []
+    start = out / "start"
+    start.mkdir(parents=True)
+    for path in part.iterdir():
+        os.link(path, start / path.name)
+    return ["--resume", str(start)]

@@ -1,0 +1,88 @@
+"""How a loop of the user's own finds its way into a run: address, token and certificates, and the model it brings."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from atoll.errors import ConfigError, RunFailed, UserError
+from atoll.executor.offer import pack_offer
+from atoll.runtime.learner import Address
+from atoll.runtime.placement import Placement
+from atoll.tensors.access import read_buffers, read_params
+from atoll.tensors.layout import Layout
+from atoll.transport import LinkFailed, Refused, client_credentials, server_credentials, upload
+from atoll.transport.keys import LEARNER_NAME, SYNCER_NAME, is_loopback, load_learner, read_token, split_address
+
+UPLOAD_SECONDS: Final = 60.0
+UPLOAD_BYTES_PER_SECOND_LEAST: Final = 1e6
+
+
+async def agree_on_model(address: Address, placement: Placement, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+    """The first learner brings the model's shapes and weights. Whoever else thought to be the first is told what was there
+    before, so the answer is what counts, for both."""
+    digest = placement.layout
+    if placement.needs_model:
+        params = [read_params(tensors, fragment).cpu() for fragment in layout.fragments]
+        buffers = [read_buffers(tensors, fragment).cpu() for fragment in layout.fragments]
+        digest = (await _offer(address, placement, pack_offer(layout, params, buffers))).decode("ascii", "replace")
+    if digest != layout.fingerprint:
+        raise ConfigError(
+            "the model here is not the one this run trains: another learner brought one whose tensors have other names, shapes "
+            "or dtypes; build the same model, or start a run of its own"
+        )
+
+
+async def _offer(address: Address, placement: Placement, payload: Sequence[Any]) -> bytes:
+    metadata = {
+        "run": placement.run, "learner": str(placement.learner), "incarnation": str(placement.incarnation), "key": placement.key,
+    }  # fmt: skip
+    seconds = UPLOAD_SECONDS + sum(memoryview(part).nbytes for part in payload) / UPLOAD_BYTES_PER_SECOND_LEAST
+    try:
+        return await upload(address.syncer, "Offer", metadata, payload, address.credentials, seconds)
+    except Refused as no:
+        raise UserError(f"syncer {address.syncer}: refuses this model: {no.reason}") from None
+    except LinkFailed as error:
+        raise RunFailed(f"syncer {address.syncer}: the model could not be brought: {error}") from None
+
+
+def _token(token: str | Path | None, keys: Path | None) -> str:
+    if token is None and keys is not None and (keys / "token").exists():
+        token = keys / "token"
+    found = read_token(token).reveal() if isinstance(token, Path) else token or os.environ.get("ATOLL_TOKEN", "")
+    if not found:
+        raise UserError("no token: give token=Path(...) (the syncer's folder holds it as `token`), or set ATOLL_TOKEN")
+    return found
+
+
+def address_of(
+    syncer: str, token: str | Path | None, keys: Path | None, name: str | None, run: str, listen: str, advertise: str, insecure: bool
+) -> Address:
+    """The environment speaks where an argument does not: a loop that runs in many places names neither in its source."""
+    if keys is None and os.environ.get("ATOLL_KEYS"):
+        keys = Path(os.environ["ATOLL_KEYS"])
+    for argument, value in (("syncer", syncer), ("listen", listen), ("advertise", advertise)):
+        if value or argument == "syncer":
+            try:
+                split_address(value)
+            except UserError as error:
+                raise UserError(f"{argument}: {error}") from None
+    for argument, value in (("syncer", syncer), ("listen", listen)):
+        if value and not is_loopback(value) and keys is None and not insecure:
+            raise UserError(
+                f"{argument} {value}: goes beyond this machine; give keys=Path(...) (see `atoll keys`), or insecure=True"
+            )
+    shown = _token(token, keys)
+    if keys is None:
+        return Address(syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise)
+    found = load_learner(keys, name)
+    return Address(
+        syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise,
+        credentials=client_credentials(found.ca, found.certificate, found.key, SYNCER_NAME),
+        peer_credentials=client_credentials(found.ca, found.certificate, found.key, LEARNER_NAME),
+        server_credentials=server_credentials(found.certificate, found.key, found.ca),
+    )  # fmt: skip

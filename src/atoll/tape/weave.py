@@ -1,0 +1,111 @@
+"""The tapes of a live run's workers, woven into one: a record comes after the record that sent what it received.
+
+Each worker writes its own tape, so that no process waits for another's disk. Clocks of several machines may disagree;
+what was sent before what does not, and it is on the tapes. Among records that may come next, the earliest does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from atoll.errors import TapeError
+from atoll.ids import SYNCER, WorkerId
+from atoll.protocol.causality import lane_of
+from atoll.protocol.vocabulary import Received, Send, Started
+from atoll.tape.format import Header, Record, Tape
+
+Channel = tuple[WorkerId, int, WorkerId, int]
+
+
+class _Thread:
+    """One tape, read ahead by one record."""
+
+    def __init__(self, key: int, tape: Tape) -> None:
+        self.key = key
+        self.tape = tape
+        self._records = tape.records()
+        self.head: Record | None = next(self._records, None)
+        first = self.head.event if self.head is not None else None
+        self.incarnation = first.incarnation if isinstance(first, Started) else -1
+
+    def take(self) -> Record:
+        record = self.head
+        assert record is not None
+        self.head = next(self._records, None)
+        return record
+
+
+class Woven:
+    """Reads like a tape. `header` is the syncer's."""
+
+    def __init__(self, path: Path, tapes: list[Tape]) -> None:
+        self.path = path
+        self._tapes = tapes
+        self.header: Header = tapes[0].header
+        self.cut = False
+        self.whole_records = 0
+        for tape in tapes:
+            if tape.header.run != self.header.run:
+                raise TapeError(f"tape {tape.path}: is of run {tape.header.run}, not of {self.header.run}")
+
+    def sourced(self) -> Iterator[tuple[int, Record]]:
+        """(which tape, record), numbered anew."""
+        threads = [_Thread(key, tape) for key, tape in enumerate(self._tapes)]
+        taped = {(t.tape.header.worker, t.incarnation) for t in threads}
+        sent: dict[Channel, int] = {}
+        while open_ := [t for t in threads if t.head is not None]:
+            ready = [t for t in open_ if _may_come(t.head, sent, taped)]
+            if not ready:
+                stuck = open_[0]
+                assert stuck.head is not None
+                raise TapeError(f"tape {stuck.tape.path}: record {stuck.head.number} receives what nobody sent")
+            thread = min(ready, key=lambda t: t.head.now if t.head is not None else 0)
+            record = thread.take()
+            for effect in record.effects:
+                if isinstance(effect, Send):
+                    e = effect.envelope
+                    sent[e.sender, e.incarnation, e.receiver, lane_of(e.body)] = e.seq
+            self.whole_records += 1
+            yield thread.key, msgspec.structs.replace(record, number=self.whole_records)
+        self.cut = threads[0].tape.cut
+
+    def records(self) -> Iterator[Record]:
+        for _, record in self.sourced():
+            yield record
+
+
+def _may_come(record: Record | None, sent: dict[Channel, int], taped: set[tuple[WorkerId | None, int]]) -> bool:
+    """What it received was sent, or by somebody whose tape is not here."""
+    if record is None or not isinstance(record.event, Received):
+        return True
+    e = record.event.envelope
+    channel = (e.sender, e.incarnation, e.receiver, lane_of(e.body))
+    here = e.sender == SYNCER or (e.sender, e.incarnation) in taped
+    return not here or sent.get(channel, -1) >= e.seq
+
+
+_TAPE = re.compile(r"(\d+)\.tape")
+
+
+def live_tapes(run: Path) -> list[Path]:
+    """The syncer's first, then every incarnation of every learner."""
+    learners = [
+        (int(folder.name), int(match[1]), path)
+        for folder in (run / "learners").glob("[0-9]*")
+        for path in folder.iterdir()
+        if (match := _TAPE.fullmatch(path.name)) is not None
+    ]
+    return [run / "syncer" / "run.tape", *(path for _, _, path in sorted(learners))]
+
+
+def open_run(path: Path) -> Tape | Woven:
+    """A tape, a virtual run's folder, or a live run's."""
+    if (path / "syncer" / "run.tape").exists():
+        return Woven(path, [Tape(found) for found in live_tapes(path)])
+    if path.is_dir() and not (path / "run.tape").exists():
+        raise TapeError(f"{path}: holds no run.tape and no syncer/run.tape; give a run's folder or a tape")
+    return Tape(path / "run.tape" if path.is_dir() else path)
