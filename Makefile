@@ -7,13 +7,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test lint types soak bench clean
+.PHONY: train test test-extras lint types soak bench clean
 
 train: $(INSTALLED)
 	$(BIN)/atoll train recipes/tiny.toml
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 -m "not soak"
+
+# Hugging Face and Lightning beside what is there: the constraint keeps torch as it is.
+test-extras: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,extras]"
+	$(BIN)/python -m pytest tests/live/test_examples.py
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check src tests bench

@@ -77,7 +77,7 @@ def main() -> None:
             if learner.step(tokens=batch[:, 1:].numel(), loss=loss):  # Atoll: weights may change in here, and nowhere else
                 schedule.step()
             if at % 20 == 0:
-                print(f"learner {learner.id}, outer step {learner.outer_step}: loss {float(loss):.3f}", flush=True)
+                print(f"learner {learner.id}, outer step {learner.outer_step}: loss {loss.item():.3f}", flush=True)
     print(f"learner {learner.id}: the run is over at outer step {learner.outer_step}")
 
 

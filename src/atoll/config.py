@@ -161,6 +161,8 @@ class Limits(_Section, frozen=True):
     """Announced versions of one fragment that the syncer keeps for laggards."""
     silence_steps: Above0 = 8.0
     """A member unheard of for so many of its own steps is silent."""
+    patience_seconds: NonNegative = 0.5
+    """No deadline derived from measured times is shorter: a busy machine may stall for as long, and nobody is gone."""
     muster_seconds: Above0 = 60.0
     """How long the first round waits for the declared number of learners."""
     first_pull_seconds: Above0 = 60.0

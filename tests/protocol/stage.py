@@ -47,13 +47,13 @@ def arrival(learners: int = 3, *, fragments: int = 2, interval: int = 2, overlap
     """A small decoupled run. Without grace and pace unless asked for, so that a test meets one rule at a time."""
     plain = {"grace": "none", "pace": 0.0} | protocol
     sizes = {"fragments": fragments, "local_steps_per_round": interval, "overlap": overlap}
-    limits = plain.pop("limits", {})
+    limits = {"patience_seconds": 0.0} | plain.pop("limits", {})
     top = {"learners": learners, "outer_steps": plain.pop("outer_steps", 40)}
     return load(preset_name="decoupled", overrides=top | {"protocol": sizes | plain, "limits": limits})
 
 
 def exact(preset: str = "diloco", learners: int = 2, *, interval: int = 2, outer_steps: int = 40, **protocol: Any) -> Config:
-    limits = protocol.pop("limits", {})
+    limits = {"patience_seconds": 0.0} | protocol.pop("limits", {})
     protocol = {"local_steps_per_round": interval} | protocol
     top = {"learners": learners, "outer_steps": outer_steps}
     return load(preset_name=preset, overrides=top | {"protocol": protocol, "limits": limits})

@@ -50,7 +50,7 @@ def train(
     out_dir: OutOption = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = 1,
-    twin: Annotated[bool, typer.Option("--twin", help="Then run the same without faults, and say how the losses differ.")] = False,
+    twin: Annotated[bool, typer.Option("--twin", help="Then run it without faults, and say how the losses differ.")] = False,
     resume: Annotated[
         Path | None, typer.Option("--resume", help="Go on from the newest snapshot of this run's folder, in a new run.")
     ] = None,

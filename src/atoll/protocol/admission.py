@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from atoll.config import Config
-from atoll.ids import SYNCER, Incarnation, LearnerId, Nanos, OuterStep, nanos
+from atoll.ids import SYNCER, Incarnation, LearnerId, OuterStep, nanos
 from atoll.protocol.desk import Desk
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import LEFT as FATE_LEFT
 from atoll.protocol.ledger import LOST as FATE_LOST
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.membership import JOINING, Member, Roster
+from atoll.protocol.pulse import Pulse
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -40,7 +41,7 @@ from atoll.protocol.vocabulary import (
 class Admission:
     def __init__(
         self, config: Config, desk: Desk, roster: Roster, versions: Versions, ledger: Ledger, leases: Leases,
-        expected_round: Callable[[], Nanos], outer_step: Callable[[], OuterStep],
+        pulse: Pulse, outer_step: Callable[[], OuterStep],
     ) -> None:  # fmt: skip
         self._config = config
         self._desk = desk
@@ -48,7 +49,7 @@ class Admission:
         self._versions = versions
         self._ledger = ledger
         self._leases = leases
-        self._expected_round = expected_round
+        self._pulse = pulse
         self._outer_step = outer_step
         self._tickets = 0
 
@@ -57,8 +58,9 @@ class Admission:
     def hello(self, learner: LearnerId, incarnation: Incarnation, body: Hello) -> Member:
         member = self._roster.admit(learner)
         if incarnation != member.incarnation:
-            claims = not body.needs_state and self._leases.claim(learner, body.left, body.own_next)
+            claims = not body.needs_state and self._leases.claim(learner, body.left, body.own_next, body.local_step)
             self._begin_incarnation(member, incarnation, keeps_leases=claims)
+            self._ledger.begins(learner, body.tokens)
         else:
             self._leases.square(
                 learner, body.left, body.own_next, body.local_step, body.grants, broke=not member.connected
@@ -84,7 +86,7 @@ class Admission:
         self._ledger.closed(member.learner, FATE_LOST)
         if not keeps_leases:
             self.release_leases(member)
-        member.incarnation = incarnation
+        member.incarnation, member.born_at = incarnation, self._desk.now
         member.step_ema = None
         member.counted = member.reported = member.tokens = member.samples = member.suspicions = 0
 
@@ -99,7 +101,7 @@ class Admission:
             # a broadcast comes with every round that has something due: every ceil(H/P) outer steps
             p = self._config.protocol
             rounds = 2 * max(1, -(-p.local_steps_per_round // p.fragments))
-            member.join_deadline = self._desk.now + rounds * self._expected_round()
+            member.join_deadline = self._desk.now + self._pulse.broadcast_patience(rounds)
 
     def broadcast_went_out(self, outer_step: OuterStep) -> None:
         """Newcomers now have their t_s."""
@@ -124,7 +126,7 @@ class Admission:
         self._tickets += 1
         member.ticket, member.peer = self._tickets, peer.learner
         interval = self._config.protocol.local_steps_per_round
-        patience = int(self._config.limits.recovery_intervals * max(2, interval) * self._expected_round())
+        patience = int(self._config.limits.recovery_intervals * max(2, interval) * self._pulse.expected_round())
         member.join_deadline = self._desk.now + 2 * patience  # the newcomer gives up first; this is for one that cannot say so
         self._desk.send(peer.learner, Serve(member.ticket, member.learner, member.seen))
         self._desk.send(member.learner, Ticket(member.ticket, peer.learner, member.seen, patience))
@@ -197,6 +199,7 @@ class Admission:
 
     def left(self, member: Member, reason: str) -> None:
         stand(self._desk, member, "left", reason)
+        member.connected = False  # its incarnation is over: nothing it says counts any more, nothing is sent to it
         self._ledger.closed(member.learner, FATE_LEFT)
         self.release_leases(member)
         self.forget_joining(member)

@@ -10,12 +10,13 @@ from atoll.protocol.vocabulary import Grant, Unit
 
 
 class Batches:
-    __slots__ = ("_left", "_me", "_offset", "_self_issued", "_unit_steps", "grants", "own_next")
+    __slots__ = ("_later", "_left", "_me", "_offset", "_self_issued", "_unit_steps", "grants", "own_next")
 
     def __init__(self, me: LearnerId, unit_steps: int) -> None:
         self._me = me
         self._unit_steps = unit_steps
         self._left: deque[Unit] = deque()
+        self._later: list[Grant] = []
         self._self_issued: set[int] = set()
         self.own_next = 0
         self.grants = 0
@@ -25,13 +26,19 @@ class Batches:
         return tuple(self._left)
 
     def place(self) -> tuple[tuple[Unit, ...], int, int]:
-        """For a snapshot: what is left, how far into the first of it, and where one's own stream goes on."""
+        """For a snapshot, at a boundary: what is left, how far into the first of it, and where one's own stream goes on."""
+        if self._offset == self._unit_steps:
+            return tuple(self._left)[1:], 0, self.own_next
         return tuple(self._left), self._offset, self.own_next
 
     def restore(self, left: Sequence[Unit], offset: int, own_next: int) -> None:
         self._left, self._offset, self.own_next = deque(left), offset, own_next
 
-    def granted(self, grant: Grant) -> None:
+    def granted(self, grant: Grant, *, later: bool = False) -> None:
+        """`later`: it was sent after a snapshot's cut and must not be part of what is recorded."""
+        if later:
+            self._later.append(grant)
+            return
         self.grants += 1
         for unit in grant.units:
             if unit.stream == self._me and unit.index in self._self_issued:
@@ -39,6 +46,11 @@ class Batches:
             self._left.append(unit)
         self._self_issued = {i for i in self._self_issued if i >= grant.own_next}
         self.own_next = max(self.own_next, grant.own_next)
+
+    def take_later(self) -> None:
+        later, self._later = self._later, []
+        for grant in later:
+            self.granted(grant)
 
     def draw(self) -> tuple[LearnerId, int]:
         """(stream, position) of the next batch; beyond the grants, on in one's own stream."""

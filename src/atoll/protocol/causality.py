@@ -124,14 +124,14 @@ class Mailbox:
             other = envelope.after  # what it follows was lost with the connection before
         self._incarnations[sender] = incarnation
         self._expected[sender] = (other, envelope.seq + 1) if lane else (envelope.seq + 1, other)
-        self._learn(envelope)
+        self._learn(envelope, anew=incarnation > known)
         return None
 
-    def _learn(self, envelope: Envelope) -> None:
-        """Of everybody else the most that is known; of the sender what it says, a new incarnation counts from zero; of
-        oneself nobody knows better."""
+    def _learn(self, envelope: Envelope, *, anew: bool) -> None:
+        """Of everybody else the most that is known (a message that was overtaken knows less); of a sender's new incarnation
+        what it says, it counts from zero; of oneself nobody knows better."""
         clock = merge_clocks(self.clock, envelope.clock)
-        for source, at in ((envelope.clock, entry(envelope.sender)), (self.clock, entry(self._me))):
+        for source, at in ((envelope.clock if anew else clock, entry(envelope.sender)), (self.clock, entry(self._me))):
             if at < len(source) and clock[at] != source[at]:
                 clock = (*clock[:at], source[at], *clock[at + 1 :])
         self.clock = clock

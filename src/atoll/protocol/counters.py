@@ -5,6 +5,7 @@ Kept as totals minus a base per fragment, so that an inner step costs three addi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.ids import FragmentId, LocalStep
@@ -33,6 +34,13 @@ class Counters:
     def since(self, fragment: FragmentId) -> Count:
         base = self._base[fragment]
         return Count(self.local_step - base.steps, self.tokens - base.tokens, self.samples - base.samples)
+
+    def record(self) -> tuple[LocalStep, int, int, tuple[Count, ...]]:
+        return self.local_step, self.tokens, self.samples, tuple(self.since(p) for p in range(len(self._base)))
+
+    def restore(self, local_step: LocalStep, tokens: int, samples: int, since: Sequence[tuple[int, int, int]]) -> None:
+        self.local_step, self.tokens, self.samples = local_step, tokens, samples
+        self._base = [Count(local_step - s, tokens - t, samples - n) for s, t, n in since] or self._base
 
     def reset(self, fragment: FragmentId) -> None:
         self._base[fragment] = Count(self.local_step, self.tokens, self.samples)

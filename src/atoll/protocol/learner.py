@@ -8,7 +8,6 @@ waits. Under `exact` adoption, or with a bounded lead, it may, and then `Wait` a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from atoll.config import Config
 from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, Nanos, OuterStep, WorkerId, nanos
@@ -19,7 +18,7 @@ from atoll.protocol.departure import Departure
 from atoll.protocol.desk import Desk
 from atoll.protocol.recovery import Errand, Service
 from atoll.protocol.snapshot import marker_of
-from atoll.protocol.staging import Staging
+from atoll.protocol.staging import Pending, Staging
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
@@ -75,12 +74,6 @@ AT_REST = (BOUNDARY, WAITING)
 """No inner step runs: weights may be read and written."""
 
 
-class _Pending(NamedTuple):
-    version: OuterStep
-    previous: OuterStep
-    merged: bool
-
-
 class LearnerMachine:
     def __init__(self, config: Config, learner: LearnerId, incarnation: Incarnation) -> None:
         p = config.protocol
@@ -94,14 +87,13 @@ class LearnerMachine:
         self._has_state = False
         self._session = 0
         self._entering: Enter | None = None
-        self._must_recover = ""
-        self._finish = False
+        self._must_recover, self._finish = "", False
         self.position: OuterStep = 0
         self.outer_known: OuterStep = 0
         self._known_at_boundary: OuterStep = 0
         self.counters = Counters(p.fragments)
         self.held: list[OuterStep] = [NO_VERSION] * p.fragments
-        self._pending: dict[FragmentId, _Pending] = {}
+        self._pending: dict[FragmentId, Pending] = {}
         self._staged = Staging(self._desk)
         self._pulls: list[Pull] = []
         self._adoptions: list[Adoption] = []
@@ -177,7 +169,7 @@ class LearnerMachine:
             case Tick(outer_step=outer_step):
                 self._saw(outer_step)
             case Grant():
-                self._batches.granted(body)
+                self._granted(body)
             case Enter():
                 self._entering = body
                 if self.phase in (JOINING, WAITING):
@@ -206,6 +198,10 @@ class LearnerMachine:
             case _:
                 self._desk.emit(Refuse(envelope.sender, f"{type(body).__name__} is not for a learner", True))
 
+    def _granted(self, body: Grant) -> None:
+        self._return_marker()
+        self._batches.granted(body, later=self.phase == TRAINING and self._marker > self._recorded)
+
     def _saw(self, outer_step: OuterStep) -> None:
         self.outer_known = max(self.outer_known, outer_step)
         self._serve()
@@ -218,7 +214,7 @@ class LearnerMachine:
         pending = self._pending.get(fragment)
         if body.outer_step > (pending.version if pending else self.held[fragment]):
             self._desk.emit(Keep(fragment, body.outer_step, body.previous))
-            self._pending[fragment] = _Pending(body.outer_step, body.previous, self.learner in body.merged)
+            self._pending[fragment] = Pending(body.outer_step, body.previous, self.learner in body.merged)
         self._saw(body.outer_step)
         if self.learner in body.merged and self._departure.merged(fragment):
             return self._goodbye()
@@ -230,8 +226,7 @@ class LearnerMachine:
 
     def _lost(self, peer: WorkerId, reason: str) -> None:
         if peer == SYNCER:
-            self._connected = False
-            self._entering = None
+            self._connected, self._entering = False, None
             self._pulls.clear()
             self._errand.end()
             return
@@ -251,6 +246,7 @@ class LearnerMachine:
 
     def _boundary(self) -> None:
         self._record()
+        self._batches.take_later()
         if self._finish:
             return self._done()
         if self._must_recover:
@@ -274,14 +270,17 @@ class LearnerMachine:
         """A marker was seen: record before anything of later than the marker takes effect."""
         if self._marker > self._recorded and self._has_state:
             self._recorded = self._marker
-            stance = Stance(tuple(self.held), self.position, self.outer_known, *self._batches.place())
-            self._desk.emit(RecordState(self._marker, stance))
+            left, offset, own_next = self._batches.place()
+            stand = tuple(self.held), self.position, self.outer_known, left, offset, own_next
+            self._desk.emit(RecordState(self._marker, Stance(*stand, *self.counters.record())))
 
     def _resumed(self, snapshot: OuterStep, stance: Stance) -> None:
-        """What was announced and not yet adopted is announced again; staged copies are taken anew. Counters start from
-        zero: they are of this incarnation."""
+        """What was announced and not yet adopted is announced again; staged copies are taken anew. Counters go on: they
+        weigh the work that these weights already hold."""
         self.held, self.position, self.outer_known = list(stance.held), stance.position, stance.outer_known
         self._batches.restore(stance.left, stance.offset, stance.own_next)
+        self.counters.restore(stance.local_step, stance.tokens, stance.samples, stance.since)
+        self._desk.mailbox.advance(stance.local_step)
         self._has_state = True
         self._desk.emit(LoadSnapshot(snapshot))
 
@@ -293,12 +292,11 @@ class LearnerMachine:
 
     def _report(self) -> None:
         step = self._last_step
-        stream, batch = self._drawn
         if not self._connected:
             return
         self._send(Report(
             self._session, self.counters.local_step, self.position, self.counters.tokens, self.counters.samples,
-            step.nanos if step else 0, self.waited, stream, batch, tuple(self._adoptions), self._recorded,
+            step.nanos if step else 0, self.waited, *self._drawn, tuple(self._adoptions), self._recorded,
             step.loss if step else None,
         ))  # fmt: skip
         self._adoptions.clear()
@@ -339,7 +337,7 @@ class LearnerMachine:
 
     # ------------------------------------------------------------ adopting
 
-    def _due_at(self, pending: _Pending) -> OuterStep:
+    def _due_at(self, pending: Pending) -> OuterStep:
         policy = self.schedule.policy(pending.version)
         return pending.version + learner_overlap(self.config, policy, self.learner) if policy.exact else 0
 
@@ -417,6 +415,7 @@ class LearnerMachine:
     # ------------------------------------------------------------ joining, recovery, the end
 
     def _hello(self, reason: str) -> None:
+        self._batches.take_later()  # whoever says Hello is of no open snapshot
         held = tuple(self.held) if self._has_state else (NO_VERSION,) * self._fragments
         self._send(Hello(
             held, self.counters.local_step, self.counters.tokens, not self._has_state, self._batches.left(),
@@ -463,7 +462,7 @@ class LearnerMachine:
             self.counters.reset(fragment)
         for fragment, version in body.pending:
             if fragment not in self._pending or self._pending[fragment].version < version:
-                self._pending[fragment] = _Pending(version, NO_VERSION, False)
+                self._pending[fragment] = Pending(version, NO_VERSION, False)
         self._pending = {p: pending for p, pending in self._pending.items() if pending.version > self.held[p]}
         self.outer_known = max(self.outer_known, body.outer_step)
         self._loaded(body.ticket, source)

@@ -75,6 +75,16 @@ class Leases:
         book = self._books.get(learner)
         return book is None or book.ahead < self._ahead_least
 
+    def never_given(self, learner: LearnerId, left: Sequence[Unit]) -> bool:
+        """It names units of another's stream that nobody was ever granted."""
+        return any(unit.stream != learner and unit.index >= self.own_next(unit.stream) for unit in left)
+
+    def may_draw(self, learner: LearnerId, stream: LearnerId, batch: int) -> bool:
+        """What it was granted, and beyond that its own stream."""
+        book = self._books.get(learner)
+        unit = Unit(stream, batch // self.unit_steps)
+        return stream == learner or (book is not None and (unit in book.granted or unit == book.last_done))
+
     def drew(self, learner: LearnerId, stream: LearnerId, batch: int, local_step: LocalStep) -> None:
         """A report says which batch was trained. Units are drawn in the order of grant: those before it are done."""
         book = self._books.setdefault(learner, _Lease(self._fragments))
@@ -132,12 +142,14 @@ class Leases:
             book.done.extend((unit, 0) for unit in lease.done)
             self._awaited.add(lease.learner)
 
-    def claim(self, learner: LearnerId, left: Sequence[Unit], own_next: int) -> bool:
+    def claim(self, learner: LearnerId, left: Sequence[Unit], own_next: int, local_step: LocalStep) -> bool:
         """A learner of the snapshot is back with its state: what it had in hand is its own again."""
         if learner not in self._awaited:
             return False
         self._awaited.discard(learner)
-        self.square(learner, left, own_next, 0, 0)
+        book = self._books[learner]  # its work is in the weights of this local step, not yet in Theta
+        book.done = deque((unit, local_step) for unit, _ in book.done)
+        self.square(learner, left, own_next, local_step, 0)
         return True
 
     def pulled(self, learner: LearnerId, fragment: FragmentId, local_step: LocalStep) -> None:

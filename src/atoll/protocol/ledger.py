@@ -52,6 +52,11 @@ class Ledger:
             self._trained += (tokens - row.tokens) * self._fragments
             row.tokens = tokens
 
+    def begins(self, learner: LearnerId, tokens: int) -> None:
+        """A new incarnation. One that was resumed brings work of the run before: its fate is no matter of these books."""
+        row = self._rows[learner] = _Row(self._fragments)
+        row.tokens, row.settled = tokens, [tokens] * self._fragments
+
     def merged(
         self, learner: LearnerId, fragment: FragmentId, tokens: int, version: OuterStep, c_tokens: int | None = None
     ) -> None:

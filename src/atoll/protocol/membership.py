@@ -37,6 +37,7 @@ class Member:
 
     __slots__ = (
         "_moved",
+        "born_at",
         "connected",
         "counted",
         "deferred",
@@ -80,6 +81,7 @@ class Member:
         self.tokens = 0
         self.samples = 0
         self.step_ema: Nanos | None = None
+        self.born_at: Nanos = 0
         self.heard_at: Nanos = 0
         self.lost_at: Nanos = 0
         self.pulled_at: Nanos = 0

@@ -76,6 +76,11 @@ class Stance(msgspec.Struct, frozen=True, gc=False):
     offset: int
     """Batches of the first unit left that are drawn."""
     own_next: int
+    local_step: LocalStep = 0
+    tokens: int = 0
+    samples: int = 0
+    since: tuple[tuple[int, int, int], ...] = ()
+    """For each fragment the steps, tokens and samples since its last adoption: what its next contribution weighs."""
 
 
 # ---------------------------------------------------------------- messages: learner to syncer

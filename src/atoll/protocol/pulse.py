@@ -17,6 +17,7 @@ class Pulse:
     def __init__(self, config: Config) -> None:
         self._protocol = config.protocol
         self._limits = config.limits
+        self._floor = nanos(config.limits.patience_seconds)
         self.step_time: Nanos = 0
         """Median over the learners of their own averages."""
         self.last_fixed_at: Nanos | None = None
@@ -27,7 +28,9 @@ class Pulse:
 
     # ------------------------------------------------------------ measuring
 
-    def reported(self, member: Member, step: Nanos) -> None:
+    def reported(self, member: Member, step: Nanos, now: Nanos) -> None:
+        """No step took longer than its learner has been here: one that says so must not stretch everybody's pace."""
+        step = min(step, max(now - member.born_at, nanos(self._limits.first_pull_seconds)))
         member.step_ema = ema(member.step_ema, step, self._protocol.ema_weight)
 
     def fixed(self, now: Nanos, in_sync: Iterable[Member]) -> None:
@@ -68,16 +71,19 @@ class Pulse:
     def pull_patience(self) -> Nanos:
         if self._pull_time is None:
             return nanos(self._limits.first_pull_seconds)
-        return 4 * self._pull_time + 4 * max(self.step_time, 1)
+        return max(self._floor, 4 * self._pull_time + 4 * max(self.step_time, 1))
 
     def silence_patience(self, member: Member) -> Nanos:
         if member.step_ema is None:
             return nanos(self._limits.first_pull_seconds)
         away = 2 * max(self._pull_time or 0, self._sync_time or 0)  # a trip there and back, measured: distance is no silence
-        return int(self._limits.silence_steps * max(member.step_ema, self.step_time)) + away
+        return max(self._floor, int(self._limits.silence_steps * max(member.step_ema, self.step_time)) + away)
+
+    def broadcast_patience(self, rounds: int) -> Nanos:
+        return max(self._floor, rounds * self.expected_round())
 
     def give_up_after(self) -> Nanos:
-        return 2 * self._protocol.local_steps_per_round * self.expected_round()
+        return max(self._floor, 2 * self._protocol.local_steps_per_round * self.expected_round())
 
     def watch_interval(self) -> Nanos:
         return self.step_time or nanos(1.0)

@@ -13,6 +13,14 @@ from atoll.protocol.vocabulary import NO_VERSION, Contribution, Stage, Unstage
 Key = tuple[FragmentId, OuterStep]
 
 
+class Pending(NamedTuple):
+    """An announced version that is kept and yet to be adopted."""
+
+    version: OuterStep
+    previous: OuterStep
+    merged: bool
+
+
 class _Copy(NamedTuple):
     local_step: LocalStep
     anchor: OuterStep

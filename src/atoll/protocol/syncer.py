@@ -20,7 +20,7 @@ from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Memb
 from atoll.protocol.pulse import Pulse
 from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, shares_of
 from atoll.protocol.snapshot import Snapshot, marker_of
-from atoll.protocol.validity import claims_too_much, objection
+from atoll.protocol.validity import claims_too_much, hello_claims, objection, report_claims
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
     AbortRound,
@@ -72,7 +72,7 @@ class SyncerMachine:
         self.pulse = Pulse(config)
         self.admission = Admission(
             config, self._desk, self.roster, self.versions, self.ledger, self.leases,
-            self.pulse.expected_round, lambda: self.outer_step,
+            self.pulse, lambda: self.outer_step,
         )  # fmt: skip
         self.rounds = Rounds()
         self._fresh: set[LearnerId] = set()
@@ -177,13 +177,11 @@ class SyncerMachine:
         self._desk.emit(Refuse(learner, reason, disconnect))
 
     def _hello(self, learner: LearnerId, envelope: Envelope, body: Hello) -> None:
-        if len(body.held) != self.config.protocol.fragments or any(v > self.outer_step for v in body.held):
-            self._refuse(learner, "Hello names versions that never were", disconnect=True)
-            return
+        if unearned := hello_claims(body, learner, self.outer_step, self.leases, self._tokens_per_step):
+            return self._refuse(learner, unearned, disconnect=True)
         member = self.roster.get(learner)
         if member is not None and member.standing == LEFT and member.incarnation == envelope.incarnation:
-            self._refuse(learner, "it left; it may come back as a new incarnation", disconnect=True)
-            return
+            return self._refuse(learner, "it left; it may come back as a new incarnation", disconnect=True)
         if member is not None:
             self._gone(member)
             if member.incarnation != envelope.incarnation:
@@ -194,22 +192,21 @@ class SyncerMachine:
         if self.finished:
             self._desk.send(learner, Finish(self.outer_step))
         self._watch_soon()
+        return None
 
     def _report(self, member: Member, body: Report) -> None:
-        if body.tokens > body.local_step * self._tokens_per_step or body.samples > body.tokens:
-            return self._refuse(member.learner, "report claims more tokens than its steps can hold", disconnect=True)
-        if not all(self.versions.ever_was(adoption) for adoption in body.adopted):
-            return self._refuse(member.learner, "report names an adoption that never could be", disconnect=True)
+        if unearned := report_claims(body, member, self.versions, self.leases, self._tokens_per_step):
+            return self._refuse(member.learner, unearned, disconnect=True)
+        newer = body.local_step > member.reported
         self.ledger.trained(member.learner, body.tokens)
-        if body.local_step > 0:  # on entering, before its first step, it has drawn nothing
+        if newer:  # on entering it repeats the last step, which its Hello has accounted for
             self.leases.drew(member.learner, body.stream, body.batch, body.local_step)
         for adoption in body.adopted:
             self._adopted(member, adoption)
-        newer = body.local_step > member.reported
         member.reported = max(member.reported, body.local_step)
         member.tokens, member.samples = body.tokens, body.samples
         if newer:
-            self.pulse.reported(member, body.step_nanos)
+            self.pulse.reported(member, body.step_nanos, self._desk.now)
         if body.session != member.session or member.standing not in (IN_SYNC, SILENT):
             return
         if member.standing == SILENT:
@@ -243,7 +240,7 @@ class SyncerMachine:
             self._refuse(member.learner, f"fragment {body.fragment} is against version {body.anchor}, which is gone")
             self._gone(member)
             return self.admission.recover(member, "a difference against a version that is gone is never re-based")
-        if claims_too_much(body, member.reported, member.tokens, member.samples):
+        if claims_too_much(body, member.reported, member.tokens, member.samples, self._tokens_per_step):
             return self._refuse(member.learner, "contribution claims more than was reported", disconnect=True)
         round_.take(member.learner, body)
         member.suspicions = 0
@@ -291,7 +288,7 @@ class SyncerMachine:
         if not round_.policy.quorum_all:
             return round_.policy.quorum
         if not self.config.protocol.elastic:
-            return max(1, sum(1 for m in self.roster if m.standing != LEFT))
+            return max(1, sum(1 for m in self.roster if m.standing != LEFT and m.incarnation >= 0))
         return max(1, len(self.roster.in_sync()))
 
     def _turn(self) -> None:
@@ -469,7 +466,7 @@ class SyncerMachine:
             self._fresh.discard(member.learner)
             self.snapshot.gone(member.learner)
             self.admission.silent(member, reason)
-            if reason.startswith("declined"):
+            if reason.startswith(("declined", "poisoned")):  # it has answered: nothing more will come to wake it
                 self._returned(member)
         elastic_all = round_.policy.quorum_all and self.config.protocol.elastic
         need = 1 if elastic_all else self._quorum(round_)

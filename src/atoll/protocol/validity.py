@@ -1,12 +1,15 @@
 """Is a learner's message possible at all? Asked before anything believes it: a refusal costs the peer its connection and
-changes nothing else. What depends on the state of a round or a member is judged where that state is."""
+changes nothing else. What depends on the state of a round is judged where that state is."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from atoll.config import Config
-from atoll.ids import OuterStep
+from atoll.ids import LearnerId, OuterStep
+from atoll.protocol.leases import Leases
+from atoll.protocol.membership import Member
+from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Contribution,
@@ -29,7 +32,7 @@ REASON_MAX = 1000
 def objection(config: Config, envelope: Envelope) -> str:
     """Why the syncer refuses this message, or nothing."""
     members = config.limits.members_max
-    if envelope.seq < 0 or not 0 <= envelope.after <= COUNT_MAX or envelope.seq > COUNT_MAX:
+    if not _counts((envelope.seq, envelope.after, envelope.incarnation)):
         return "its sequence number cannot be"
     if len(envelope.clock) > members + 1 or not _counts(envelope.clock):
         return "its clock cannot be"
@@ -83,12 +86,32 @@ def _report(config: Config, body: Report) -> str:
     return ""
 
 
-def claims_too_much(body: Contribution, reported: int, tokens: int, samples: int) -> bool:
-    """A contribution weighs what its learner has reported before, and never more."""
+def hello_claims(body: Hello, learner: LearnerId, outer_step: OuterStep, leases: Leases, tokens_per_step: int) -> str:
+    """What a Hello claims and cannot have: versions, tokens, data."""
+    if any(v > outer_step for v in body.held):
+        return "Hello names versions that never were"
+    if body.tokens > body.local_step * tokens_per_step:
+        return "Hello claims more tokens than its steps can hold"
+    return "Hello names data that nobody was given" if leases.never_given(learner, body.left) else ""
+
+
+def report_claims(body: Report, member: Member, versions: Versions, leases: Leases, tokens_per_step: int) -> str:
+    if body.tokens > body.local_step * tokens_per_step or body.samples > body.tokens:
+        return "report claims more tokens than its steps can hold"
+    if not all(versions.ever_was(adoption) for adoption in body.adopted):
+        return "report names an adoption that never could be"
+    if body.local_step > member.reported and not leases.may_draw(member.learner, body.stream, body.batch):
+        return "report names data that it was not granted"
+    return ""
+
+
+def claims_too_much(body: Contribution, reported: int, tokens: int, samples: int, tokens_per_step: int) -> bool:
+    """A contribution weighs what its learner has reported before, and never more than its steps can hold."""
     return (
         not 0 <= body.c_tokens <= body.tokens <= tokens
         or not 0 <= body.c_steps <= body.local_step <= reported
         or not 0 <= body.c_samples <= samples
+        or body.c_tokens > body.c_steps * tokens_per_step
     )
 
 

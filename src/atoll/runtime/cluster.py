@@ -9,12 +9,9 @@ from __future__ import annotations
 import heapq
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +22,7 @@ from atoll.errors import RunFailed, UserError
 from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
 from atoll.protocol.vocabulary import FixParticipants
 from atoll.runtime.hurdles import Hurdles
+from atoll.runtime.nursery import Child, Nursery
 from atoll.tape.format import Record, Tape
 from atoll.tape.tail import Tail
 
@@ -39,32 +37,24 @@ END_SECONDS = 25.0
 @dataclass
 class _Worker:
     worker: WorkerId
-    command: list[str]
+    argv: list[str]
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    child: Child | None = None
     died: int = 0
     back_at: float | None = None
     """When it is to be started again."""
     slowed: list[float] = field(default_factory=list)
 
-    def start(self) -> None:
+    def start(self, nursery: Nursery) -> None:
         self.back_at = None
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as stderr:
-            self.process = subprocess.Popen(
-                self.command, stdin=subprocess.PIPE, stdout=stderr, stderr=stderr, start_new_session=True
-            )
+        self.child = nursery.spawn(self.argv, self.log)
 
     def signal(self, number: int) -> None:
-        if self.process is not None and self.process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.process.pid, number)
+        if self.child is not None:
+            self.child.signal(number)
 
-    def say(self, text: str) -> None:
-        if self.process is not None and self.process.stdin is not None:
-            with suppress(OSError):
-                self.process.stdin.write(text.encode())
-                self.process.stdin.flush()
+    def code(self) -> int | None:
+        return self.child.poll() if self.child is not None else None
 
     def last_words(self) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
@@ -102,13 +92,14 @@ class LocalCluster:
     def run(self) -> None:
         """Until the syncer says it is over. Whatever happens, no process is left behind."""
         self._prepare()
+        self._nursery = Nursery()
         try:
             self._start_all()
             while not self._syncer_is_done():
                 self._tick()
             self._wait_for_learners()
         finally:
-            self._kill_all()
+            self._nursery.close()
             self._hurdles.stop()
 
     def _prepare(self) -> None:
@@ -122,39 +113,52 @@ class LocalCluster:
             raise UserError(f"--out {self.directory}: cannot be used ({error.strerror})") from None
 
     def _start_all(self) -> None:
-        self._workers[SYNCER] = _Worker(SYNCER, self._syncer_command("127.0.0.1:0"), self.directory / "syncer.log")
-        self._workers[SYNCER].start()
+        self._workers[SYNCER] = _Worker(SYNCER, self._syncer_argv("127.0.0.1:0"), self.directory / "syncer.log")
+        self._workers[SYNCER].start(self._nursery)
         self._address = self._wait_for_address()
         self._hurdles.start(self._address)
         for learner in range(self.config.learners):
-            self._workers[learner] = _Worker(learner, self._learner_command(learner), self._log_of(learner))
-            self._workers[learner].start()
+            self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
+            self._workers[learner].start(self._nursery)
         self._tail = Tail(Tape(self.directory / "syncer" / "run.tape"))
+
+    @property
+    def nursery(self) -> Nursery:
+        """More processes may be started beside those of the run."""
+        return self._nursery
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def syncer_child(self) -> Child:
+        child = self._workers[SYNCER].child
+        assert child is not None
+        return child
 
     def _log_of(self, learner: LearnerId) -> Path:
         return self.directory / "learners" / str(learner) / "log"
 
-    def _syncer_command(self, listen: str) -> list[str]:
-        recipe = str(self.directory / "config.toml")
-        return [sys.executable, "-m", "atoll", "syncer", recipe, "--listen", listen, *self._syncer_options]
+    def _syncer_argv(self, listen: str) -> list[str]:
+        return ["syncer", str(self.directory / "config.toml"), "--listen", listen, *self._syncer_options]
 
-    def _learner_command(self, learner: LearnerId) -> list[str]:
+    def _learner_argv(self, learner: LearnerId) -> list[str]:
         out = self.directory / "learners" / str(learner)
-        command = [
-            sys.executable, "-m", "atoll", "learner", "--syncer", self._hurdles.syncer_address(learner, self._address),
+        argv = [
+            "learner", "--syncer", self._hurdles.syncer_address(learner, self._address),
             "--token", str(self.directory / "syncer" / "token"), "--id", str(learner), "--out", str(out),
             *self._hurdles.listen_options(learner), *self._learner_options,
         ]  # fmt: skip
-        return command + _resume_learner(self._resume, learner, out)
+        return argv + _resume_learner(self._resume, learner, out)
 
     def _wait_for_address(self) -> str:
         path = self.directory / "syncer" / "address"
         until = time.monotonic() + START_SECONDS
         syncer = self._workers[SYNCER]
         while not path.exists():
-            assert syncer.process is not None
-            if syncer.process.poll() is not None:
-                self._fail_as(syncer, syncer.process.returncode)
+            code = syncer.code()
+            if code is not None:
+                self._fail_as(syncer, code)
             if time.monotonic() > until:
                 raise RunFailed(f"the syncer did not start within {START_SECONDS:.0f} s: {syncer.last_words()}")
             self._pause.wait(TICK_SECONDS)
@@ -175,9 +179,9 @@ class LocalCluster:
     def _look_after(self, w: _Worker, now: float) -> None:
         if w.back_at is not None:
             if now >= w.back_at:
-                w.start()
+                w.start(self._nursery)
             return
-        code = w.process.poll() if w.process is not None else None
+        code = w.code()
         if code is None or code == 0:
             return
         w.died += 1
@@ -194,7 +198,7 @@ class LocalCluster:
 
     def _syncer_is_done(self) -> bool:
         w = self._workers[SYNCER]
-        return w.back_at is None and w.process is not None and w.process.poll() == 0
+        return w.back_at is None and w.code() == 0
 
     def _wait_for_learners(self) -> None:
         for record in self._tail.more():
@@ -203,48 +207,41 @@ class LocalCluster:
         learners = [w for w in self._workers.values() if w.worker != SYNCER and w.back_at is None]
         for w in learners:
             w.signal(signal.SIGCONT)
-        while time.monotonic() < until and any(w.process is not None and w.process.poll() is None for w in learners):
+        while time.monotonic() < until and any(w.code() is None for w in learners):
             self._pause.wait(TICK_SECONDS)
             if time.monotonic() > until - END_SECONDS + 5.0:
                 for w in learners:
                     w.signal(signal.SIGTERM)
-
-    def _kill_all(self) -> None:
-        for w in self._workers.values():
-            w.signal(signal.SIGKILL)
-            if w.process is not None:
-                w.process.wait()
-                if w.process.stdin is not None:
-                    with suppress(OSError):
-                        w.process.stdin.close()
 
     # ------------------------------------------------------------ faults
 
     def _begin_plan(self) -> None:
         self._clock0 = time.monotonic()
         for fault in self._plan.faults:
-            self._at(fault.at, partial(self._strike, fault))
+            self._at(fault.at, partial(self.strike, fault))
 
     def _at(self, seconds: float, call: Callable[[], None]) -> None:
         assert self._clock0 is not None
         self._count += 1
         heapq.heappush(self._agenda, (self._clock0 + seconds, self._count, call))
 
-    def _strike(self, fault: Fault) -> None:
+    def strike(self, fault: Fault) -> None:
+        """Now, whatever its `at` says."""
+        began = time.monotonic() - (self._clock0 or time.monotonic())
         self.struck.append(describe(fault).strip())
         self._say(f"chaos: {self.struck[-1]}")
         match fault:
             case Kill(learner=learner, lasts=lasts):
                 self._kill(self._workers[learner], lasts)
             case KillSyncer(lasts=lasts):
-                self._workers[SYNCER].command = self._syncer_command(self._address)
+                self._workers[SYNCER].argv = self._syncer_argv(self._address)
                 self._kill(self._workers[SYNCER], lasts)
             case Pause(learner=learner, lasts=lasts):
                 self._workers[learner].signal(signal.SIGSTOP)
-                self._at(fault.at + lasts, lambda: self._workers[learner].signal(signal.SIGCONT))
+                self._at(began + lasts, lambda: self._workers[learner].signal(signal.SIGCONT))
             case Slow(learner=learner, factor=factor, lasts=lasts):
                 self._slow(learner, factor)
-                self._at(fault.at + lasts, lambda: self._slow(learner, -factor))
+                self._at(began + lasts, lambda: self._slow(learner, -factor))
             case Partition() | Clog() | Corrupt():
                 self._hurdles.strike(fault)
 
@@ -252,8 +249,8 @@ class LocalCluster:
         if w.back_at is not None:
             return  # it is dead already
         w.signal(signal.SIGKILL)
-        if w.process is not None:
-            w.process.wait()
+        if w.child is not None:
+            w.child.wait()
         w.slowed.clear()
         w.back_at = time.monotonic() + lasts
 
@@ -267,7 +264,8 @@ class LocalCluster:
         total = 1.0
         for each in w.slowed:
             total *= each
-        w.say(f"slow {total}\n")
+        if w.child is not None:
+            w.child.say(f"slow {total}\n")
 
 
 def _resume_syncer(resume: tuple[Path, int] | None) -> list[str]:

@@ -60,8 +60,9 @@ def _token(token: str | Path | None, keys: Path | None) -> str:
 
 
 def address_of(
-    syncer: str, token: str | Path | None, keys: Path | None, name: str | None, run: str, listen: str, advertise: str, insecure: bool
-) -> Address:
+    syncer: str, token: str | Path | None, keys: Path | None, name: str | None, run: str, listen: str, advertise: str,
+    insecure: bool,
+) -> Address:  # fmt: skip
     """The environment speaks where an argument does not: a loop that runs in many places names neither in its source."""
     if keys is None and os.environ.get("ATOLL_KEYS"):
         keys = Path(os.environ["ATOLL_KEYS"])

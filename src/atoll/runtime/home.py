@@ -21,7 +21,7 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from atoll.config import CUSTOM, Config, to_toml
+from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
 from atoll.executor.durable import DurableDisk, lock_directory
 from atoll.executor.environment import code_version, cpu_capability
@@ -125,7 +125,7 @@ class Home:
         """Feed the tape to the machine: that is the state. What lies on disk besides is made to agree with it."""
         tape = Tape(self.tape_path)
         self.run, self.epoch = tape.header.run, tape.header.epoch
-        if tape.header.config != msgspec.to_builtins(self.config):
+        if from_builtins(tape.header.config) != self.config:  # as values: JSON knows no tuples, so plain ones never match
             raise UserError(
                 f"directory {self.directory}: holds run {self.run} with another config; give the same recipe or another folder"
             )

@@ -95,6 +95,7 @@ class Learner:
         self._began = 0
         self._step_nanos = 0
         self._completed = 0
+        self._inside = 0
         self._skipped = 0
         self._attached = False
         self._checked = False
@@ -152,8 +153,15 @@ class Learner:
         called by a signal handler."""
         self._live.leave(reason)
 
-    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """A scaler that finds Inf does not call the optimiser at all; a fused one is called, and skips by this flag."""
+    def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._inside += 1
+
+    def _step_ended(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """A scaler that finds Inf does not call the optimiser at all; a fused one is called, and skips by this flag. An
+        optimiser that calls its parent's step brings us here twice: the step is done when the outermost is."""
+        self._inside -= 1
+        if self._inside > 0:
+            return
         found = getattr(optimizer, "found_inf", None)
         if found is None or not bool(found):
             self._completed += 1
@@ -161,7 +169,7 @@ class Learner:
             self._boundary()
 
     def _boundary(self) -> bool:
-        completed, self._completed = self._completed, 0
+        completed, self._completed, self._inside = self._completed, 0, 0
         counted, self._counted = self._counted, _Counted()
         if self.over:
             self._current = None
@@ -281,8 +289,8 @@ class Learner:
             stack.push(self._go)
             log.info("learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
             self._take_next()
-            hook = self._optimizer.register_step_post_hook(self._optimizer_stepped)
-            stack.callback(hook.remove)
+            stack.callback(self._optimizer.register_step_pre_hook(self._step_begins).remove)
+            stack.callback(self._optimizer.register_step_post_hook(self._step_ended).remove)
             self._at_exit = stack.pop_all()
         return self
 

@@ -16,7 +16,7 @@ from atoll.executor.syncer import Disk, TensorHands, initial_versions
 from atoll.executor.workbench import Workbench, language_workbench
 from atoll.ids import LearnerId, OuterStep
 from atoll.tape.format import Record
-from atoll.tape.replay import replay
+from atoll.tape.replay import Machine, replay
 from atoll.tape.weave import open_run
 from atoll.views.run import RunView, Summary, summarise
 
@@ -27,7 +27,7 @@ def verdict(
 ) -> Summary:  # fmt: skip
     view = RunView(config.learners, from_first_step=True)
 
-    def observe(record: Record) -> None:
+    def observe(record: Record, machine: Machine) -> None:
         view(record.now, record.worker, record.event, record.effects)
 
     outcome = replay(open_run(directory), progress=progress, observe=observe)

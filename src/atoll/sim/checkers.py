@@ -72,6 +72,8 @@ class Safety:
         self._announced: OuterStep = 0
         self._incarnation: dict[LearnerId, int] = {}
         self._tokens: dict[tuple[LearnerId, int], int] = {}
+        self._brought: dict[tuple[LearnerId, int], int] = {}
+        """Trained before this run, by learners that were resumed."""
         self._pending: dict[LearnerId, dict[FragmentId, OuterStep]] = defaultdict(dict)
         self._held: dict[LearnerId, dict[FragmentId, OuterStep]] = defaultdict(dict)
         self._unit_steps = config.protocol.local_steps_per_round
@@ -128,6 +130,7 @@ class Safety:
             key = (e.sender, e.incarnation)
             refused = any(isinstance(x, Refuse) for x in effects)
             if not refused:
+                self._brought.setdefault(key, e.body.tokens)
                 self._tokens[key] = max(self._tokens.get(key, 0), e.body.tokens)
 
     def _decided(self, effect: Effect) -> None:
@@ -234,7 +237,7 @@ class Safety:
         fates = syncer.fates()
         self._demand(fates.add_up(), 8, f"fates do not add up: {fates}")
         self._demand(fates.in_flight >= 0 and fates.merged >= 0, 8, f"negative fates: {fates}")
-        reported = sum(self._tokens.values()) * self._fragments
+        reported = (sum(self._tokens.values()) - sum(self._brought.values())) * self._fragments
         self._demand(fates.trained == reported, 8, f"{reported} (token, fragment) were reported, the books have {fates.trained}")
         versions, limit = syncer.versions, self.config.limits.versions_max
         for fragment in range(self._fragments):

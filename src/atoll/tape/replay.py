@@ -62,7 +62,7 @@ def replay(
     tape: Source,
     hands_for: Callable[[WorkerId, int], Hands] | None = None,
     progress: Callable[[int], None] | None = None,
-    observe: Callable[[Record], None] | None = None,
+    observe: Callable[[Record, Machine], None] | None = None,
 ) -> Outcome:
     """Stops at the first difference with its story."""
     try:
@@ -93,7 +93,7 @@ def replay(
             _check_weights(record, digests)
             digests.update(_carry_out(hands[key], record, effects, post))
         if observe is not None:
-            observe(record)
+            observe(record, machines[key])
         if progress is not None:
             progress(record.number)
     if syncer is None:

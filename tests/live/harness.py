@@ -1,0 +1,115 @@
+"""Live runs for tests: real processes on loopback, and a judge that reads their tapes afterwards.
+
+A run is small (a nano decoder, few fragments), but nothing in it is played: syncer and learners are processes, kills are
+SIGKILL, links fail in a proxy. `judge` feeds the tapes to new machines, demands every taped decision, and asks the same
+invariant checker as the simulator after every event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from atoll.chaos import Fault, Plan
+from atoll.config import Config, load
+from atoll.executor.durable import DurableDisk
+from atoll.executor.environment import use_threads
+from atoll.ids import SYNCER, LearnerId
+from atoll.protocol.learner import LearnerMachine
+from atoll.protocol.syncer import SyncerMachine
+from atoll.protocol.vocabulary import Effect, Send, Started
+from atoll.runtime.cluster import LocalCluster
+from atoll.runtime.verdict import hands_for_replay
+from atoll.sim.checkers import Safety
+from atoll.sim.run import replay_run
+from atoll.tape.format import Record
+from atoll.tape.replay import Machine, Outcome, replay
+from atoll.tape.weave import open_run
+
+Watch = Callable[[LocalCluster, Record], None]
+
+
+def small(learners: int = 3, *, preset: str = "decoupled", outer_steps: int = 150, **sections: Any) -> Config:
+    """Steps of some ten milliseconds: a run of a few seconds."""
+    overrides: dict[str, Any] = {
+        "learners": learners,
+        "outer_steps": outer_steps,
+        "data": {"max_bytes": 200_000, "seq_len": 32, "batch_size": 4, "heldout_batches": 2},
+        "inner": {"learning_rate": 0.003},
+    }
+    if preset == "decoupled":
+        overrides["protocol"] = {"fragments": 6, "local_steps_per_round": 6}
+    for section, keys in sections.items():
+        overrides[section] = overrides.get(section, {}) | keys
+    return load(preset_name=preset, overrides=overrides)
+
+
+def run(
+    directory: Path, config: Config, *faults: Fault, watch: Watch | None = None, resume: tuple[Path, int] | None = None
+) -> LocalCluster:
+    """To the end. `watch` sees the syncer's records as they come, and may strike."""
+    cluster: LocalCluster
+
+    def seen(record: Record) -> None:
+        if watch is not None:
+            watch(cluster, record)
+
+    cluster = LocalCluster(config, directory, Plan(tuple(faults)), watch=seen, resume=resume)
+    cluster.run()
+    return cluster
+
+
+class _Cast:
+    """What the checker asks of a cluster, from machines that are re-derived."""
+
+    def __init__(self) -> None:
+        self._syncer: SyncerMachine | None = None
+        self._learners: dict[LearnerId, LearnerMachine] = {}
+
+    @property
+    def syncer(self) -> SyncerMachine:
+        assert self._syncer is not None
+        return self._syncer
+
+    def learner(self, learner: LearnerId) -> LearnerMachine | None:
+        return self._learners.get(learner)
+
+    def learn(self, record: Record, machine: Machine) -> None:
+        if isinstance(record.event, Started):
+            if isinstance(machine, SyncerMachine):
+                self._syncer = machine
+            elif isinstance(machine, LearnerMachine):
+                self._learners[record.worker] = machine
+
+
+def judge(directory: Path, config: Config) -> Outcome:
+    """Every decision as taped, every invariant held after every event, and the fates of all tokens add up."""
+    cast, safety = _Cast(), Safety(config)
+    safety.attach(cast)  # type: ignore[arg-type]
+
+    def observe(record: Record, machine: Machine) -> None:
+        cast.learn(record, machine)
+        safety(record.now, record.worker, record.event, record.effects)
+
+    outcome = replay(open_run(directory), observe=observe)
+    assert outcome.fates is not None and outcome.fates.add_up()
+    assert outcome.outer_step == config.outer_steps
+    return outcome
+
+
+def retrain(directory: Path) -> None:
+    """Train it all again from the tapes, and demand the live run's Theta bit for bit."""
+    use_threads(1)
+    _, theta, _ = replay_run(open_run(directory), weights=True, hands_of=hands_for_replay(directory))
+    assert theta == DurableDisk.open(directory / "syncer", read_only=True).theta_sha256()
+
+
+def effects_of(directory: Path, *kinds: type[Effect]) -> list[Any]:
+    """The syncer's decisions of these kinds, in order."""
+    found = (e for r in open_run(directory).records() if r.worker == SYNCER for e in r.effects)
+    return [e for e in found if isinstance(e, kinds)]
+
+
+def sends(record: Record, kind: type[Any]) -> list[Any]:
+    return [e.envelope for e in record.effects if isinstance(e, Send) and isinstance(e.envelope.body, kind)]

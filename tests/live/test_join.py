@@ -1,0 +1,459 @@
+"""`atoll.join`: loops of anybody's own as learners, against a real syncer on loopback.
+
+Syncer and loops run in threads of this process, over real connections: what is asked here is about a loop, not about
+processes. Those are in test_examples.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import atoll
+from atoll.config import Config, load
+from atoll.errors import ConfigError, DataError, RunFailed, UserError
+from atoll.executor.state import StorageFailed
+from atoll.protocol.vocabulary import FixParticipants, Goodbye, Received, Recovered, StepDone
+from atoll.runtime import home as home_module
+from atoll.runtime.home import Home
+from atoll.runtime.syncer import SyncerProcess
+from atoll.tape.format import Tape
+
+pytestmark = pytest.mark.live
+
+PATIENCE_SECONDS = 60.0
+ONE_ROUND_A_STEP = {"local_steps_per_round": 2, "fragmentation": "sub_tensor", "fragments": 2, "overlap": 1, "codec_up": "fp32"}
+
+
+def custom(preset: str = "decoupled", **sections: Any) -> Config:
+    overrides = {
+        "learners": 2, "outer_steps": 12, "model": {"name": "custom"}, "data": {"batch_size": 4},
+        "protocol": ONE_ROUND_A_STEP if preset == "decoupled" else {"local_steps_per_round": 2},
+    }  # fmt: skip
+    return load(preset_name=preset, overrides=overrides | sections)
+
+
+class Syncer:
+    """One that listens in a thread of this process."""
+
+    def __init__(self, directory: Path, config: Config) -> None:
+        self.directory = directory
+        self.home = Home(directory, config, None)
+        self._process = SyncerProcess(self.home, "127.0.0.1:0")
+        self._listens = threading.Event()
+        write = self.home.write_address
+
+        def said(address: str) -> None:
+            write(address)
+            self._listens.set()
+
+        self.home.write_address = said  # type: ignore[method-assign]
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        assert self._listens.wait(PATIENCE_SECONDS)
+
+    def _run(self) -> None:
+        self._loop.run_until_complete(self._process.run())
+        self._loop.close()
+
+    def join(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> atoll.Learner:
+        return atoll.join(
+            self._process.address, model, optimizer, token=self.directory / "token",
+            out=options.pop("out", None) or self.directory / f"learner-{id(model)}", **options,
+        )  # fmt: skip
+
+    def end(self) -> None:
+        self._thread.join(PATIENCE_SECONDS)
+        assert not self._thread.is_alive(), "its run did not end"
+
+    def stop(self) -> None:
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._process.leave)
+            self.end()
+            cut(self.home)
+
+    def tape(self) -> list[Any]:
+        return list(Tape(self.directory / "run.tape").records())
+
+
+def cut(home: Home) -> None:
+    """Its tape stays without an end, as a killed syncer's does; a process would close the file by ending."""
+    home.tape.__exit__(KeyboardInterrupt, None, None)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[Config], Syncer]]:
+    made: list[Syncer] = []
+
+    def make(config: Config) -> Syncer:
+        made.append(Syncer(tmp_path / f"syncer{len(made)}", config))
+        return made[-1]
+
+    yield make
+    for syncer in made:
+        syncer.stop()
+    ours = [t.name for t in threading.enumerate() if t.name.startswith(("network", "snapshot", "Thread-"))]
+    assert not [name for name in ours if "_poll_wrapper" not in name], "threads were left (gRPC's own stays with the process)"
+
+
+def model_of(width: int = 4, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+
+
+def train(learner: atoll.Learner, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> bool:
+    """One step of anybody's loop."""
+    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) + seed
+    loss = model(inputs).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return learner.step(tokens=4, loss=loss)
+
+
+def steps_taped(directory: Path) -> list[StepDone]:
+    return [r.event for r in Tape(directory / "0.tape").records() if isinstance(r.event, StepDone)]
+
+
+# ---------------------------------------------------------------- what changes in a loop, and when
+
+
+def test_weights_and_buffers_are_everybodys_after_a_merge_and_ones_own_between(start: Callable[[Config], Syncer]) -> None:
+    """diloco with H = 2 waits for everybody, inside step(): after every second step all learners hold the same."""
+    syncer = start(custom("diloco", outer_steps=6))
+    both = threading.Barrier(2)
+
+    def loop(seed: int) -> list[dict[str, Tensor]]:
+        model = model_of(seed=seed)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        seen = []
+        with syncer.join(model, optimizer, wants=seed) as learner:
+            both.wait(PATIENCE_SECONDS)
+            while not learner.over:
+                train(learner, model, optimizer, seed)
+                seen.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+        return seen
+
+    with ThreadPoolExecutor(2) as pool:
+        ours, theirs = pool.map(loop, range(2))
+    syncer.end()
+    merges = [e.participants for r in syncer.tape() for e in r.effects if isinstance(e, FixParticipants) if e.fragments]
+    assert merges == [(0, 1)] * 3
+    for at in (1, 3):
+        assert ours[at].keys() == theirs[at].keys()
+        assert all(torch.equal(ours[at][name], theirs[at][name]) for name in ours[at]), f"after step {at + 1}"
+    for at in (0, 2):
+        assert not torch.equal(ours[at]["1.running_mean"], theirs[at]["1.running_mean"]), "their data are not alike"
+    assert not torch.equal(ours[1]["1.running_mean"], ours[0]["1.running_mean"])
+    assert (syncer.directory / "theta.safetensors").exists()
+
+
+def test_joining_brings_theta_before_the_first_step_and_the_second_learners_weights_are_forgotten(
+    start: Callable[[Config], Syncer],
+) -> None:
+    syncer = start(custom("diloco", learners=1))
+    first, second = model_of(seed=1), model_of(seed=2)
+    brought = [parameter.detach().clone() for parameter in first.parameters()]
+    with syncer.join(first, torch.optim.AdamW(first.parameters())) as one:
+        assert not one.over and one.outer_step == 0 and one.progress == 0.0
+        assert all(torch.equal(a, b) for a, b in zip(brought, first.parameters(), strict=True))
+        with syncer.join(second, torch.optim.AdamW(second.parameters())) as two:
+            assert two.id != one.id
+            assert all(torch.equal(a, b) for a, b in zip(brought, second.parameters(), strict=True))
+    assert one.over and two.over
+
+
+def test_step_that_a_scaler_skips_does_not_count_and_its_batch_is_tried_again(
+    start: Callable[[Config], Syncer], tmp_path: Path
+) -> None:
+    """A plain optimiser is not called at all by the scaler; a fused one is called, and skips by itself."""
+    for fused in (False, True):
+        syncer = start(custom("diloco", learners=1, outer_steps=4))
+        model = nn.Linear(3, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        data = torch.randn(64, 3)
+        batches, counted = [], []
+        with syncer.join(model, optimizer, out=tmp_path / str(fused)) as learner:
+            for at, batch in enumerate(learner.shard(data)):
+                batches.append(batch)
+                loss = model(batch).square().mean() * (float("inf") if at == 1 else 1.0)
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                counted.append(learner.step(tokens=batch.numel(), loss=loss))
+        syncer.end()
+        assert counted == [True, False, True, True, True]
+        assert torch.equal(batches[1], batches[2]) and not torch.equal(batches[0], batches[1])
+        steps = steps_taped(tmp_path / str(fused))
+        assert [(s.tokens, s.samples) for s in steps] == [(12, 4)] * 4
+        assert all(s.loss is not None for s in steps), "the loss of the skipped step is not of the next one"
+
+
+def test_accumulated_batches_make_one_step_and_an_attached_optimiser_reports_itself(
+    start: Callable[[Config], Syncer], tmp_path: Path
+) -> None:
+    syncer = start(custom("diloco", learners=1, outer_steps=4, inner={"accumulate": 3}))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = torch.arange(96.0).repeat_interleave(3).view(96, 3) / 96
+    seen: list[float] = []
+    with syncer.join(model, optimizer, out=tmp_path / "l") as learner:
+        learner.attach()
+        for at, batch in enumerate(learner.shard(data, batch_size=2), 1):
+            seen += batch[:, 0].tolist()
+            loss = model(batch).square().mean()
+            (loss / 3).backward()
+            learner.count(tokens=batch.numel(), loss=float(at))
+            if at % 3 == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+        with pytest.raises(UserError, match="attached"):
+            learner.step()
+    syncer.end()
+    assert len(seen) == 4 * 3 * 2 and len(set(seen)) == len(seen), "no sample twice"
+    assert [(s.tokens, s.samples, s.loss) for s in steps_taped(tmp_path / "l")] == [(18, 6, 3.0 * k - 1) for k in range(1, 5)]
+
+
+def test_mistakes_of_a_loop_are_told_apart(start: Callable[[Config], Syncer]) -> None:
+    syncer = start(custom("diloco", learners=1))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(16, 3)
+    with syncer.join(model, optimizer) as learner:
+        with pytest.raises(UserError, match=r"before learner\.step.*inner\.accumulate"):
+            for batch in learner.shard(data):
+                model(batch).sum().backward()
+        with pytest.raises(DataError, match="no length"):
+            learner.shard(iter(data))
+        with pytest.raises(DataError, match="0 samples"):
+            learner.shard([])
+        with pytest.raises(UserError, match="negative"):
+            learner.step(tokens=-1)
+        optimizer.step()
+        optimizer.step()
+        with pytest.raises(UserError, match="called 2 times"):
+            learner.step()
+        with pytest.raises(RunFailed, match="no optimiser step completed"):
+            while True:
+                assert not learner.step(), "no step was taken"
+        model.register_buffer("late", torch.zeros(1))
+        model.weight = nn.Parameter(model.weight.detach().clone())
+        optimizer.step()
+        with pytest.raises(ConfigError, match="weight was replaced"):
+            learner.step()
+
+
+# ---------------------------------------------------------------- coming and going
+
+
+def test_learner_with_another_model_is_refused_and_the_first_trains_on(start: Callable[[Config], Syncer]) -> None:
+    syncer = start(custom(learners=1))
+    model, other = model_of(), model_of(width=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with syncer.join(model, optimizer) as learner:
+        with (
+            pytest.raises(ConfigError, match="not the one this run trains"),
+            syncer.join(other, torch.optim.SGD(other.parameters(), lr=0.01)),
+        ):
+            pass
+        while not learner.over:
+            train(learner, model, optimizer)
+    syncer.end()
+    assert syncer.home.machine.finished
+
+
+def test_loop_that_raises_leaves_at_once_and_the_other_goes_on(start: Callable[[Config], Syncer]) -> None:
+    syncer = start(custom(outer_steps=40))
+    left = threading.Event()
+
+    def fails() -> None:
+        model = model_of(seed=1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        try:
+            with syncer.join(model, optimizer, wants=1) as learner:
+                train(learner, model, optimizer)
+                raise ZeroDivisionError("of the user's own")
+        finally:
+            left.set()
+
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with ThreadPoolExecutor(1) as pool, syncer.join(model, optimizer, wants=0) as learner:
+        failed = pool.submit(fails)
+        while not learner.over:
+            if learner.outer_step == 20:
+                assert left.wait(PATIENCE_SECONDS)
+            train(learner, model, optimizer)
+        with pytest.raises(ZeroDivisionError):
+            failed.result(PATIENCE_SECONDS)
+    syncer.end()
+    words = [r.event.envelope for r in syncer.tape() if isinstance(r.event, Received)]
+    farewells = [(e.sender, e.body.reason) for e in words if isinstance(e.body, Goodbye)]
+    assert farewells == [(1, "its loop ended by ZeroDivisionError")]
+    assert syncer.home.machine.finished
+
+
+def test_loop_that_breaks_says_goodbye_and_a_step_after_the_end_is_harmless(start: Callable[[Config], Syncer]) -> None:
+    syncer = start(custom(outer_steps=1000))
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with syncer.join(model, optimizer) as learner:
+        for _ in range(5):
+            train(learner, model, optimizer)
+    assert learner.over and not train(learner, model, optimizer)
+    syncer.stop()
+    words = [r.event.envelope.body for r in syncer.tape() if isinstance(r.event, Received)]
+    assert [w.reason for w in words if isinstance(w, Goodbye)] == ["its loop ended"]
+
+
+def test_late_learner_takes_a_peers_optimiser_state_but_not_its_rate_and_theta_where_optimisers_differ(
+    start: Callable[[Config], Syncer],
+) -> None:
+    syncer = start(custom(outer_steps=10**6, learners=1))
+    model, alike, unlike = model_of(), model_of(seed=1), model_of(seed=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
+    stop = threading.Event()
+
+    def first(started: threading.Event) -> None:
+        with syncer.join(model, optimizer, wants=0) as learner:
+            while not stop.is_set():
+                train(learner, model, optimizer)
+                if learner.outer_step > 4:
+                    started.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        started = threading.Event()
+        running = pool.submit(first, started)
+        try:
+            assert started.wait(PATIENCE_SECONDS)
+            adam = torch.optim.AdamW(alike.parameters(), lr=0.5)
+            with syncer.join(alike, adam, wants=1):
+                assert adam.state and adam.param_groups[0]["lr"] == 0.5
+            sgd = torch.optim.SGD(unlike.parameters(), lr=0.5)
+            with syncer.join(unlike, sgd, wants=2):
+                assert not sgd.state
+        finally:
+            stop.set()
+        running.result(PATIENCE_SECONDS)
+    syncer.stop()
+    recovered = [e for r in syncer.tape() for e in r.effects if isinstance(e, Recovered)]
+    assert [(e.learner, e.source) for e in recovered] == [(0, -1), (1, 0), (2, -1)]
+
+
+def test_syncer_killed_while_it_takes_a_model_asks_the_next_learner_again(
+    tmp_path: Path, start: Callable[[Config], Syncer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The n-th write fails, for every n: whatever is left, a new syncer in that folder trains."""
+    config = custom(learners=1, outer_steps=3)
+    offer: list[bytes] = []
+    taken = Home.take_model
+    monkeypatch.setattr(Home, "take_model", lambda self, payload: (offer.append(bytes(payload)), taken(self, payload))[1])
+    syncer = start(config)
+    model = model_of()
+    with syncer.join(model, torch.optim.SGD(model.parameters(), lr=0.01)):
+        pass
+    monkeypatch.undo()
+    home = Home(tmp_path / "killed", config, None)
+
+    def full(path: Path, chunks: Any) -> None:
+        raise StorageFailed(f"{path}: no space left")
+
+    monkeypatch.setattr(home_module, "write_file", full)
+    with pytest.raises(StorageFailed):
+        home.take_model(memoryview(offer[0]))
+    home.close(complete=False)
+    cut(home)
+    monkeypatch.undo()
+    again = Home(tmp_path / "killed", config, None)
+    assert again.layout is None
+    again.take_model(memoryview(offer[0]))
+    again.close(complete=False)
+    cut(again)
+    third = Home(tmp_path / "killed", config, None)
+    assert third.layout is not None
+    third.close(complete=False)
+    cut(third)
+
+
+# ---------------------------------------------------------------- refused at the door
+
+
+class Callables(torch.optim.SGD):
+    def __init__(self, params: Any, when: str) -> None:
+        super().__init__(params, lr=0.1)
+        self.when = when
+        if when == "start":
+            self.param_groups[0]["rule"] = lambda: None
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["rule"] = lambda: None
+
+
+class DistributedDataParallel(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_what_cannot_be_a_learner_is_refused_before_anybody_is_dialled() -> None:
+    model = model_of()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    some = torch.optim.SGD(list(model.parameters())[1:], lr=0.1)
+    meta = nn.Linear(2, 2, device="meta")
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    refused: list[tuple[Any, Any, dict[str, Any], str]] = [
+        (DistributedDataParallel(model), sgd, {}, "several ranks to a learner are not supported yet"),
+        (model, object(), {}, "takes a torch.optim.Optimizer"),
+        ("gpt2", sgd, {}, "takes a torch.nn.Module"),
+        (model_of(), sgd, {}, "not of the model"),
+        (model, some, {}, "parameter 0.weight trains and is not in the optimizer"),
+        (model, Callables(model.parameters(), "start"), {}, "Callables cannot be sent to a learner that recovers.*rule"),
+        (meta, torch.optim.SGD(meta.parameters()), {}, "meta device"),
+        (mixed, torch.optim.SGD(mixed.parameters()), {}, "on one device"),
+        (model, sgd, {"syncer": "syncer.example:7077"}, "beyond this machine.*keys"),
+        (model, sgd, {"syncer": "nowhere"}, "syncer"),
+        (model, sgd, {"listen": "0.0.0.0:1"}, "listen 0.0.0.0:1: goes beyond"),
+        (model, sgd, {"token": None}, "no token"),
+        (model, sgd, {"token": Path("/no/such/file")}, "/no/such/file"),
+    ]
+    for brought, optimizer, options, sentence in refused:
+        arguments: dict[str, Any] = {"syncer": "127.0.0.1:1", "token": "t"} | options
+        with pytest.raises(UserError, match=sentence):
+            atoll.join(arguments.pop("syncer"), brought, optimizer, **arguments)
+
+
+def test_optimiser_state_that_cannot_travel_is_refused_at_the_step_that_makes_it(start: Callable[[Config], Syncer]) -> None:
+    syncer = start(custom(learners=1))
+    model = model_of()
+    optimizer = Callables(model.parameters(), "step")
+    with pytest.raises(ConfigError, match="Callables cannot be sent"), syncer.join(model, optimizer) as learner:
+        train(learner, model, optimizer)
+
+
+def test_run_that_does_not_fit_a_loop_of_ones_own_is_refused(start: Callable[[Config], Syncer]) -> None:
+    syncer = start(load(preset_name="ddp", overrides={"model": {"name": "custom"}, "learners": 1}))
+    model = model_of()
+    with pytest.raises(ConfigError, match="choose a preset that averages weights"), syncer.join(
+        model, torch.optim.SGD(model.parameters(), lr=0.1)
+    ):
+        pass
+
+
+def test_importing_atoll_brings_no_torch_until_join_is_asked_for() -> None:
+    code = "import sys, atoll; assert 'torch' not in sys.modules; atoll.join; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)
