@@ -1,6 +1,6 @@
 """A syncer and a learner on one machine, a learner on another, mutual TLS between them, on a link as it is and on a slow one.
 
-    sudo python bench/two_machines.py [--rate 20mbit] [--outer-steps 150] [--width 256] [--connections 1] [--keep DIR]
+    sudo python bench/two_machines.py [--rate 20mbit] [--outer-steps 100] [--width 256] [--connections 1] [--keep DIR]
 
 The machines are network namespaces joined by a veth pair (Linux, root, `ip` and `tc` of iproute2); the slow link is a token
 bucket (tbf) in both directions. Prints a table, then one JSON object on a line. The namespaces are gone afterwards, also
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -23,12 +22,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 A, B = "10.77.0.1", "10.77.0.2"
 PORT = 7077
+STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 START_SECONDS, RUN_SECONDS, END_SECONDS = 120.0, 600.0, 60.0
 
 
@@ -48,8 +49,8 @@ class Result:
     wire_mbit_per_second_up: float
     """Everything on the link, TLS and all, on average over the run."""
     wire_mbit_per_second_down: float
-    transfer_mbyte_per_second_down: float | None
-    """Median of what learner 1 says of single transfers above 1 MiB."""
+    pause_seconds: dict[str, float]
+    """The longest time a learner took no inner step, to the end of the run: a recovery, which is not counted as waiting."""
     merged_both: float
     """Share of rounds that merged both learners."""
     waited_seconds: float
@@ -84,8 +85,8 @@ def machines() -> Iterator[tuple[str, str]]:
 
 
 def limit(name: str, rate: str) -> None:
-    words = ["tc", "-n", name, "qdisc", "replace", "dev", "cable", "root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms"]
-    done = subprocess.run(words, capture_output=True, text=True)
+    bucket = ["tbf", "rate", rate, "burst", "64kb", "latency", "100ms"]
+    done = subprocess.run(["tc", "-n", name, "qdisc", "replace", "dev", "cable", "root", *bucket], capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"--rate {rate}: tc says: {done.stderr.strip().splitlines()[0]}")
 
@@ -162,8 +163,9 @@ def one_run(link: str, rate: str | None, folder: Path, options: argparse.Namespa
             limit(b, rate)
         where = f"{A}:{PORT}"
         processes.start(
-            a, "syncer", "syncer", "--learners", "2", *settings(options), "--listen", where, "--keys", keys, "--dir", folder / "syncer"
-        )
+            a, "syncer", "syncer", "--learners", "2", *settings(options), "--listen", where, "--keys", keys,
+            "--dir", folder / "syncer",
+        )  # fmt: skip
         processes.wait_for(folder / "syncer" / "address", "syncer")
         for learner, (namespace, address) in enumerate(((a, A), (b, B))):
             processes.start(
@@ -184,32 +186,40 @@ def measured(link: str, folder: Path, wire_up: int, wire_down: int) -> Result:
     from atoll.runtime.verdict import verdict
 
     summary = verdict(load(folder / "syncer" / "config.toml"), folder)
-    steps = {learner: step_nanos(folder / "learners" / learner) for learner in "01"}
+    steps = {learner: inner_steps(folder / "learners" / learner) for learner in "01"}
+    end = max(found[-1][1] for found in steps.values())
     far = next(t for t in summary.traffic if t.learner == 1)
     rounds = sum(summary.participants.values())
-    said = re.findall(r"down ([\d.]+) MB/s", (folder / "learner-1.log").read_text())
-    rates = [float(rate) for rate in said if float(rate) > 0]
     return Result(
         link=link, outer_steps=summary.outer_steps, seconds=round(summary.seconds, 2),
         outer_steps_per_second=round(summary.outer_steps / summary.seconds, 2),
-        step_milliseconds={learner: round(statistics.median(nanos) / 1e6, 1) for learner, nanos in steps.items()},
-        inner_steps={learner: len(nanos) for learner, nanos in steps.items()},
+        step_milliseconds={learner: median_milliseconds(found) for learner, found in steps.items()},
+        inner_steps={learner: len(found) for learner, found in steps.items()},
         bytes_up=far.bytes_up, bytes_down=far.bytes_down,
         wire_mbit_per_second_up=round(8 * wire_up / 1e6 / summary.seconds, 2),
         wire_mbit_per_second_down=round(8 * wire_down / 1e6 / summary.seconds, 2),
-        transfer_mbyte_per_second_down=statistics.median(rates) if rates else None,
+        pause_seconds={learner: round(longest_pause(found, end) / 1e9, 2) for learner, found in steps.items()},
         merged_both=round(summary.participants.get("2", 0) / rounds, 3) if rounds else 0.0,
         waited_seconds=summary.waited_seconds, goodput=round(summary.goodput, 3),
         loss_first=summary.loss_first, loss_final=summary.loss_final,
     )  # fmt: skip
 
 
-def step_nanos(folder: Path) -> list[int]:
+def median_milliseconds(steps: list[tuple[int, int]]) -> float:
+    return round(statistics.median(end - begin for begin, end in steps) / 1e6, 1)
+
+
+def longest_pause(steps: list[tuple[int, int]], end: int) -> int:
+    return max(after[0] - before[1] for before, after in pairwise([*steps, (end, end)]))
+
+
+def inner_steps(folder: Path) -> list[tuple[int, int]]:
+    """When each began and ended, in nanoseconds of the run's clock."""
     from atoll.protocol.vocabulary import StepDone
     from atoll.tape.format import Tape
 
     records = (record for path in folder.glob("*.tape") for record in Tape(path).records())
-    return [record.event.nanos for record in records if isinstance(record.event, StepDone)]
+    return sorted((r.now - r.event.nanos, r.now) for r in records if isinstance(r.event, StepDone))
 
 
 # ---------------------------------------------------------------- what is shown
@@ -226,7 +236,7 @@ def table(results: Sequence[Result]) -> str:
         ("inner steps (learner 0 / 1)", [pair(r.inner_steps) for r in results]),
         ("payload of learner 1, up / down, MB", [f"{r.bytes_up / 1e6:.1f} / {r.bytes_down / 1e6:.1f}" for r in results]),
         ("on the wire, up / down, Mbit/s", [f"{r.wire_mbit_per_second_up} / {r.wire_mbit_per_second_down}" for r in results]),
-        ("one transfer down, MB/s", [f"{r.transfer_mbyte_per_second_down or '-'}" for r in results]),
+        ("longest pause, s (learner 0 / 1)", [pair(r.pause_seconds) for r in results]),
         ("rounds that merged both", [f"{r.merged_both:.1%}" for r in results]),
         ("learners waited, s", [f"{r.waited_seconds}" for r in results]),
         ("goodput", [f"{r.goodput}" for r in results]),
@@ -236,24 +246,27 @@ def table(results: Sequence[Result]) -> str:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
+    """Once: a second signal must not interrupt the cleaning up."""
+    for each in STOPPING:
+        signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="20mbit", help="of the slow link, as tc writes it")
-    parser.add_argument("--outer-steps", type=int, default=150)
+    parser.add_argument("--outer-steps", type=int, default=100)
     parser.add_argument("--width", type=int, default=256, help="of the model; the link must feel it")
     parser.add_argument("--connections", type=int, default=1, help="for bulk data, a learner")
     parser.add_argument("--keep", type=Path, help="a new folder for logs and tapes; by default they are thrown away")
     options = parser.parse_args()
     if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        print("bench/two_machines.py makes network namespaces: run it as root on Linux, with ip and tc (iproute2)", file=sys.stderr)
+        print("two_machines.py makes network namespaces: run it as root on Linux, with ip and tc (iproute2)", file=sys.stderr)
         raise SystemExit(2)
     if options.keep is not None and options.keep.exists():
         print(f"--keep {options.keep}: is there already; name a new folder", file=sys.stderr)
         raise SystemExit(2)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+    for number in STOPPING:
         signal.signal(number, stop)
     with tempfile.TemporaryDirectory(prefix="atoll-two-") as scratch:
         folder = options.keep or Path(scratch)

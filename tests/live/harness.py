@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from atoll.chaos import Fault, Plan
+from atoll.chaos import Fault, Plan, Slow
 from atoll.config import Config, load
 from atoll.executor.durable import DurableDisk
 from atoll.executor.environment import use_threads
@@ -30,13 +30,18 @@ from atoll.tape.weave import open_run
 Watch = Callable[[LocalCluster, Record], None]
 
 
+UNHURRIED = 3.0
+"""Learners are slowed by so much: steps last longer than they cost, and one machine has room for all processes."""
+
+
 def small(learners: int = 3, *, preset: str = "decoupled", outer_steps: int = 150, **sections: Any) -> Config:
-    """Steps of some ten milliseconds: a run of a few seconds."""
+    """Steps of a few milliseconds, slowed to some twenty: 50 outer steps a second."""
     overrides: dict[str, Any] = {
         "learners": learners,
         "outer_steps": outer_steps,
         "data": {"max_bytes": 200_000, "seq_len": 32, "batch_size": 4, "heldout_batches": 2},
         "inner": {"learning_rate": 0.003},
+        "model": {"numbers": {"width": 16, "layers": 1, "heads": 2}},
     }
     if preset == "decoupled":
         overrides["protocol"] = {"fragments": 6, "local_steps_per_round": 6}
@@ -55,7 +60,8 @@ def run(
         if watch is not None:
             watch(cluster, record)
 
-    cluster = LocalCluster(config, directory, Plan(tuple(faults)), watch=seen, resume=resume)
+    slow = [Slow(0.0, m, UNHURRIED, 1e6) for m in range(config.learners)]
+    cluster = LocalCluster(config, directory, Plan((*slow, *faults)), watch=seen, resume=resume)
     cluster.run()
     return cluster
 

@@ -356,7 +356,7 @@ def test_late_learner_takes_a_peers_optimiser_state_but_not_its_rate_and_theta_w
 def test_syncer_killed_while_it_takes_a_model_asks_the_next_learner_again(
     tmp_path: Path, start: Callable[[Config], Syncer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The n-th write fails, for every n: whatever is left, a new syncer in that folder trains."""
+    """Between its two writes: the versions are there, and whose they are is not written down."""
     config = custom(learners=1, outer_steps=3)
     offer: list[bytes] = []
     taken = Home.take_model
@@ -437,6 +437,29 @@ def test_what_cannot_be_a_learner_is_refused_before_anybody_is_dialled() -> None
             atoll.join(arguments.pop("syncer"), brought, optimizer, **arguments)
 
 
+def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    with pytest.raises(ConfigError, match="one of 2 ranks"):
+        atoll.join("127.0.0.1:1", model, torch.optim.SGD(model.parameters()), token="t")
+
+
+def test_folder_of_another_learner_is_refused_and_the_learner_in_it_trains_on(
+    start: Callable[[Config], Syncer], tmp_path: Path
+) -> None:
+    syncer = start(custom(learners=1))
+    model, other = model_of(), model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with syncer.join(model, optimizer, out=tmp_path / "l") as learner:
+        with (
+            pytest.raises(UserError, match="exists already"),
+            syncer.join(other, torch.optim.SGD(other.parameters()), out=tmp_path / "l"),
+        ):
+            pass
+        assert train(learner, model, optimizer)
+
+
 def test_optimiser_state_that_cannot_travel_is_refused_at_the_step_that_makes_it(start: Callable[[Config], Syncer]) -> None:
     syncer = start(custom(learners=1))
     model = model_of()
@@ -455,5 +478,7 @@ def test_run_that_does_not_fit_a_loop_of_ones_own_is_refused(start: Callable[[Co
 
 
 def test_importing_atoll_brings_no_torch_until_join_is_asked_for() -> None:
-    code = "import sys, atoll; assert 'torch' not in sys.modules; atoll.join; assert 'torch' in sys.modules"
+    code = "import sys, atoll; assert 'join' in atoll.__all__ and 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_SECONDS)
+    with pytest.raises(AttributeError, match="no attribute 'joyn'"):
+        _ = atoll.joyn

@@ -177,7 +177,7 @@ def test_address_that_others_can_reach_is_refused_without_keys(tmp_path: Path) -
         "atoll: --listen 0.0.0.0:0: others can reach it; give --keys DIR (see `atoll keys`), or say --insecure"
     ]
     assert learner.lines == [
-        "atoll: --syncer 10.255.255.1:7077: is not on this machine; give --keys DIR (see `atoll keys`), or say --insecure"
+        "atoll: --syncer 10.255.255.1:7077: goes beyond this machine; give --keys, a folder that `atoll keys` made, or say --insecure"
     ]
     assert not (tmp_path / "syncer").exists()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from atoll.config import Config
+from atoll.chaos import Plan
+from atoll.config import Config, load
 from atoll.executor.hands import Blob, Hands
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
 from atoll.executor.shelf import Picture, Shelf
@@ -19,9 +21,10 @@ from atoll.protocol.vocabulary import (
     RecordSyncer,
     Reissue,
     SealSnapshot,
+    Started,
     StepDone,
 )
-from atoll.sim.checkers import Safety
+from atoll.sim.checkers import Liveness, Safety
 from atoll.sim.cluster import Cluster, HandsFor
 
 Batch = tuple[LearnerId, int]
@@ -86,29 +89,39 @@ class Drawn:
         self.by: dict[LearnerId, list[Batch]] = {}
         self.reissued: set[tuple[int, int]] = set()
         self._drawing: dict[LearnerId, Batch] = {}
+        self._recorded: dict[tuple[LearnerId, OuterStep], int] = {}
 
     def __call__(self, now: int, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
         if isinstance(event, StepDone):
             self.by.setdefault(worker, []).append(self._drawing.pop(worker))
+        if isinstance(event, Started):
+            self._drawing.pop(worker, None)
         for effect in effects:
             if isinstance(effect, InnerStep):
                 self._drawing[worker] = (effect.stream, effect.batch)
+            elif isinstance(effect, RecordState):
+                self._recorded[worker, effect.snapshot] = len(self.by.get(worker, ()))
             elif isinstance(effect, Reissue):
                 self.reissued.update((u.stream, u.index) for u in effect.units)
 
     def all(self) -> list[Batch]:
         return [batch for batches in self.by.values() for batch in batches]
 
+    def until_recorded(self, snapshot: OuterStep) -> dict[LearnerId, list[Batch]]:
+        """What each learner had trained when it recorded its state."""
+        return {m: self.by.get(m, [])[:count] for (m, marker), count in self._recorded.items() if marker == snapshot}
+
 
 class Run:
     """One virtual run with every invariant watched, whole or up to an outer step."""
 
-    def __init__(self, config: Config, hands: HandsFor, *, resume: Picture | None = None) -> None:
+    def __init__(self, config: Config, hands: HandsFor, *, resume: Picture | None = None, plan: Plan | None = None) -> None:
         self.config, self.hands = config, hands
         self.drawn = Drawn()
         self.log: list[tuple[int, WorkerId, Event, Sequence[Effect]]] = []
         safety = Safety(config)
-        self.cluster = Cluster(config, hands_for=hands, observers=[safety, self.drawn, self._see], resume=resume)
+        watching = [safety, self.drawn, self._see]
+        self.cluster = Cluster(config, plan=plan, hands_for=hands, observers=watching, resume=resume)
         safety.attach(self.cluster)
 
     def _see(self, now: int, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
@@ -136,3 +149,45 @@ def newest_sealed(shelf: Shelf) -> Picture:
     sealed = [t for t, picture in shelf.pictures.items() if picture.sealed is not None]
     assert sealed, "no snapshot was sealed"
     return shelf.pictures[max(sealed)]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "decoupled": {"fragments": 6, "local_steps_per_round": 6},
+    "streaming": {"fragments": 3, "local_steps_per_round": 6, "fragmentation": "balanced"},
+    "diloco": {"local_steps_per_round": 6},
+    "async_diloco": {"local_steps_per_round": 6, "overlap": 6},
+    "fedavg": {"local_steps_per_round": 6},
+    "ddp": {},
+}
+
+
+def config_for(preset: str, learners: int, *, every: int = 10, outer_steps: int = 60, **cluster: Any) -> Config:
+    return load(preset_name=preset, overrides={
+        "learners": learners, "outer_steps": outer_steps, "protocol": CASES[preset] | {"snapshot_interval": every},
+        "cluster": {"slow_share": 0.34} | cluster, "data": {"batch_size": 2, "seq_len": 16, "max_bytes": 400_000},
+        "model": {"numbers": {"width": 16, "mlp": 32}}, "limits": {"muster_seconds": 20.0},
+    })  # fmt: skip
+
+
+class Story:
+    """Two runs: one killed at an outer step, one that goes on from its newest snapshot."""
+
+    def __init__(self, preset: str, learners: int, *, had: int = 4, stop: int = 37, plan: Plan | None = None, **cluster: Any):
+        first = config_for(preset, had, **cluster)
+        hands = ShelvingHands(first)
+        self.before = Run(first, hands).until_outer_step(stop)
+        self.picture = newest_sealed(hands.shelf)
+        assert self.picture.books is not None
+        self.snapshot = self.picture.books.outer_step
+        config = config_for(preset, learners, **cluster)
+        again = ShelvingHands(config, self.picture.versions.copy(), hands.shelf)
+        self.after = Run(config, again, resume=self.picture, plan=plan).whole()
+        Liveness(self.after.cluster).check_end()
+
+    def trained_before(self) -> set[tuple[int, int]]:
+        return {batch for batches in self.before.drawn.until_recorded(self.snapshot).values() for batch in batches}
+
+    def may_repeat(self) -> set[tuple[int, int]]:
+        """Batches of units that were handed out again: some of them were trained before, and not known to be merged."""
+        steps = self.after.config.protocol.local_steps_per_round
+        return {(stream, index * steps + k) for stream, index in self.after.drawn.reissued for k in range(steps)}

@@ -8,9 +8,14 @@ from typing import Any
 
 import msgspec
 import pytest
+import test_lanes
+from resumption import Story
 from scenario import verdict
 
+from atoll.errors import AtollError
 from atoll.protocol.admission import Admission
+from atoll.protocol.causality import Mailbox
+from atoll.protocol.counters import Counters
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Ledger
@@ -18,7 +23,7 @@ from atoll.protocol.membership import Member
 from atoll.protocol.round import Rounds
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.versions import Versions
-from atoll.protocol.vocabulary import Merge
+from atoll.protocol.vocabulary import Books, Merge
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -131,12 +136,67 @@ def lost_members_are_still_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Admission, "lost", lost)
 
 
+def marker_overtakes_what_lies_before_the_cut(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Mailbox, "_marks", lambda self, body: False)
+
+
+def claimed_leases_go_back_to_the_pool(patch: pytest.MonkeyPatch) -> None:
+    right = Leases.claim
+
+    def claim(self: Leases, learner: int, *hello: Any) -> bool:
+        claimed = right(self, learner, *hello)
+        self._pool.extend(self._books[learner].granted if claimed else ())
+        return claimed
+
+    patch.setattr(Leases, "claim", claim)
+
+
+def resumed_counters_start_from_zero(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Counters, "restore", lambda self, *numbers: None)
+
+
+def restored_syncer_gathers_the_first_round(patch: pytest.MonkeyPatch) -> None:
+    right = SyncerMachine._restored
+
+    def restored(self: SyncerMachine, books: Books) -> None:
+        rounds = dict(self.rounds)
+        right(self, books)
+        self.rounds.update(rounds)
+
+    patch.setattr(SyncerMachine, "_restored", restored)
+
+
 BUGS: list[Bug] = [
     quorum_off_by_one, merge_in_arrival_order, announce_before_it_is_stored, restarted_syncer_forgets_the_last_outer_step,
     learner_waits_for_the_syncer, learner_stops_without_a_word, tokens_are_merged_twice,
     deltas_against_forgotten_versions_are_taken, an_announcement_is_not_adopted, leases_are_granted_twice,
     any_number_of_rounds_in_flight, snapshot_recorded_after_adopting, lost_members_are_still_counted,
 ]  # fmt: skip
+
+
+def resumes_with_other_learners() -> None:
+    for preset in ("decoupled", "diloco"):
+        story = Story(preset, 2, stop=25, outer_steps=90)
+        drawn = story.after.drawn.all()
+        assert len(drawn) == len(set(drawn))
+        assert not story.trained_before() & set(drawn) - story.may_repeat()
+
+
+def resumes_weighing_all_alike() -> None:
+    story = Story("diloco", 4, stop=25, slow_factor=3.0)
+    assert all(s.weight == 1.0 for e in story.after.effects(Merge) if isinstance(e, Merge) for s in e.shares)
+
+
+def snapshots_on_a_slow_link() -> None:
+    test_lanes.test_report_that_returns_a_snapshots_marker_overtakes_nothing()
+
+
+BEYOND_CHAOS: list[tuple[Bug, Callable[[], None]]] = [
+    (marker_overtakes_what_lies_before_the_cut, snapshots_on_a_slow_link),
+    (claimed_leases_go_back_to_the_pool, resumes_with_other_learners),
+    (resumed_counters_start_from_zero, resumes_weighing_all_alike),
+    (restored_syncer_gathers_the_first_round, resumes_weighing_all_alike),
+]
 RARE = [silent_members_never_come_back]
 """Caught too, but only by a seed that takes its time."""
 
@@ -162,6 +222,14 @@ def test_planted_bug_is_caught_within_50_seeds(bug: Bug) -> None:
 @pytest.mark.parametrize("bug", RARE, ids=lambda bug: bug.__name__)
 def test_rarely_felt_bug_is_caught_within_50_seeds(bug: Bug) -> None:
     assert seed_that_catches(bug) is not None, f"{bug.__name__} survived 50 seeds"
+
+
+@pytest.mark.parametrize(("bug", "judge"), BEYOND_CHAOS, ids=lambda it: it.__name__)
+def test_planted_bug_of_lanes_or_resuming_is_caught_by_its_judge(bug: Bug, judge: Callable[[], None]) -> None:
+    """Chaos plans have fast links and resume nothing: these are judged where they are felt."""
+    judge()
+    with planted(bug), pytest.raises((AtollError, AssertionError, KeyError)):
+        judge()
 
 
 def test_without_a_planted_bug_the_same_seeds_are_clean() -> None:

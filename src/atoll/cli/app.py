@@ -114,12 +114,15 @@ def learner(
     quiet: Annotated[bool, typer.Option("--quiet", help="Warnings and errors only.")] = False,
 ) -> None:
     """Run one learner: it gets its whole config from the syncer, trains, and never waits."""
+    from atoll.runtime.entrance import address_of
     from atoll.runtime.worker import WorkerOptions, run_worker
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("WORLD_SIZE is above 1: a learner is one process so far; start several learners instead of ranks")
     live.log_to_stderr(verbose=not quiet)
-    address = live.learner_address(syncer_address, token, run, keys, name, listen, advertise, connections, insecure)
+    address = address_of(
+        syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"
+    )
     run_worker(WorkerOptions(address, wants, out_dir, device, threads, allow_model or [], resume, obey_stdin))
 
 

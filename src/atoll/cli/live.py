@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from atoll.executor.snapshots import SnapshotInfo
     from atoll.executor.syncer import TensorHands
     from atoll.executor.workbench import Workbench
-    from atoll.runtime.learner import Address
     from atoll.tape.format import Record
     from atoll.views.run import RunView, Summary
 
@@ -90,44 +89,6 @@ def _until_eof(loop: asyncio.AbstractEventLoop, leave: Callable[[], None]) -> No
     for _ in sys.stdin:
         pass
     loop.call_soon_threadsafe(leave)
-
-
-def learner_address(
-    syncer: str, token_file: Path | None, run: str, keys: Path | None, name: str | None, listen: str, advertise: str,
-    connections: int, insecure: bool,
-) -> Address:  # fmt: skip
-    from atoll.runtime.learner import Address
-    from atoll.transport import client_credentials, server_credentials
-    from atoll.transport.keys import LEARNER_NAME, SYNCER_NAME, is_loopback, load_learner, read_token, split_address
-
-    split_address(syncer)
-    if not is_loopback(syncer) and keys is None and not insecure:
-        raise UserError(f"--syncer {syncer}: is not on this machine; give --keys DIR (see `atoll keys`), or say --insecure")
-    for option, value in (("--listen", listen), ("--advertise", advertise)):
-        if value:
-            try:
-                split_address(value)
-            except UserError as error:
-                raise UserError(f"{option}: {error}") from None
-    if listen and not is_loopback(listen) and keys is None and not insecure:
-        raise UserError(f"--listen {listen}: others can reach it; give --keys DIR, or say --insecure")
-    client = peer = server = None
-    if keys is not None:
-        found = load_learner(keys, name)
-        client = client_credentials(found.ca, found.certificate, found.key, SYNCER_NAME)
-        peer = client_credentials(found.ca, found.certificate, found.key, LEARNER_NAME)
-        server = server_credentials(found.certificate, found.key, found.ca)
-    token = os.environ.get("ATOLL_TOKEN", "")
-    if token_file is None and keys is not None and (keys / "token").exists():
-        token_file = keys / "token"
-    if token_file is not None:
-        token = read_token(token_file).reveal()
-    if not token:
-        raise UserError("no token: give --token FILE (the syncer's folder holds it as `token`), or set ATOLL_TOKEN")
-    return Address(
-        syncer=syncer, token=token, run=run, credentials=client, peer_credentials=peer, server_credentials=server,
-        listen=listen, advertise=advertise, connections=connections,
-    )  # fmt: skip
 
 
 def make_keys_command(directory: Path, learners: int, days: int, add: bool) -> list[Path]:

@@ -255,7 +255,7 @@ class TensorSyncer:
         contributions = self._accepted[effect.outer_step, p]
         weights = [share.weight for share in effect.shares]
         parts = [contributions[share.learner] for share in effect.shares]
-        deltas = [self._outer_gradient(fragment, previous, *part) for part in parts]
+        deltas = self._outer_gradients(fragment, previous, parts)
         buffers = merge_buffers([part[1] for part in parts], weights, fragment)
         if self._rule is None:
             theta, inner = self._inner_step(fragment, previous, mean(deltas, weights), effect.outer_step)
@@ -269,13 +269,23 @@ class TensorSyncer:
         theta, outer = outer_step(previous.theta, delta, previous.outer, self._rule)
         return self._announced(previous, theta, buffers, outer, None)
 
-    def _outer_gradient(self, fragment: Fragment, present: Version, packet: Packet, _: Tensor, announced: Tensor) -> Tensor:
-        """Anchored at the present: Theta - theta_m, theta_m rebuilt from the version it was sent against."""
-        sent = self._up.decode(packet)
+    def _outer_gradients(
+        self, fragment: Fragment, present: Version, parts: Sequence[tuple[Packet, Tensor, Tensor]]
+    ) -> list[Tensor]:
+        """Anchored at the present: Theta - theta_m, theta_m rebuilt from the version it was sent against. How far Theta is
+        from a version is the same for all who were sent it, and is worked out once."""
+        deltas = [self._up.decode(packet) for packet, _, _ in parts]  # new tensors, ours to add to
         if self._config.protocol.anchor != "present":
-            return sent
-        base = cast_like(fragment, announced)
-        return sent if present.theta is base else sent + (present.theta - base)
+            return deltas
+        moved: dict[int, Tensor | None] = {}
+        for delta, (_, _, announced) in zip(deltas, parts, strict=True):
+            if id(announced) not in moved:
+                base = cast_like(fragment, announced)
+                moved[id(announced)] = None if present.theta is base else present.theta - base
+            drift = moved[id(announced)]
+            if drift is not None:
+                delta.add_(drift)
+        return deltas
 
     def _inner_step(
         self, fragment: Fragment, previous: Version, gradient: Tensor, outer_step_: OuterStep

@@ -50,6 +50,7 @@ class Member:
         "join_reason",
         "joined_at",
         "learner",
+        "lent",
         "lost_at",
         "peer",
         "position",
@@ -89,6 +90,9 @@ class Member:
         self.suspicions = 0
         self.held: list[OuterStep] = [NO_VERSION] * fragments
         self.sent: list[OuterStep] = [NO_VERSION] * fragments
+        self.lent: dict[FragmentId, OuterStep] = {}
+        """What it held when it was pulled from: its answer may be a difference to that, though a report of a newer adoption
+        overtakes it."""
         self.deferred: dict[FragmentId, OuterStep] = {}
         # joining
         self.entering = False

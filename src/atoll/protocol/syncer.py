@@ -83,8 +83,7 @@ class SyncerMachine:
         self._last_commit_at: Nanos = 0
         self._watch_at: Nanos | None = None
         self._hold_until: Nanos | None = None
-        self.refused = 0
-        self.finished = False
+        self.refused, self.finished = 0, False
 
     # ------------------------------------------------------------ the door
 
@@ -243,6 +242,7 @@ class SyncerMachine:
         if claims_too_much(body, member.reported, member.tokens, member.samples, self._tokens_per_step):
             return self._refuse(member.learner, "contribution claims more than was reported", disconnect=True)
         round_.take(member.learner, body)
+        self.versions.give_back(member, (body.fragment,))
         member.suspicions = 0
         self.pulse.pulled(self._desk.now - member.pulled_at)
         self.leases.pulled(member.learner, body.fragment, body.local_step)
@@ -361,6 +361,7 @@ class SyncerMachine:
         )
         if round_.due:
             for learner in participants:
+                self.versions.lend(learner, round_.due)
                 self._desk.send(learner, Pull(round_.outer_step, round_.due))
         self.pulse.fixed(now, self.roster.in_sync())
         self._fresh.clear()
@@ -461,6 +462,7 @@ class SyncerMachine:
             return
         self._desk.emit(Discard(outer_step, member.learner, reason))
         round_.drop(member.learner)
+        self.versions.give_back(member, round_.due)
         if silence and round_.policy.exact and member.standing == IN_SYNC:
             # exact adoption has no place for one that is out of step: it must enter again
             self._fresh.discard(member.learner)
@@ -468,8 +470,7 @@ class SyncerMachine:
             self.admission.silent(member, reason)
             if reason.startswith(("declined", "poisoned")):  # it has answered: nothing more will come to wake it
                 self._returned(member)
-        elastic_all = round_.policy.quorum_all and self.config.protocol.elastic
-        need = 1 if elastic_all else self._quorum(round_)
+        need = 1 if round_.policy.quorum_all and self.config.protocol.elastic else self._quorum(round_)
         if len(round_.participants) < need:
             self._regather(round_, f"{len(round_.participants)} left of a quorum of {need}")
 
@@ -479,6 +480,7 @@ class SyncerMachine:
             member = self.roster.get(learner)
             if member is not None:
                 member.counted = min(member.counted, counted)
+                self.versions.give_back(member, round_.due)
         round_.counted_before.clear()
         round_.regather(self._desk.now)
         self.rounds.close_gathering_after(round_.outer_step)
@@ -537,8 +539,8 @@ class SyncerMachine:
     def _started(self, incarnation: int) -> None:
         """First start, or a return from the dead: what was not stored is gathered again."""
         self._desk.mailbox.restart(incarnation)
-        for round_ in self.rounds.values():
-            self._desk.emit(AbortRound(round_.outer_step, "the syncer restarted before storing it"))
+        for outer_step in self.rounds:
+            self._desk.emit(AbortRound(outer_step, "the syncer restarted before storing it"))
         self.rounds.clear()
         self._fresh.clear()
         self.snapshot.abandon("the syncer restarted")

@@ -94,9 +94,22 @@ class Versions:
         """After a Hello or a load: what the learner says it has is all it has."""
         member.held = list(held)
         member.sent = list(held)
+        member.lent.clear()
         member.deferred.clear()
 
     # ------------------------------------------------------------ forgetting
+
+    def lend(self, learner: LearnerId, fragments: Sequence[FragmentId]) -> None:
+        """A pull is on its way: keep what the answer may be a difference to. Rounds in flight have different fragments, so
+        there is one to remember for each."""
+        member = self._roster.get(learner)
+        assert member is not None
+        member.lent.update((p, member.held[p]) for p in fragments)
+
+    @staticmethod
+    def give_back(member: Member, fragments: Sequence[FragmentId]) -> None:
+        for p in fragments:
+            member.lent.pop(p, None)
 
     def prune(self, fragments: Sequence[FragmentId]) -> None:
         for fragment in fragments:
@@ -111,7 +124,7 @@ class Versions:
     def watermark(self, fragment: FragmentId) -> OuterStep:
         """The oldest version of a fragment that any member may still send a difference against. Members report every
         adoption, so this is finer than their clocks: those say what a learner has seen, not what it has taken over."""
-        held = (m.held[fragment] for m in self._roster if self._holds(m, fragment))
+        held = (min(m.held[fragment], m.lent.get(fragment, m.held[fragment])) for m in self._roster if self._holds(m, fragment))
         return min(held, default=self.newest(fragment))
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from atoll.tensors.access import read_buffers, read_params
 from atoll.tensors.layout import Layout
 from atoll.transport import LinkFailed, Refused, client_credentials, server_credentials, upload
 from atoll.transport.keys import LEARNER_NAME, SYNCER_NAME, is_loopback, load_learner, read_token, split_address
+
+log = logging.getLogger("atoll.learner")
 
 UPLOAD_SECONDS: Final = 60.0
 UPLOAD_BYTES_PER_SECOND_LEAST: Final = 1e6
@@ -50,20 +53,12 @@ async def _offer(address: Address, placement: Placement, payload: Sequence[Any])
         raise RunFailed(f"syncer {address.syncer}: the model could not be brought: {error}") from None
 
 
-def _token(token: str | Path | None, keys: Path | None) -> str:
-    if token is None and keys is not None and (keys / "token").exists():
-        token = keys / "token"
-    found = read_token(token).reveal() if isinstance(token, Path) else token or os.environ.get("ATOLL_TOKEN", "")
-    if not found:
-        raise UserError("no token: give token=Path(...) (the syncer's folder holds it as `token`), or set ATOLL_TOKEN")
-    return found
-
-
 def address_of(
     syncer: str, token: str | Path | None, keys: Path | None, name: str | None, run: str, listen: str, advertise: str,
-    insecure: bool,
+    insecure: bool, *, connections: int = 1, dash: str = "",
 ) -> Address:  # fmt: skip
-    """The environment speaks where an argument does not: a loop that runs in many places names neither in its source."""
+    """The environment speaks where an argument does not: a loop that runs in many places names neither in its source.
+    `dash` is how the caller spells its arguments: "--" on a command line."""
     if keys is None and os.environ.get("ATOLL_KEYS"):
         keys = Path(os.environ["ATOLL_KEYS"])
     for argument, value in (("syncer", syncer), ("listen", listen), ("advertise", advertise)):
@@ -71,19 +66,33 @@ def address_of(
             try:
                 split_address(value)
             except UserError as error:
-                raise UserError(f"{argument}: {error}") from None
+                raise UserError(f"{dash}{argument}: {error}") from None
     for argument, value in (("syncer", syncer), ("listen", listen)):
         if value and not is_loopback(value) and keys is None and not insecure:
             raise UserError(
-                f"{argument} {value}: goes beyond this machine; give keys=Path(...) (see `atoll keys`), or insecure=True"
+                f"{dash}{argument} {value}: goes beyond this machine; give {dash}keys, a folder that `atoll keys` made, or say "
+                f"{dash}insecure"
             )
-    shown = _token(token, keys)
-    if keys is None:
-        return Address(syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise)
-    found = load_learner(keys, name)
+    if listen and is_loopback(listen) and not is_loopback(syncer) and not advertise:
+        log.warning("%slisten %s: peers on other machines cannot reach it, so none recovers from this learner", dash, listen)
+    found = load_learner(keys, name) if keys is not None else None
+    for warning in found.warnings if found is not None else ():
+        log.warning(warning)
+    shown = _token(token, keys, dash)
+    if found is None:
+        return Address(syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise, connections=connections)
     return Address(
-        syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise,
+        syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise, connections=connections,
         credentials=client_credentials(found.ca, found.certificate, found.key, SYNCER_NAME),
         peer_credentials=client_credentials(found.ca, found.certificate, found.key, LEARNER_NAME),
         server_credentials=server_credentials(found.certificate, found.key, found.ca),
     )  # fmt: skip
+
+
+def _token(token: str | Path | None, keys: Path | None, dash: str) -> str:
+    if token is None and keys is not None and (keys / "token").exists():
+        token = keys / "token"
+    found = read_token(token).reveal() if isinstance(token, Path) else token or os.environ.get("ATOLL_TOKEN", "")
+    if not found:
+        raise UserError(f"no token: give {dash}token, a file (the syncer's folder holds it as `token`), or set ATOLL_TOKEN")
+    return found

@@ -281,8 +281,7 @@ class Learner:
                 optimizer=self._optimizer, device=self._device,
             )  # fmt: skip
             hands = brought.BroughtHands(inner, self._tensors)
-            header = _header(placement, self.config, self._device)
-            tape = TapeWriter.create(directory / f"{placement.incarnation}.tape", header, flush_each=True)
+            tape = _new_tape(directory, placement, self.config, self._device)
             self._live = LiveLearner(self._address, placement, hands, tape=tape, loop=loop.loop)
             self._live.start()
             stack.callback(self._live.close)
@@ -350,10 +349,11 @@ class _Counted:
         return mean if math.isfinite(mean) else None
 
 
-def _header(placement: Placement, config: Config, device: torch.device) -> Header:
-    """No tensors: a loop of the user's own replays its decisions only."""
-    return Header(
+def _new_tape(directory: Path, placement: Placement, config: Config, device: torch.device) -> TapeWriter:
+    """Without tensors: a loop of the user's own replays its decisions only."""
+    header = Header(
         config=msgspec.to_builtins(config), code_version=code_version(), data_fingerprint="",
         threads=torch.get_num_threads(), dtype=config.model.dtype, device=str(device), torch_version=str(torch.__version__),
         cpu_capability=cpu_capability(), tensors=False, run=placement.run, worker=placement.learner, epoch=placement.epoch,
     )  # fmt: skip
+    return TapeWriter.create(directory / f"{placement.incarnation}.tape", header, flush_each=True)

@@ -79,7 +79,7 @@ class Address:
 
 async def ask_for_place(address: Address, wants: int, rng: random.Random) -> Placement:
     """Knock until the syncer answers. A refusal that will not change is the user's to mend."""
-    backoff = Backoff(rng)
+    backoff, said = Backoff(rng), ""
     deadline = asyncio.get_running_loop().time() + address.patience_seconds
     metadata = {"token": address.token} | ({"run": address.run} if address.run else {})
     request = msgspec.msgpack.encode(JoinRequest(wants=wants))
@@ -95,6 +95,9 @@ async def ask_for_place(address: Address, wants: int, rng: random.Random) -> Pla
             why = str(error)
         if asyncio.get_running_loop().time() > deadline:
             raise UserError(f"syncer {address.syncer}: cannot be joined: {why}")
+        if why != said:
+            log.info("knocking at %s: %s", address.syncer, why)
+            said = why
         await asyncio.sleep(backoff.next())
 
 
@@ -167,6 +170,7 @@ class LiveLearner:
         self._peers = Peers(self, address, placement, self._rng)
         self._limits = Limits(connections=address.connections)
         self._turn = threading.Condition()
+        self._keeper: asyncio.Task[None] | None = None
         self._next: InnerStep | None = None
         self._over = False
         self._error: Exception | None = None
@@ -207,7 +211,8 @@ class LiveLearner:
         if link is None:
             return "not connected"
         up, down = link.bulk_bytes_per_second_up, link.bulk_bytes_per_second_down
-        return f"up {(up or 0) / 1e6:.1f} MB/s, down {(down or 0) / 1e6:.1f} MB/s"
+        shown = [f"{way} {rate / 1e6:.1f} MB/s" for way, rate in (("up", up), ("down", down)) if rate is not None]
+        return ", ".join(shown) or "no transfer long enough to measure a rate"
 
     def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -373,8 +378,9 @@ class LiveLearner:
         if self._mail is not None:
             self._mail.over()
         await self._peers.stop()
-        self._keeper.cancel()
-        await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
 
 
 class Loop:
@@ -389,9 +395,20 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def stop(self) -> None:
+        """What is still closing its connections may end; a loop that is closed under its tasks complains."""
+        self.run(self._settle())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=5.0)
         self.loop.close()
+
+    @staticmethod
+    async def _settle() -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        if others:
+            _, late = await asyncio.wait(others, timeout=2.0)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
 
 
 def own_directory(out: Path | None, placement: Placement) -> Path:

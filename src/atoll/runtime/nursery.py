@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ import msgspec
 from atoll.errors import RunFailed
 
 TICK_SECONDS = 0.02
+SERVES = "atoll.cli.nursery"
+"""The module that runs `serve` with the command line's own door: this room does not see it."""
 
 
 class Child:
@@ -56,7 +58,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "atoll.runtime.nursery"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, "-m", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
         self._codes: dict[int, int] = {}
@@ -128,7 +130,6 @@ def _warm_up() -> None:
     """Everything a worker will import, imported; and torch's optimisers import more when first built."""
     import torch
 
-    import atoll.cli
     import atoll.executor.learner
     import atoll.runtime.home
     import atoll.runtime.syncer
@@ -143,7 +144,8 @@ def _say(words: dict[str, Any]) -> None:
 
 
 class _Born:
-    def __init__(self) -> None:
+    def __init__(self, become: Callable[[], None]) -> None:
+        self._become = become
         self._inputs: dict[int, int] = {}
 
     def spawn(self, words: dict[str, Any]) -> None:
@@ -153,7 +155,7 @@ class _Born:
             os.close(writer)
             for other in self._inputs.values():
                 os.close(other)  # or a sibling's input would not end while we live
-            _live(words["argv"], words["log"], reader)
+            _live(self._become, words["argv"], words["log"], reader)
         os.close(reader)
         self._inputs[pid] = writer
         _say({"key": words["spawn"], "pid": pid})
@@ -176,7 +178,7 @@ class _Born:
             os.close(writer)
 
 
-def _live(argv: list[str], log: str, stdin: int) -> None:
+def _live(become: Callable[[], None], argv: list[str], log: str, stdin: int) -> None:
     """In the child: become `atoll ARGV`, and never return."""
     code = 1
     try:
@@ -188,9 +190,7 @@ def _live(argv: list[str], log: str, stdin: int) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         sys.argv = ["atoll", *argv]
-        from atoll.cli import main
-
-        main()
+        become()
         code = 0
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
@@ -207,10 +207,11 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
-def main() -> None:
+def serve(become: Callable[[], None]) -> None:
+    """Until standard input ends. `become` is what a child does with its arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to hear
     _warm_up()
-    born = _Born()
+    born = _Born(become)
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         rest = b""
@@ -228,7 +229,3 @@ def main() -> None:
                     else:
                         born.say(words["say"], words["text"])
             born.reap()
-
-
-if __name__ == "__main__":
-    main()

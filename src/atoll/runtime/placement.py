@@ -7,21 +7,22 @@ written down before they are given away: no two processes ever hold the same inc
 
 from __future__ import annotations
 
-import logging
 import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
 from atoll.ids import Incarnation, LearnerId, worker_name
+from atoll.runtime.loops import hushed
 from atoll.transport import Refused
 from atoll.transport.keys import Tokens, random_token_secret, session_key, session_ok
 
-log = logging.getLogger("atoll.syncer")
+said = hushed("atoll.syncer.peers")
+"""What peers make us say."""
 
 PROTOCOL = 1
 """Two ends that disagree on the words must not talk."""
@@ -86,6 +87,8 @@ class Door:
             placed = Placed(int(metadata.get("learner", "")), int(metadata.get("incarnation", "")))
         except ValueError:
             self._refuse("place", "a connection must name its learner and incarnation")
+        if not 0 <= placed.learner < self._members_max:  # below zero are the keys of tickets, which are no places
+            self._refuse("place", "a connection must name a learner that can be")
         if metadata.get("run", "") != self._run:
             self._refuse("run", f"this is run {self._run}, not {metadata.get('run', '')[:80]!r}")
         if not session_ok(self._secret, placed.learner, placed.incarnation, metadata.get("key", "")):
@@ -95,9 +98,9 @@ class Door:
             self._refuse("older", f"incarnation {placed.incarnation} of {worker_name(placed.learner)} was replaced by {last}")
         return placed
 
-    def _refuse(self, kind: str, reason: str, *, retry: bool = False) -> None:
+    def _refuse(self, kind: str, reason: str, *, retry: bool = False) -> NoReturn:
         self.refused[kind] += 1
-        log.warning("refused: %s", reason)
+        said.warning("refused: %s", reason)
         raise Refused(reason, retry=retry)
 
     def ticket_key(self, ticket: int, newcomer: LearnerId) -> str:
@@ -131,7 +134,7 @@ class Door:
             taken = now - self._given_at.get(learner, -FRESH_SECONDS) < FRESH_SECONDS
             if not taken and not self._is_here(learner):
                 return learner
-        raise Refused(f"all {self._members_max} places are taken (limits.members_max)", retry=True)
+        self._refuse("id", f"all {self._members_max} places are taken (limits.members_max)", retry=True)
 
 
 def _secret(path: Path) -> bytes:

@@ -18,19 +18,29 @@ from atoll.errors import DataError, RunFailed
 from atoll.executor.hands import Blob, is_suspect
 from atoll.executor.state import StorageFailed
 from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, worker_name
-from atoll.protocol.causality import may_overtake
+from atoll.protocol.causality import BULK, may_overtake
+from atoll.protocol.validity import objection
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Announce,
     Connected,
     ConnectionLost,
+    Contribution,
+    Decline,
     Effect,
+    Envelope,
     Event,
     Finished,
     FixParticipants,
+    Goodbye,
+    Hello,
+    Loaded,
     Membership,
+    Message,
     Received,
+    RecoveryFailed,
     Refuse,
+    Report,
     Send,
     Serve,
     Stored,
@@ -40,13 +50,17 @@ from atoll.runtime import wire
 from atoll.runtime.driver import Driver
 from atoll.runtime.home import Home
 from atoll.runtime.loops import Alarm, Mail
-from atoll.runtime.placement import PROTOCOL, JoinRequest, Placement
+from atoll.runtime.placement import PROTOCOL, JoinRequest, Placement, said
 from atoll.transport import Limits, Link, Refused, Server, ServerCredentials
 
 log = logging.getLogger("atoll.syncer")
 
 RETRY_SECONDS = 1.0
 """How often a full disk is tried again."""
+LEARNERS_WORDS = (Hello, Report, Contribution, Decline, Loaded, RecoveryFailed, Goodbye)
+OFFER_BYTES_MAX = 1 << 38
+FLAW_MAX = 300
+"""Characters of what is wrong with a peer's words or bytes."""
 FAREWELL_SECONDS = 10.0
 """How long a finished run waits for learners to hear of it."""
 
@@ -62,7 +76,7 @@ class SyncerProcess:
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
         self._server = Server(self, self._admit, Limits(assembling_max=4 + 2 * self._config.protocol.overlap), credentials)
         self._server.on_call("Join", self._join)
-        self._server.on_upload("Offer", self._offer, 1 << 38)
+        self._server.on_upload("Offer", self._offer, self._offer_bytes_max)
         self._over: asyncio.Future[None]
         self.address = ""
 
@@ -91,6 +105,8 @@ class SyncerProcess:
 
     async def _stop(self) -> None:
         self._alarm.stop()
+        if self._home.door.refused or self._server.refused:
+            log.info("refused: %s", dict(self._home.door.refused + self._server.refused))
         await self._server.stop(2.0)
         self._disk_thread.shutdown(wait=True)
         self._home.close(complete=self._home.machine.finished)
@@ -107,14 +123,14 @@ class SyncerProcess:
         self._home.door.check_token(metadata)
         try:
             asked = msgspec.msgpack.decode(request, type=JoinRequest)
-        except msgspec.DecodeError as error:
-            raise Refused(f"no join request: {error}", retry=False) from None
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise Refused(f"no join request: {error}"[:FLAW_MAX], retry=False) from None
         if asked.protocol != PROTOCOL:
             raise Refused(f"this syncer speaks protocol {PROTOCOL}, not {asked.protocol}: install the same atoll", retry=False)
         if self._home.machine.finished:
             raise Refused("the run is over", retry=False)
         placed, key = self._home.door.place(asked.wants, self._loop.time())
-        log.info("%s is incarnation %d", worker_name(placed.learner), placed.incarnation)
+        said.info("%s is incarnation %d", worker_name(placed.learner), placed.incarnation)
         return msgspec.msgpack.encode(Placement(
             learner=placed.learner, incarnation=placed.incarnation, key=key, run=self._home.run, epoch=self._home.epoch,
             config=msgspec.to_builtins(self._config), data_fingerprint=self._home.data_fingerprint,
@@ -133,6 +149,12 @@ class SyncerProcess:
             self._set_payload_limit()
             log.info("the model came from learner %s", metadata.get("learner"))
         return self._home.layout_digest.encode()
+
+    def _offer_bytes_max(self, metadata: object) -> int:
+        """Asked before a byte is taken: whoever has no place brings nothing, and a model that is here is not kept twice."""
+        assert isinstance(metadata, dict)
+        self._home.door.admit(metadata)
+        return OFFER_BYTES_MAX if self._home.layout is None else 0
 
     def _set_payload_limit(self) -> None:
         self._server.payload_bytes_max = self._home.payload_bytes_max()
@@ -170,7 +192,7 @@ class SyncerProcess:
         if peer is not None:
             peer.mail.over()
             del self._links[peer.learner]
-            log.info("%s: connection closed: %s", worker_name(peer.learner), reason)
+            said.info("%s: connection closed: %s", worker_name(peer.learner), reason)
             self._driver.happen(ConnectionLost(peer.learner, reason[:300]))
             self._look_if_all_heard()
 
@@ -181,11 +203,9 @@ class SyncerProcess:
     async def take(self, peer: _Peer, head: bytes, payload: memoryview | None) -> None:
         """One message of one peer; a peer's messages are taken one after the other."""
         try:
-            envelope = wire.from_head(head).envelope
-            if (envelope.sender, envelope.incarnation, envelope.receiver) != (peer.learner, peer.incarnation, SYNCER):
-                raise DataError(f"a message of {worker_name(envelope.sender)}, incarnation {envelope.incarnation}")
-        except DataError as error:
-            log.warning("%s: refused: %s", worker_name(peer.learner), error)
+            envelope = self._possible(peer, head, payload is not None)
+        except (DataError, RecursionError) as error:
+            said.warning("%s: refused: %s", worker_name(peer.learner), error)
             self._home.door.refused["message"] += 1
             peer.link.close(f"refused: {error}")
             return
@@ -194,14 +214,41 @@ class SyncerProcess:
                 self._driver.happen(Received(envelope, 0))
             return
         body = envelope.body
-        try:
-            blob = await self._loop.run_in_executor(None, wire.from_payload, body, payload)
-            hands = self._home.hands
-            flaw = await self._loop.run_in_executor(None, hands.inspect, body, blob) if hands is not None else ""
-        except (DataError, IndexError) as error:
-            blob, flaw = Blob("packet", payload.nbytes, None), f"bytes that cannot be read: {error}"
+        blob, flaw = await self._loop.run_in_executor(None, _read, body, payload)
+        asked = False
+        while not flaw and not asked and (self._held_up or self._is_awaited(peer.learner, body)):
+            asked = True
+            flaw = await self._loop.run_in_executor(None, self._inspect, body, blob)
         if self._links.get(peer.learner) is peer:
             self._driver.happen(Received(envelope, payload.nbytes, flaw, is_suspect(flaw)), blob)
+
+    def _possible(self, peer: _Peer, head: bytes, has_payload: bool) -> Envelope:
+        """What no learner could say here is refused before it is an event: neither the machine nor the tape sees it."""
+        envelope = wire.from_head(head).envelope
+        if (envelope.sender, envelope.incarnation, envelope.receiver) != (peer.learner, peer.incarnation, SYNCER):
+            raise DataError(f"a message of {worker_name(envelope.sender)}, incarnation {envelope.incarnation}")
+        kind = type(envelope.body)
+        if kind not in LEARNERS_WORDS:
+            raise DataError(f"{kind.__name__} is not for the syncer")
+        if has_payload != (kind in BULK):
+            raise DataError(f"{kind.__name__} came {'with' if has_payload else 'without'} bytes")
+        if impossible := objection(self._config, envelope):
+            raise DataError(impossible)
+        return envelope
+
+    def _is_awaited(self, learner: LearnerId, body: Message) -> bool:
+        """Only what was asked for is inspected: the machine refuses the rest whatever its bytes are, and what is usual must
+        not be learnt from whoever sends most."""
+        assert isinstance(body, Contribution)
+        round_ = self._home.machine.rounds.get(body.outer_step)
+        return round_ is not None and not round_.objection(learner, body)
+
+    def _inspect(self, body: Message, blob: Blob) -> str:
+        assert self._home.hands is not None
+        try:
+            return self._home.hands.inspect(body, blob)
+        except Exception as error:  # of a peer's bytes: they cost the peer, never the syncer
+            return f"bytes that cannot be used: {error!r}"[:FLAW_MAX]
 
     # ------------------------------------------------------------ effects
 
@@ -210,12 +257,12 @@ class SyncerProcess:
             case Send():
                 self._send(effect)
             case Refuse(peer=learner, reason=reason, disconnect=disconnect):
-                log.warning("%s: refused: %s", worker_name(learner), reason)
+                said.warning("%s: refused: %s", worker_name(learner), reason)
                 peer = self._links.get(learner)
                 if disconnect and peer is not None:
                     peer.link.close(f"refused: {reason}")
             case Membership(learner=learner, standing=standing, reason=reason):
-                log.info("%s is %s: %s", worker_name(learner), standing, reason)
+                said.info("%s is %s: %s", worker_name(learner), standing, reason)
             case FixParticipants():
                 pass
             case Finished():
@@ -327,3 +374,16 @@ class _Peer:
         self.learner, self.incarnation = int(learner), int(incarnation)
         self.link = link
         self.mail = Mail(link, lambda _, head, payload: process.take(self, head, payload), process.fail, bytes_max=bytes_max)
+
+
+def _read(body: Message, payload: memoryview) -> tuple[Blob, str]:
+    """In another thread: what a peer's bytes hold, and what is wrong with them. Whatever that is costs the peer, never the
+    syncer."""
+    try:
+        blob = wire.from_payload(body, payload)
+        if blob.kind == "packet":
+            return blob, ""
+        flaw = "plain numbers, not a packet"
+    except Exception as error:
+        flaw = f"bytes that cannot be read: {error}"[:FLAW_MAX]
+    return Blob("packet", payload.nbytes, None), flaw

@@ -60,7 +60,7 @@ class Server:
         self._sessions: dict[str, _Session] = {}
         self._links: set[Link] = set()
         self._calls: dict[str, Callable[[Metadata, bytes], Answer]] = {}
-        self._uploads: dict[str, tuple[Callable[[Metadata, bytearray], Answer], int]] = {}
+        self._uploads: dict[str, tuple[Callable[[Metadata, bytearray], Answer], Callable[[Metadata], int]]] = {}
         self._listener: Listener | None = None
 
     @property
@@ -77,9 +77,13 @@ class Server:
         """Before start."""
         self._calls[name] = function
 
-    def on_upload(self, name: str, function: Callable[[Mapping[str, str], bytearray], Answer], bytes_max: int) -> None:
-        """Before start."""
-        self._uploads[name] = (function, bytes_max)
+    def on_upload(
+        self, name: str, function: Callable[[Mapping[str, str], bytearray], Answer],
+        bytes_max: int | Callable[[Mapping[str, str]], int],
+    ) -> None:  # fmt: skip
+        """Before start. `bytes_max` may depend on who uploads, and is asked before anything is read: it may raise Refused,
+        and 0 means that the function is asked for its answer at once."""
+        self._uploads[name] = (function, bytes_max if callable(bytes_max) else lambda _: bytes_max)
 
     async def start(self, address: str) -> str:
         """Listens, and returns the address with the port that was really bound."""
@@ -181,7 +185,7 @@ class Server:
         return answer
 
     def _uploader(
-        self, function: Callable[[Metadata, bytearray], Answer], bytes_max: int
+        self, function: Callable[[Metadata, bytearray], Answer], bytes_max: Callable[[Metadata], int]
     ) -> Callable[[object, Context], Awaitable[None]]:
         async def answer(_: object, context: Context) -> None:
             stream = GrpcStream(context)
@@ -196,12 +200,14 @@ class Server:
         return answer
 
     async def _take_upload(
-        self, stream: GrpcStream, metadata: Metadata, function: Callable[[Metadata, bytearray], Answer], bytes_max: int
-    ) -> bytes:
+        self, stream: GrpcStream, metadata: Metadata, function: Callable[[Metadata, bytearray], Answer],
+        bytes_max: Callable[[Metadata], int],
+    ) -> bytes:  # fmt: skip
         whole = bytearray()
         try:
-            while (data := await stream.read()) is not None:
-                _append(whole, data, bytes_max)
+            room = bytes_max(metadata)
+            while room and (data := await stream.read()) is not None:
+                _append(whole, data, room)
             return pack(ANSWER, body=(await _settled(function(metadata, whole)),))
         except Violation as violation:
             self.refused[violation.kind] += 1

@@ -1,0 +1,292 @@
+"""Learners without training, for benchmarks of a syncer: the real machine and the real link, with packets made beforehand.
+
+    python bench/scripted.py --syncer HOST:PORT --token FILE [--first 0] [--count 1] [--step 0.5] [--jitter 0.1]
+                             [--follow] [--listen]
+
+An inner step is a timer, `--step` seconds give or take `--jitter` of it. A pull is answered with a packet of the fragment's
+size by the run's codec, of random numbers, the same from everybody. What is announced is received and checked by the
+transport, then dropped. All learners share one loop and one thread. With --follow a step ends when a line `NANOSECONDS`
+comes on standard input, which is how long it is said to have taken: learners then keep step with whoever writes.
+
+Here too: what the live benchmarks share, a syncer's process and the figures of /proc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from atoll.codecs import Packet, codec
+from atoll.config import Config, from_builtins, to_toml
+from atoll.executor.hands import Blob
+from atoll.executor.workbench import layout_for
+from atoll.protocol.vocabulary import Contribution, Effect, Event, InnerStep, Message, Received, Send, StepDone
+from atoll.runtime.learner import Address, LiveLearner, Loop, ask_for_place
+from atoll.transport.keys import read_token
+from atoll.workload.model import SIZES, build_model
+
+START_SECONDS = 120.0
+TICKS = os.sysconf("SC_CLK_TCK")
+
+# ---------------------------------------------------------------- learners
+
+
+def packets_of(config: Config) -> list[Packet]:
+    """One for each fragment of the recipe's decoder."""
+    numbers = dict(SIZES["nano"]) | {"vocab": 257, "context": config.data.seq_len} | config.model.numbers
+    layout = layout_for(config, build_model("decoder", numbers, config.seed))
+    by, chance = codec(config.protocol.codec_up), torch.Generator().manual_seed(0)
+    return [by.encode(torch.randn(fragment.numel, generator=chance) * 1e-4) for fragment in layout.fragments]
+
+
+class ScriptedHands:
+    def __init__(self, packets: Sequence[Packet]) -> None:
+        self._packets = packets
+        self._buffers = torch.empty(0)
+
+    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+        return ()
+
+    def inspect(self, body: Message, blob: Blob) -> str:
+        return ""
+
+    def blob_for(self, send: Send) -> Blob | None:
+        body = send.envelope.body
+        if not isinstance(body, Contribution):
+            return None
+        packet = self._packets[body.fragment]
+        return Blob("packet", packet.nbytes, (packet, self._buffers))
+
+
+class ScriptedLearner(LiveLearner):
+    """Steps by itself after `step_seconds()`, or by `finish_step` where that is None. All of it happens in the loop's thread."""
+
+    def __init__(self, *arguments: Any, step_seconds: Callable[[], float] | None, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._step_seconds = step_seconds
+        self._steps = False
+        data = self.config.data
+        self._samples = data.batch_size * self.config.inner.accumulate
+        self._tokens = self._samples * data.seq_len
+
+    def _carry_out(self, effect: Effect, blob: Blob | None) -> None:
+        if not isinstance(effect, InnerStep):
+            return super()._carry_out(effect, blob)
+        self._steps = True
+        if self._step_seconds is not None:
+            seconds = self._step_seconds()
+            self._loop.call_later(seconds, self.finish_step, int(seconds * 1e9))
+        return None
+
+    def finish_step(self, nanos: int) -> None:
+        if self._steps and not self._over:
+            self._steps = False
+            self.step_done(StepDone(self._tokens, self._samples, nanos, None))
+
+    async def take(self, envelope: Any, payload: memoryview | None, still: Callable[[], bool]) -> None:
+        """As a learner's, but what was announced is not decoded: a benchmark of the syncer must not measure us."""
+        if still() and not self._over:
+            size = payload.nbytes if payload is not None else 0
+            self.happen(Received(envelope, size), Blob("fragment", size, None) if payload is not None else None)
+
+
+def run_learners(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    listen = "127.0.0.1:0" if options.listen else ""
+    address = Address(syncer=options.syncer, token=read_token(options.token).reveal(), listen=listen)
+    chance = random.Random(options.first)
+    loop = Loop()
+    learners: list[ScriptedLearner] = []
+    packets: list[Packet] | None = None
+    low, high = options.step * (1 - options.jitter), options.step * (1 + options.jitter)
+    for learner in range(options.first, options.first + options.count):
+        placement = loop.run(ask_for_place(address, learner, chance))
+        if packets is None:
+            packets = packets_of(from_builtins(placement.config))
+        learners.append(ScriptedLearner(
+            address, placement, ScriptedHands(packets), loop=loop.loop,
+            step_seconds=None if options.follow else lambda: chance.uniform(low, high),
+        ))  # fmt: skip
+        learners[-1].start()
+    print("ready", flush=True)
+    for line in sys.stdin:  # until our launcher is gone
+        for each in learners:
+            loop.loop.call_soon_threadsafe(each.finish_step, int(line))
+    os._exit(0)
+
+
+# ---------------------------------------------------------------- processes
+
+
+class Process:
+    """A child with its standard input held open: when we are gone, so is it."""
+
+    def __init__(self, argv: Sequence[str | Path], log: Path) -> None:
+        self._log = log
+        with log.open("wb") as file:
+            self._child = subprocess.Popen(
+                [sys.executable, *map(str, argv)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=file
+            )
+        self.pid = self._child.pid
+
+    def tell(self, line: str) -> None:
+        assert self._child.stdin is not None
+        self._child.stdin.write(line.encode() + b"\n")
+        self._child.stdin.flush()
+
+    def wait_until_ready(self) -> None:
+        assert self._child.stdout is not None
+        if self._child.stdout.readline().strip() != b"ready":
+            raise SystemExit(f"a learner's process did not start: {self.last_words()}")
+
+    def check(self) -> None:
+        if self._child.poll() is not None:
+            raise SystemExit(f"process {self.pid} ended with {self._child.returncode}: {self.last_words()}")
+
+    def last_words(self) -> str:
+        return " | ".join(self._log.read_text(errors="replace").splitlines()[-3:])
+
+    def kill(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+    def stop(self) -> None:
+        with suppress(BrokenPipeError, ProcessLookupError):
+            self._child.terminate()
+        try:
+            self._child.wait(30.0)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+        for stream in (self._child.stdin, self._child.stdout):
+            assert stream is not None
+            with suppress(BrokenPipeError):
+                stream.close()
+
+    # From /proc
+
+    def cpu_seconds(self) -> float:
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+
+    def memory(self, key: str) -> int:
+        """VmRSS now or VmHWM at its highest, in bytes."""
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith(key + ":"):
+                return 1024 * int(line.split()[1])
+        raise SystemExit(f"process {self.pid} has no {key}: {self.last_words()}")
+
+    def forget_peak(self) -> None:
+        """VmHWM begins anew from here."""
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+
+class Cluster:
+    """A syncer's process in a folder of its own, and processes of scripted learners."""
+
+    def __init__(self, config: Config, syncer: Sequence[str | Path] = ("-m", "atoll", "syncer")) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="atoll-bench-", dir=os.environ.get("ATOLL_BENCH_DIR"))
+        self.folder = Path(self._scratch.name)
+        recipe = self.folder / "config.toml"
+        recipe.write_text(to_toml(config), encoding="utf8")
+        self.directory = self.folder / "syncer"
+        self.processes: list[Process] = []
+        self.syncer = self._start(
+            [*syncer, recipe, "--listen", "127.0.0.1:0", "--dir", self.directory, "--obey-stdin"], "syncer"
+        )
+        self.address = self._wait_for_address()
+
+    @property
+    def token(self) -> Path:
+        return self.directory / "token"
+
+    @property
+    def tape(self) -> Path:
+        return self.directory / "run.tape"
+
+    def learners(self, first: int, count: int, *words: str) -> Process:
+        """Returns when all of them have a place; each enters the run in its own time."""
+        process = self._start(
+            [__file__, "--syncer", self.address, "--token", self.token, "--first", str(first), "--count", str(count), *words],
+            f"learners-{first}",
+        )
+        process.wait_until_ready()
+        return process
+
+    def _start(self, argv: Sequence[str | Path], name: str) -> Process:
+        self.processes.append(Process(argv, self.folder / f"{name}.log"))
+        return self.processes[-1]
+
+    def _wait_for_address(self) -> str:
+        until, path = time.monotonic() + START_SECONDS, self.directory / "address"
+        while not path.exists():
+            self.syncer.check()
+            if time.monotonic() > until:
+                raise SystemExit(f"the syncer did not start: {self.syncer.last_words()}")
+            time.sleep(0.05)
+        return path.read_text(encoding="ascii").strip()
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for process in reversed(self.processes):
+            process.stop()
+        if error is None:
+            self._scratch.cleanup()
+
+
+class Sampler(threading.Thread):
+    """Calls `look` every so often; what it returned is in `seen`."""
+
+    def __init__(self, look: Callable[[], Any], seconds: float) -> None:
+        super().__init__(daemon=True)
+        self._look = look
+        self._seconds = seconds
+        self._over = threading.Event()
+        self.seen: list[Any] = []
+
+    def run(self) -> None:
+        while not self._over.wait(self._seconds):
+            self.seen.append(self._look())
+
+    def stop(self) -> list[Any]:
+        self._over.set()
+        self.join()
+        return self.seen
+
+
+def load_average() -> str:
+    return f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--syncer", required=True)
+    parser.add_argument("--token", type=Path, required=True)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--step", type=float, default=0.5)
+    parser.add_argument("--jitter", type=float, default=0.1)
+    parser.add_argument("--follow", action="store_true")
+    parser.add_argument("--listen", action="store_true", help="Serve peers. They have no state to give: a recovery fails.")
+    run_learners(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

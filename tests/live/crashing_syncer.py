@@ -1,0 +1,87 @@
+"""`atoll syncer` that kills itself, by SIGKILL, at a named moment of a round: run as a script, with the moment and after how
+many rounds first."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from atoll.cli import main
+from atoll.executor.durable import DurableDisk
+from atoll.executor.syncer import TensorSyncer
+from atoll.protocol.vocabulary import Accept, Announce, FixParticipants, Merge, Pull, Send, Stored
+from atoll.runtime.driver import Driver
+from atoll.runtime.syncer import SyncerProcess
+from atoll.tape.format import TapeWriter
+
+MOMENTS = (
+    "participants fixed, not taped", "taped, nobody pulled", "one pulled", "one contribution in", "merging", "before storing",
+    "stored, not taped", "taped, not announced", "announced to one",
+)  # fmt: skip
+
+
+class Fuse:
+    def __init__(self, moment: str, after: int) -> None:
+        self.moment, self.left = moment, after
+
+    def burn(self, moment: str) -> None:
+        if moment == self.moment:
+            self.left -= 1
+            if self.left <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(fuse: Fuse, owner: type, name: str, moment: Callable[..., str]) -> None:
+    """Burn before the call."""
+    real = getattr(owner, name)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        fuse.burn(moment(*args))
+        return real(self, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def after(fuse: Fuse, owner: type, name: str, moment: Callable[..., str]) -> None:
+    real = getattr(owner, name)
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = real(self, *args, **kwargs)
+        fuse.burn(moment(*args))
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def set_up(fuse: Fuse) -> None:
+    def taping(now: int, worker: int, event: object, effects: Any) -> str:
+        return "participants fixed, not taped" if any(isinstance(e, FixParticipants) for e in effects) else ""
+
+    def taped(now: int, worker: int, event: object, effects: Any) -> str:
+        if isinstance(event, Stored):
+            return "taped, not announced"
+        return "taped, nobody pulled" if any(isinstance(e, FixParticipants) for e in effects) else ""
+
+    def said(send: Send) -> str:
+        body = send.envelope.body
+        return "one pulled" if isinstance(body, Pull) else "announced to one" if isinstance(body, Announce) else ""
+
+    def done(effect: object, blob: object) -> str:
+        return "one contribution in" if isinstance(effect, Accept) else "merging" if isinstance(effect, Merge) else ""
+
+    before(fuse, TapeWriter, "append", taping)
+    after(fuse, TapeWriter, "append", taped)
+    after(fuse, SyncerProcess, "_send", said)
+    after(fuse, TensorSyncer, "execute", done)
+    before(fuse, DurableDisk, "put", lambda t, versions: "before storing" if t else "")
+    after(fuse, DurableDisk, "put", lambda t, versions: "stored, not taped" if t else "")
+    assert Driver.happen  # the driver itself is as it is
+
+
+if __name__ == "__main__":
+    set_up(Fuse(sys.argv[1], int(sys.argv[2])))
+    sys.argv = ["atoll", *sys.argv[3:]]
+    main()

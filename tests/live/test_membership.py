@@ -1,0 +1,92 @@
+"""Learners come and go: twenty joins and leaves, a run resumed with another number of learners."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from atoll.executor.snapshots import found, verify
+from atoll.protocol.vocabulary import Goodbye, Membership, Received, Recovered, Resumed, StepDone
+from atoll.runtime.cluster import LocalCluster
+from atoll.runtime.nursery import Child
+from atoll.runtime.verdict import verdict
+from atoll.tape.format import Record
+from atoll.tape.weave import open_run
+from tests.live.harness import effects_of, judge, retrain, run, small
+
+pytestmark = pytest.mark.live
+
+
+class Scavengers:
+    """Learners beyond the two that stay: each joins, trains until it is in sync, and is asked to leave (SIGTERM) or killed."""
+
+    def __init__(self, directory: Path, count: int, at_once: int) -> None:
+        self._directory = directory
+        self._left = count
+        self._at_once = at_once
+        self.here: dict[int, Child] = {}
+        self.codes: list[int] = []
+        self._in_sync: set[int] = set()
+        self._lock = threading.Lock()
+
+    def watch(self, cluster: LocalCluster, record: Record) -> None:
+        for effect in record.effects:
+            if isinstance(effect, Membership) and effect.standing == "in_sync" and effect.learner in self.here:
+                self._in_sync.add(effect.learner)
+        for learner in [m for m in self._in_sync if m in self.here]:
+            self.here[learner].signal(signal.SIGTERM)
+            self._in_sync.discard(learner)
+        for learner, child in list(self.here.items()):
+            code = child.poll()
+            if code is not None:
+                self.codes.append(code)
+                del self.here[learner]
+        while self._left and len(self.here) < self._at_once:
+            self._left -= 1
+            learner = 2 + self._left % 6
+            if learner in self.here:
+                self._left += 1
+                return
+            argv = ["learner", "--syncer", cluster.address, "--token", str(self._directory / "syncer" / "token"), "--id", str(learner)]
+            out = self._directory / "learners" / str(learner)
+            self.here[learner] = cluster.nursery.spawn([*argv, "--out", str(out)], out / "log")
+
+
+def test_twenty_joins_and_polite_leaves(tmp_path: Path) -> None:
+    config = small(2, outer_steps=900)
+    scavengers = Scavengers(tmp_path, 20, 4)
+    run(tmp_path, config, watch=scavengers.watch)
+    judge(tmp_path, config)
+    goodbyes = [
+        r for r in open_run(tmp_path).records()
+        if isinstance(r.event, Received) and isinstance(r.event.envelope.body, Goodbye)
+    ]  # fmt: skip
+    assert len(goodbyes) >= 18 and scavengers.codes.count(0) >= 18, scavengers.codes
+    sources = [r.source for r in effects_of(tmp_path, Recovered) if r.learner >= 2]
+    assert len(sources) >= 20
+    summary = verdict(config, tmp_path)
+    assert summary.waited_seconds == 0 and summary.tokens.merged > 0
+
+
+def test_run_resumed_from_a_snapshot_with_other_numbers_of_learners(tmp_path: Path) -> None:
+    first, again = tmp_path / "first", tmp_path / "again"
+    config = small(2, outer_steps=60, protocol={"snapshot_interval": 12})
+    run(first, config)
+    judge(first, config)
+    snapshots = found(first)
+    assert snapshots and snapshots[-1].complete and snapshots[-1].present == (0, 1)
+    at = snapshots[-1].outer_step
+    assert verify(first, at) == []
+    longer = small(3, outer_steps=120, protocol={"snapshot_interval": 12})
+    run(again, longer, resume=(first, at))
+    judge(again, longer)
+    records = list(open_run(again).records())
+    assert {r.worker for r in records if isinstance(r.event, Resumed)} == {0, 1}
+    assert 2 in {r.worker for r in records if isinstance(r.event, StepDone)}, "a third joined as a newcomer"
+    summary, before = verdict(longer, again), verdict(config, first)
+    assert summary.loss_final is not None and before.loss_first is not None and summary.loss_first is not None
+    assert summary.loss_first < before.loss_first and summary.loss_final < summary.loss_first
+    retrain(again)

@@ -1,0 +1,97 @@
+"""The syncer dies in every phase of a round and comes back on its directory; its disk fills up. Nothing announced is lost."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from atoll.config import Config, to_toml
+from atoll.protocol.vocabulary import Started, Stored
+from atoll.runtime.cluster import LocalCluster
+from atoll.runtime.nursery import Child, Nursery
+from atoll.tape.format import Record, Tape
+from atoll.tape.weave import open_run
+from tests.live.crashing_syncer import MOMENTS
+from tests.live.harness import judge, retrain, run, small
+
+pytestmark = pytest.mark.live
+
+
+def syncer_argv(directory: Path, config: Config, listen: str) -> list[str]:
+    recipe = directory / "config.toml"
+    recipe.write_text(to_toml(config), encoding="utf8")
+    return ["syncer", str(recipe), "--dir", str(directory / "syncer"), "--listen", listen]
+
+
+def wait_for(path: Path, process: subprocess.Popen[bytes]) -> str:
+    pause = threading.Event()
+    while not path.exists():
+        assert process.poll() is None, "the syncer did not start"
+        pause.wait(0.05)
+    return path.read_text()
+
+
+def learner_argv(directory: Path, address: str, learner: int) -> list[str]:
+    token = str(directory / "syncer" / "token")
+    return ["learner", "--syncer", address, "--token", token, "--id", str(learner), "--out", str(directory / "learners" / str(learner))]
+
+
+def test_syncer_killed_in_every_phase_of_a_round_goes_on_where_it_was(tmp_path: Path) -> None:
+    """One run. Each syncer dies at another moment of its third round; the learners are the same processes throughout."""
+    config = small(2, outer_steps=60)
+    script = str(Path(__file__).with_name("crashing_syncer.py"))
+    nursery = Nursery()
+    learners: list[Child] = []
+    address = "127.0.0.1:0"
+    try:
+        for moment in MOMENTS:
+            argv = [sys.executable, script, moment, "3", *syncer_argv(tmp_path, config, address), "--quiet"]
+            with subprocess.Popen(argv) as process:
+                if not learners:
+                    address = wait_for(tmp_path / "syncer" / "address", process)
+                    learners = [nursery.spawn(learner_argv(tmp_path, address, m), tmp_path / f"{m}.log") for m in range(2)]
+                assert process.wait(60) == -signal.SIGKILL, f"it should have died when {moment}"
+            assert all(learner.poll() is None for learner in learners), "learners train on"
+        subprocess.run([sys.executable, "-m", "atoll", *syncer_argv(tmp_path, config, address), "--quiet"], check=True, timeout=120)
+        for learner in learners:
+            learner.wait()
+        assert [learner.poll() for learner in learners] == [0, 0]
+    finally:
+        nursery.close()
+    judge(tmp_path, config)
+    tape = list(Tape(tmp_path / "syncer" / "run.tape").records())
+    assert sum(isinstance(r.event, Started) for r in tape) == len(MOMENTS) + 1
+    stored = [r.event.outer_step for r in tape if isinstance(r.event, Stored)]
+    assert stored == sorted(set(stored)), "a stored round never reopens"
+    retrain(tmp_path)
+
+
+def test_full_disk_stops_announcing_and_loses_nothing(tmp_path: Path) -> None:
+    """The kernel refuses the syncer's files to grow (RLIMIT_FSIZE) for a while: tape and versions alike."""
+    config = small(2, outer_steps=200)
+    freed = threading.Event()
+
+    def watch(cluster: LocalCluster, record: Record) -> None:
+        if not isinstance(record.event, Stored) or record.event.outer_step != 30 or freed.is_set():
+            return
+        pid = cluster.syncer_child().pid
+        size = (tmp_path / "syncer" / "run.tape").stat().st_size
+        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+        freed.set()
+        threading.Timer(3.0, lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))).start()
+
+    run(tmp_path, config, watch=watch)
+    assert freed.is_set()
+    judge(tmp_path, config)
+    log = (tmp_path / "syncer.log").read_text()
+    assert "nothing is announced until this is mended" in log and "going on" in log
+    syncer = [r.now / 1e9 for r in open_run(tmp_path).records() if r.worker == -1]
+    assert max(b - a for a, b in zip(syncer, syncer[1:], strict=False)) > 1.0, "it stood still while it could not write"
+    retrain(tmp_path)

@@ -1,0 +1,132 @@
+"""A run is killed and goes on from its newest snapshot, with the same learners, fewer or more; every invariant is watched.
+
+What is not bit for bit the uninterrupted run, and why: copies staged at step boundaries are no part of a snapshot. Where a
+learner trains while its staged copy waits to be pulled (tau > 0), the resumed round takes a later copy, or under exact
+adoption a learner stands back to the boundary before it. With tau = 0 (diloco) nothing is in between, and bits are equal.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from resumption import CASES, Run, ShelvingHands, Story, config_for, newest_sealed
+
+from atoll.chaos import Kill, KillSyncer, Plan
+from atoll.config import Config
+from atoll.executor.syncer import TensorHands
+from atoll.executor.workbench import language_workbench
+from atoll.protocol.vocabulary import LoadSnapshot, Merge, Recovered, Reissue
+
+
+@pytest.mark.parametrize("learners", [4, 2, 6])
+@pytest.mark.parametrize("preset", CASES)
+def test_resumed_run_ends_whoever_comes_back(preset: str, learners: int) -> None:
+    story = Story(preset, learners)
+    run = story.after
+    assert 10 <= story.snapshot < 40
+    assert run.cluster.syncer.outer_step == 60
+    assert len(run.effects(LoadSnapshot)) == min(4, learners)
+    joined = {e.learner for e in run.effects(Recovered) if isinstance(e, Recovered)}
+    assert joined >= set(range(4, learners)), "those the snapshot does not know join as usual"
+    assert not joined & set(range(4)), "those it knows need nothing"
+
+
+@pytest.mark.parametrize("preset", CASES)
+def test_data_goes_on_where_it_was_and_nothing_is_trained_twice(preset: str) -> None:
+    story = Story(preset, 4)
+    before, after = story.before.drawn.until_recorded(story.snapshot), story.after.drawn
+    assert after.reissued == set()
+    assert len(after.all()) == len(set(after.all()))
+    assert not story.trained_before() & set(after.all())
+    for m in range(4):  # nobody was lost: each learner goes through its own stream without a gap
+        both = before[m] + after.by[m]
+        assert both == [(m, i) for i in range(len(both))]
+
+
+@pytest.mark.parametrize("preset", ["decoupled", "streaming", "diloco"])
+def test_units_of_learners_that_do_not_come_back_are_trained_by_those_that_do(preset: str) -> None:
+    story = Story(preset, 2, stop=25, outer_steps=120, step_noise=0.2)
+    run = story.after
+    reissued = {e.learner: e.units for e in run.effects(Reissue) if isinstance(e, Reissue)}
+    assert set(reissued) == {2, 3}, "after a while, not at once"
+    held = {lease.learner: set(lease.granted) | set(lease.done) for lease in story.picture.books.leases}  # type: ignore[union-attr]
+    assert {m: set(units) for m, units in reissued.items()} == {m: held[m] for m in (2, 3)}
+    drawn = run.drawn.all()
+    assert len(drawn) == len(set(drawn))
+    assert {stream for stream, _ in drawn} > {0, 1}
+
+
+def test_learner_killed_in_a_resumed_run_and_a_killed_syncer_come_back_as_ever() -> None:
+    """The re-derived syncer is fed the books again; the learner's new process has no snapshot to go on from."""
+    plan = Plan((Kill(5.3, 1, 3.0), KillSyncer(12.2, 2.0), Kill(14.0, 0, 2.0)))
+    for preset in ("decoupled", "streaming", "diloco"):
+        story = Story(preset, 4, plan=plan)
+        assert len(story.after.effects(LoadSnapshot)) == 4
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_resumed_run_that_is_killed_resumes_again(seed: int) -> None:
+    """From snapshot to snapshot, with other numbers of learners each time."""
+    preset = ["decoupled", "streaming", "diloco"][seed % 3]
+    counts = [[4, 3, 5, 2], [2, 4, 4, 3]][seed // 3]
+    config = config_for(preset, counts[0], every=7, outer_steps=80, step_noise=0.1)
+    hands, picture, stop = ShelvingHands(config), None, 20
+    for learners in counts:
+        config = config_for(preset, learners, every=7, outer_steps=80, step_noise=0.1)
+        hands = ShelvingHands(config, picture.versions.copy() if picture else None, hands.shelf if picture else None)
+        hands.shelf._disk = hands.disk  # snapshots of this run are of this run's versions
+        run = Run(config, hands, resume=picture).until_outer_step(stop)
+        picture, stop = newest_sealed(hands.shelf), stop + 18
+    assert Run(config, ShelvingHands(config, picture.versions.copy(), hands.shelf), resume=picture).whole()  # type: ignore[union-attr]
+    assert run.cluster.syncer.outer_step >= 74
+
+
+# ---------------------------------------------------------------- with weights
+
+
+def with_weights(config: Config, stop: int, resumed: Config) -> tuple[TensorHands, Run]:
+    hands = TensorHands(language_workbench(config))
+    Run(config, hands).until_outer_step(stop)
+    picture = newest_sealed(hands.shelf)
+    again = TensorHands(language_workbench(resumed), disk=picture.versions.copy(), shelf=hands.shelf)
+    return again, Run(resumed, again, resume=picture).whole()
+
+
+@pytest.mark.parametrize(
+    ("every", "stop", "slow_factor"),
+    [(6, 20, 1.18), (10, 25, 1.18), (11, 25, 3.0), (10, 25, 3.0)],
+    ids=["at a round", "between rounds", "fast ones wait where it is due", "fast ones wait, far ahead"],
+)
+def test_diloco_resumed_with_the_same_learners_is_the_uninterrupted_run_bit_for_bit(
+    every: int, stop: int, slow_factor: float
+) -> None:
+    config = config_for("diloco", 3, every=every, outer_steps=36, slow_factor=slow_factor)
+    whole = TensorHands(language_workbench(config))
+    Run(config, whole).whole()
+    again, run = with_weights(config, stop, config)
+    assert again.disk.theta_sha256() == whole.disk.theta_sha256()
+    merges = [e for e in run.effects(Merge) if isinstance(e, Merge)]
+    assert merges
+    assert all(share.weight == 1.0 for merge in merges for share in merge.shares)
+
+
+@pytest.mark.parametrize("learners", [3, 2, 4])
+@pytest.mark.parametrize("preset", ["decoupled", "streaming", "diloco"])
+def test_resumed_run_trains_on(preset: str, learners: int) -> None:
+    config = config_for(preset, 3, outer_steps=40)
+    fresh = TensorHands(language_workbench(config))
+    first = fresh.bench.evaluate_theta(*fresh.disk.theta())
+    again, _ = with_weights(config, 25, config_for(preset, learners, outer_steps=40))
+    final = again.bench.evaluate_theta(*again.disk.theta())
+    assert math.isfinite(final)
+    assert final < 0.9 * first
+
+
+def test_ddp_resumed_is_the_uninterrupted_run_bit_for_bit() -> None:
+    """Theta and the outer moments are the whole state; gradients of the step that was under way are taken anew."""
+    config = config_for("ddp", 3, outer_steps=24)
+    whole = TensorHands(language_workbench(config))
+    Run(config, whole).whole()
+    again, _ = with_weights(config, 15, config)
+    assert again.disk.theta_sha256() == whole.disk.theta_sha256()
