@@ -1,5 +1,5 @@
 # Two commands do everything on a machine with Python >= 3.11, pip and make:
-#   make train   creates .venv, installs, and trains the default recipe
+#   make train   creates .venv, installs, and trains the default recipe on a local cluster; two learners are killed on the way
 #   make test    creates .venv, installs, lints, type-checks, and runs the tests
 
 PYTHON ?= python3
@@ -10,10 +10,10 @@ INSTALLED := $(VENV)/.installed
 .PHONY: train test test-extras lint types soak bench clean
 
 train: $(INSTALLED)
-	$(BIN)/atoll train recipes/tiny.toml
+	$(BIN)/atoll train recipes/tiny.toml --set outer_steps=400 --chaos recipes/two_kills.toml --twin
 
 test: lint types
-	$(BIN)/python -m pytest -n 2 -m "not soak"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not soak and not extras"
 
 # Hugging Face and Lightning beside what is there: the constraint keeps torch as it is.
 test-extras: $(INSTALLED)
@@ -27,11 +27,14 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 -m soak
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m soak
 
 bench: $(INSTALLED)
 	$(BIN)/python bench/codecs.py
 	$(BIN)/python bench/events.py
+	$(BIN)/python bench/step_overhead.py
+	$(BIN)/python bench/syncer_memory.py
+	$(BIN)/python bench/syncer_load.py
 
 # torch comes by a pinned constraint, so that a CPU machine does not pull gigabytes of CUDA packages.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -1,5 +1,4 @@
-"""`atoll syncer` that kills itself, by SIGKILL, at a named moment of a round: run as a script, with the moment and after how
-many rounds first."""
+"""A nursery whose syncers kill themselves, by SIGKILL, at a named moment of a round."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from atoll.cli import main
 from atoll.executor.durable import DurableDisk
 from atoll.executor.syncer import TensorSyncer
 from atoll.protocol.vocabulary import Accept, Announce, FixParticipants, Merge, Pull, Send, Stored
-from atoll.runtime.driver import Driver
+from atoll.runtime.nursery import serve
 from atoll.runtime.syncer import SyncerProcess
 from atoll.tape.format import TapeWriter
 
@@ -78,10 +77,15 @@ def set_up(fuse: Fuse) -> None:
     after(fuse, TensorSyncer, "execute", done)
     before(fuse, DurableDisk, "put", lambda t, versions: "before storing" if t else "")
     after(fuse, DurableDisk, "put", lambda t, versions: "stored, not taped" if t else "")
-    assert Driver.happen  # the driver itself is as it is
+
+
+def crash_or_be() -> None:
+    """A child's arguments: `crash MOMENT ROUNDS ...` is a syncer that will die; anything else is `atoll` as it is."""
+    if sys.argv[1] == "crash":
+        set_up(Fuse(sys.argv[2], int(sys.argv[3])))
+        sys.argv = ["atoll", *sys.argv[4:]]
+    main()
 
 
 if __name__ == "__main__":
-    set_up(Fuse(sys.argv[1], int(sys.argv[2])))
-    sys.argv = ["atoll", *sys.argv[3:]]
-    main()
+    serve(crash_or_be)

@@ -66,6 +66,12 @@ def run(
     return cluster
 
 
+def learner_argv(directory: Path, address: str, learner: LearnerId) -> list[str]:
+    """One more learner of a run, as after `atoll`."""
+    token, out = str(directory / "syncer" / "token"), str(directory / "learners" / str(learner))
+    return ["learner", "--syncer", address, "--token", token, "--id", str(learner), "--out", out]
+
+
 class _Cast:
     """What the checker asks of a cluster, from machines that are re-derived."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import secrets
 import socket
@@ -75,7 +76,7 @@ EDGES = (
     2**63, 2**64 - 1, -2, -(2**31), -(2**53), -(2**63),
 )  # fmt: skip
 KINDS = (CONTROL, BULK_FRAME, CHUNK, WELCOME, STANDING, b"\0\0\0\0", b"what", b"nope")
-WORDS = ("", "no", "x" * 999, "x" * 1001, "a\nb\r\x00\x1b[31m", "\U0001f3dd" * 200, "%s %d {}", "../../etc", "declined", "poisoned")
+WORDS = ("", "no", "x" * 999, "x" * 1001, "a\nb\r\x00\x1b[31m", "\U0001f3dd" * 200, "%s %d {}", "../..", "declined", "poisoned")
 
 
 @dataclass
@@ -110,6 +111,9 @@ class Siege:
 
     async def run(self, workers: int) -> None:
         await asyncio.gather(*(self._work(Rng(f"{self.seed} {n}")) for n in range(workers)))
+        for _ in range(4):  # gRPC holds a connection as long as anything of it is alive, and needs a loop to let it go
+            gc.collect()
+            await asyncio.sleep(0.3)
 
     async def _work(self, rng: Rng) -> None:
         attacks, weights = zip(*ATTACKS, strict=True)
@@ -414,12 +418,12 @@ def lie(rng: Rng, siege: Siege, place: Placement, wild: float) -> Message:
     makers: tuple[Callable[[], Message], ...] = (
         lambda: Hello(versions(), steps, n(), bit(), units(), n(), word(), n()),
         lambda: Report(
-            n(3), steps, n(), 128 * steps if bit() else n(), n(), n(10**9), n(), place.learner if bit() else n(4), n(), adopted,
-            n(), rng.choice((None, 1.0, float("nan"), float("-inf"))),
+            n(3), steps, n(), 128 * (steps % 2**40) if bit() else n(), n(), n(10**9), n(), place.learner if bit() else n(4), n(),
+            adopted, n(), rng.choice((None, 1.0, float("nan"), float("-inf"))),
         ),
         lambda: Contribution(n(), n(fragments), n(), n(), n(), n(), n(), n()),
         lambda: Decline(n(), word()),
-        lambda: Loaded(n(), n(4) - 1, n(), versions()),
+        lambda: Loaded(n(), rng.choice((SYNCER, n(4))), n(), versions()),
         lambda: RecoveryFailed(n(), word()),
         lambda: Goodbye(word()),
         lambda: StateTransfer(n(), n(), versions(), ((n(fragments), n()),)),
@@ -588,9 +592,11 @@ def answer(
         case 2:
             ears.say(msgspec.structs.replace(true, c_tokens=tokens + 1, tokens=tokens + 1), payload(rng, siege, fragment))
         case 3:
-            ears.say(msgspec.structs.replace(true, anchor=rng.choice((0, anchor + 1, anchor - 1, 10**6))), payload(rng, siege, fragment))
+            wrong = rng.choice((0, anchor + 1, anchor - 1, 10**6))
+            ears.say(msgspec.structs.replace(true, anchor=wrong), payload(rng, siege, fragment))
         case 4:
-            ears.say(msgspec.structs.replace(true, outer_step=outer_step + rng.choice((-1, 1, 10**6))), payload(rng, siege, fragment))
+            wrong = outer_step + rng.choice((-1, 1, 10**6))
+            ears.say(msgspec.structs.replace(true, outer_step=wrong), payload(rng, siege, fragment))
         case 5:  # the message without its bytes
             ears.say_bytes(wire.to_head(ears.mailbox.seal(SYNCER, true)))
         case 6:
@@ -692,7 +698,7 @@ async def slow_loris(siege: Siege, rng: Rng) -> None:
             one = socket.create_connection((host, int(port)), timeout=2)
             one.setblocking(False)
             found.append(one)
-            one.send(rng.choice((b"", b"P", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", rng.randbytes(50))) or b"P")
+            one.send(rng.choice((b"P", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", rng.randbytes(50))))
             siege.thrown["loris"] += 1
         await asyncio.sleep(rng.choice((0.5, 3.0)))
     finally:
@@ -708,6 +714,33 @@ async def mute(siege: Siege, rng: Rng) -> None:
         if rng.random() < 0.5:
             ears.say(nothing_yet(siege, place))
         await asyncio.sleep(rng.choice((0.5, 3.0)))
+
+
+async def hostage(siege: Siege, rng: Rng) -> None:
+    """Makes the syncer believe that answers take long, then takes part and never answers. Meanwhile it names data of its own
+    stream as far away as it can, for others to be given when it is gone."""
+    place = await siege.place(rng)
+    assert siege.config is not None
+    fragments = siege.config.protocol.fragments
+    until, session, step = asyncio.get_running_loop().time() + 2.0, 0, 0
+    async with siege.link(place, "hostage") as ears:
+        hello = nothing_yet(siege, place)
+        far = tuple(Unit(place.learner, rng.choice((0, 9, 2**20, 2**40, 2**50, 2**53)) + n) for n in range(3))
+        ears.say(msgspec.structs.replace(hello, left=far) if rng.random() < 0.5 else hello)
+        for _ in range(3):
+            ears.say(Contribution(rng.randrange(9), 0, 0, 0, 0, 0, 0, 0), payload(rng, siege, 0))
+        while asyncio.get_running_loop().time() < until and not ears.gone.is_set() and not siege.over:
+            match await ears.next(0.02):
+                case TakeTheta(ticket=ticket):
+                    ears.say(Loaded(ticket, SYNCER, 0, (0,) * fragments))
+                case Ticket(ticket=ticket):
+                    ears.say(RecoveryFailed(ticket, "it does not answer"))
+                case Enter(session=entered):
+                    session = entered
+                    siege.entered += 1
+                case None if session:
+                    step += 1
+                    ears.say(report(siege, place, session, step, step_nanos=rng.choice((0, 10**12))))
 
 
 async def deaf(siege: Siege, rng: Rng) -> None:
@@ -726,7 +759,7 @@ Attack = Callable[[Siege, Rng], Awaitable[None]]
 ATTACKS: tuple[tuple[Attack, float], ...] = (
     (frames_that_are_none, 8), (right_frames_of_noise, 6), (heads_that_are_none, 6), (liar, 12), (spammer, 8), (turncoat, 4),
     (knocking, 3), (all_places, 0.3), (wrong_keys, 2), (junk_models, 1), (half_open, 1), (slow_loris, 0.5), (mute, 0.7),
-    (deaf, 1),
+    (deaf, 1), (hostage, 0.5),
 )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
 """The examples as users run them: two processes each against a real syncer. Those that need other people's trainers are
-skipped where these are not installed; `make test-extras` installs them."""
+marked `extras`: `make test-extras` installs these and runs them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ EXAMPLES = {
 }
 """What each needs, and the tokens of one optimiser step: two of them accumulate two batches."""
 
-pytestmark = pytest.mark.live
 
 
 @pytest.mark.parametrize("example", [
@@ -34,8 +33,7 @@ pytestmark = pytest.mark.live
 ])  # fmt: skip
 def test_two_learners_of_the_example_train_one_model(example: str, tmp_path: Path) -> None:
     package, tokens = EXAMPLES[example]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: `make test-extras` does it")
+    assert importlib.util.find_spec(package) is not None, f"{package} is not installed: `make test-extras` does it"
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, "-m", "atoll", "syncer", REPOSITORY / "recipes" / "custom.toml", "--dir", tmp_path / "s"]
     words += ["--listen", "127.0.0.1:0", "--set", "outer_steps=16", "--set", "limits.muster_seconds=120"]

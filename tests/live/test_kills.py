@@ -5,19 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from atoll.tape.weave import open_run
+from tests.live.harness import effects_of, judge, retrain, run, sends, small
 
 from atoll.chaos import Clog, Kill
 from atoll.protocol.vocabulary import Recovered, Ticket
 from atoll.runtime.cluster import LocalCluster
 from atoll.runtime.verdict import verdict
 from atoll.tape.format import Record
-from tests.live.harness import effects_of, judge, retrain, run, sends, small
 
-pytestmark = pytest.mark.live
 
 
 def test_learner_killed_while_it_trains_comes_back_through_a_peer(tmp_path: Path) -> None:
-    config = small(3, outer_steps=260)
+    config = small(3, outer_steps=160)
     run(tmp_path, config, Kill(at=1.0, learner=1, lasts=0.2))
     judge(tmp_path, config)
     recoveries = [r for r in effects_of(tmp_path, Recovered) if r.learner == 1]
@@ -31,8 +31,9 @@ def test_learner_killed_while_it_trains_comes_back_through_a_peer(tmp_path: Path
 
 def test_newcomer_and_serving_peer_killed_in_the_middle_of_a_recovery(tmp_path: Path) -> None:
     """A transfer is held up in the link between them, so that the kill hits its middle: first the newcomer dies, then, at
-    its second attempt, the peer that serves it. A third learner serves the third attempt."""
-    config = small(3, outer_steps=500)
+    its second attempt, the peer that serves it. The third attempt ends: through another peer, or with Theta where none is
+    reachable in time."""
+    config = small(3, outer_steps=300)
     tickets: list[int] = []
 
     def watch(cluster: LocalCluster, record: Record) -> None:
@@ -48,6 +49,7 @@ def test_newcomer_and_serving_peer_killed_in_the_middle_of_a_recovery(tmp_path: 
     run(tmp_path, config, *held, Kill(at=1.0, learner=2, lasts=0.2), watch=watch)
     judge(tmp_path, config)
     assert len(tickets) >= 3
-    back = {r.learner for r in effects_of(tmp_path, Recovered) if r.source >= 0}
-    assert 2 in back
+    back = [r.learner for r in effects_of(tmp_path, Recovered)]
+    assert back.count(2) >= 2, "it joined, and it recovered"
+    assert 2 in {r.worker for r in list(open_run(tmp_path).records())[-200:]}, "it trains at the end"
     retrain(tmp_path)

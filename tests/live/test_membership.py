@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from tests.live.harness import effects_of, judge, learner_argv, retrain, run, small
 
 from atoll.executor.snapshots import found, verify
 from atoll.protocol.vocabulary import Goodbye, Membership, Received, Recovered, Resumed, StepDone
@@ -15,9 +16,7 @@ from atoll.runtime.nursery import Child
 from atoll.runtime.verdict import verdict
 from atoll.tape.format import Record
 from atoll.tape.weave import open_run
-from tests.live.harness import effects_of, judge, retrain, run, small
 
-pytestmark = pytest.mark.live
 
 
 class Scavengers:
@@ -50,13 +49,12 @@ class Scavengers:
             if learner in self.here:
                 self._left += 1
                 return
-            argv = ["learner", "--syncer", cluster.address, "--token", str(self._directory / "syncer" / "token"), "--id", str(learner)]
             out = self._directory / "learners" / str(learner)
-            self.here[learner] = cluster.nursery.spawn([*argv, "--out", str(out)], out / "log")
+            self.here[learner] = cluster.nursery.spawn(learner_argv(self._directory, cluster.address, learner), out / "log")
 
 
 def test_twenty_joins_and_polite_leaves(tmp_path: Path) -> None:
-    config = small(2, outer_steps=900)
+    config = small(2, outer_steps=600)
     scavengers = Scavengers(tmp_path, 20, 4)
     run(tmp_path, config, watch=scavengers.watch)
     judge(tmp_path, config)

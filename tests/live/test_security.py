@@ -29,7 +29,6 @@ from atoll.runtime.placement import Placement
 from atoll.transport import ClientCredentials, Refused, client_credentials, dial
 from atoll.transport.keys import SYNCER_NAME, Credentials, Tokens, load_learner, make_keys, session_key
 
-pytestmark = pytest.mark.live
 
 PATIENCE_SECONDS = 60.0
 NUMBERS = ("outer_steps=1000000", "data.max_bytes=200000", "data.seq_len=16", "limits.leave_seconds=2")
@@ -177,7 +176,8 @@ def test_address_that_others_can_reach_is_refused_without_keys(tmp_path: Path) -
         "atoll: --listen 0.0.0.0:0: others can reach it; give --keys DIR (see `atoll keys`), or say --insecure"
     ]
     assert learner.lines == [
-        "atoll: --syncer 10.255.255.1:7077: goes beyond this machine; give --keys, a folder that `atoll keys` made, or say --insecure"
+        "atoll: --syncer 10.255.255.1:7077: goes beyond this machine; "
+        "give --keys, a folder that `atoll keys` made, or say --insecure"
     ]
     assert not (tmp_path / "syncer").exists()
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import resource
 import signal
-import subprocess
-import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.live.crashing_syncer import MOMENTS
+from tests.live.harness import judge, learner_argv, retrain, run, small
 
 from atoll.config import Config, to_toml
 from atoll.protocol.vocabulary import Started, Stored
@@ -17,10 +18,7 @@ from atoll.runtime.cluster import LocalCluster
 from atoll.runtime.nursery import Child, Nursery
 from atoll.tape.format import Record, Tape
 from atoll.tape.weave import open_run
-from tests.live.crashing_syncer import MOMENTS
-from tests.live.harness import judge, retrain, run, small
 
-pytestmark = pytest.mark.live
 
 
 def syncer_argv(directory: Path, config: Config, listen: str) -> list[str]:
@@ -29,39 +27,33 @@ def syncer_argv(directory: Path, config: Config, listen: str) -> list[str]:
     return ["syncer", str(recipe), "--dir", str(directory / "syncer"), "--listen", listen]
 
 
-def wait_for(path: Path, process: subprocess.Popen[bytes]) -> str:
+def wait_for(path: Path, child: Child) -> str:
     pause = threading.Event()
     while not path.exists():
-        assert process.poll() is None, "the syncer did not start"
+        assert child.poll() is None, "the syncer did not start"
         pause.wait(0.05)
     return path.read_text()
-
-
-def learner_argv(directory: Path, address: str, learner: int) -> list[str]:
-    token = str(directory / "syncer" / "token")
-    return ["learner", "--syncer", address, "--token", token, "--id", str(learner), "--out", str(directory / "learners" / str(learner))]
 
 
 def test_syncer_killed_in_every_phase_of_a_round_goes_on_where_it_was(tmp_path: Path) -> None:
     """One run. Each syncer dies at another moment of its third round; the learners are the same processes throughout."""
     config = small(2, outer_steps=60)
-    script = str(Path(__file__).with_name("crashing_syncer.py"))
-    nursery = Nursery()
+    nursery = Nursery([str(Path(__file__).with_name("crashing_syncer.py"))])
+    log, address = tmp_path / "syncer.log", "127.0.0.1:0"
     learners: list[Child] = []
-    address = "127.0.0.1:0"
     try:
         for moment in MOMENTS:
-            argv = [sys.executable, script, moment, "3", *syncer_argv(tmp_path, config, address), "--quiet"]
-            with subprocess.Popen(argv) as process:
-                if not learners:
-                    address = wait_for(tmp_path / "syncer" / "address", process)
-                    learners = [nursery.spawn(learner_argv(tmp_path, address, m), tmp_path / f"{m}.log") for m in range(2)]
-                assert process.wait(60) == -signal.SIGKILL, f"it should have died when {moment}"
+            syncer = nursery.spawn(["crash", moment, "3", *syncer_argv(tmp_path, config, address)], log)
+            if not learners:
+                address = wait_for(tmp_path / "syncer" / "address", syncer)
+                learners = [nursery.spawn(learner_argv(tmp_path, address, m), tmp_path / f"{m}.log") for m in range(2)]
+            syncer.wait(60)
+            assert syncer.poll() == -signal.SIGKILL, f"it should have died when {moment}"
             assert all(learner.poll() is None for learner in learners), "learners train on"
-        subprocess.run([sys.executable, "-m", "atoll", *syncer_argv(tmp_path, config, address), "--quiet"], check=True, timeout=120)
-        for learner in learners:
-            learner.wait()
-        assert [learner.poll() for learner in learners] == [0, 0]
+        last = [nursery.spawn(syncer_argv(tmp_path, config, address), log), *learners]
+        for child in last:
+            child.wait(60)
+        assert [child.poll() for child in last] == [0, 0, 0]
     finally:
         nursery.close()
     judge(tmp_path, config)
@@ -74,7 +66,7 @@ def test_syncer_killed_in_every_phase_of_a_round_goes_on_where_it_was(tmp_path: 
 
 def test_full_disk_stops_announcing_and_loses_nothing(tmp_path: Path) -> None:
     """The kernel refuses the syncer's files to grow (RLIMIT_FSIZE) for a while: tape and versions alike."""
-    config = small(2, outer_steps=200)
+    config = small(2, outer_steps=120)
     freed = threading.Event()
 
     def watch(cluster: LocalCluster, record: Record) -> None:
@@ -93,5 +85,4 @@ def test_full_disk_stops_announcing_and_loses_nothing(tmp_path: Path) -> None:
     log = (tmp_path / "syncer.log").read_text()
     assert "nothing is announced until this is mended" in log and "going on" in log
     syncer = [r.now / 1e9 for r in open_run(tmp_path).records() if r.worker == -1]
-    assert max(b - a for a, b in zip(syncer, syncer[1:], strict=False)) > 1.0, "it stood still while it could not write"
-    retrain(tmp_path)
+    assert max(b - a for a, b in pairwise(syncer)) > 1.0, "it stood still while it could not write"

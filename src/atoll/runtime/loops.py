@@ -35,6 +35,8 @@ class _Hush(logging.Filter):
             return False
         self._room -= 1
         text = record.getMessage()
+        if record.exc_info and record.exc_info[1] is not None:
+            text, record.exc_info = f"{text}: {record.exc_info[1]!r}", None
         text = "".join(c if c.isprintable() else "?" for c in text[:LINE_MAX]) + ("..." if len(text) > LINE_MAX else "")
         record.msg, record.args = text, ()
         if self._left_out:

@@ -54,11 +54,11 @@ class Child:
 
 
 class Nursery:
-    """The launcher's end."""
+    """The launcher's end. `command` runs a module that calls `serve`."""
 
-    def __init__(self) -> None:
+    def __init__(self, command: Sequence[str] = ("-m", SERVES)) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", SERVES], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip
         self._codes: dict[int, int] = {}

@@ -19,6 +19,7 @@ from atoll.executor.hands import Blob, is_suspect
 from atoll.executor.state import StorageFailed
 from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, worker_name
 from atoll.protocol.causality import BULK, may_overtake
+from atoll.protocol.membership import LEFT
 from atoll.protocol.validity import objection
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -49,11 +50,12 @@ from atoll.protocol.vocabulary import (
 from atoll.runtime import wire
 from atoll.runtime.driver import Driver
 from atoll.runtime.home import Home
-from atoll.runtime.loops import Alarm, Mail
+from atoll.runtime.loops import Alarm, Mail, hushed
 from atoll.runtime.placement import PROTOCOL, JoinRequest, Placement, said
 from atoll.transport import Limits, Link, Refused, Server, ServerCredentials
 
 log = logging.getLogger("atoll.syncer")
+hushed("grpc._cython.cygrpc")  # a peer that does not read makes it complain, a traceback a time
 
 RETRY_SECONDS = 1.0
 """How often a full disk is tried again."""
@@ -78,6 +80,8 @@ class SyncerProcess:
         self._server.on_call("Join", self._join)
         self._server.on_upload("Offer", self._offer, self._offer_bytes_max)
         self._over: asyncio.Future[None]
+        self._held_up = False
+        self._to_hear: set[LearnerId] = set()
         self.address = ""
 
     async def run(self) -> None:
@@ -194,7 +198,7 @@ class SyncerProcess:
             del self._links[peer.learner]
             said.info("%s: connection closed: %s", worker_name(peer.learner), reason)
             self._driver.happen(ConnectionLost(peer.learner, reason[:300]))
-            self._look_if_all_heard()
+            self._heard(peer.learner)
 
     def _peer(self, link: Link) -> _Peer | None:
         peer = self._links.get(int(link.peer.partition(".")[0]))
@@ -202,12 +206,14 @@ class SyncerProcess:
 
     async def take(self, peer: _Peer, head: bytes, payload: memoryview | None) -> None:
         """One message of one peer; a peer's messages are taken one after the other."""
+        if peer.is_cut:
+            return  # it came before the peer could hear that it is not listened to any more
         try:
             envelope = self._possible(peer, head, payload is not None)
         except (DataError, RecursionError) as error:
             said.warning("%s: refused: %s", worker_name(peer.learner), error)
             self._home.door.refused["message"] += 1
-            peer.link.close(f"refused: {error}")
+            peer.cut(f"refused: {error}")
             return
         if payload is None:
             if self._links.get(peer.learner) is peer:
@@ -260,7 +266,7 @@ class SyncerProcess:
                 said.warning("%s: refused: %s", worker_name(learner), reason)
                 peer = self._links.get(learner)
                 if disconnect and peer is not None:
-                    peer.link.close(f"refused: {reason}")
+                    peer.cut(f"refused: {reason}")
             case Membership(learner=learner, standing=standing, reason=reason):
                 said.info("%s is %s: %s", worker_name(learner), standing, reason)
             case FixParticipants():
@@ -293,8 +299,6 @@ class SyncerProcess:
     def fail(self, error: BaseException) -> None:
         if not self._over.done():
             self._over.set_exception(error if isinstance(error, Exception) else RunFailed(str(error)))
-
-    _held_up = False
 
     def _say_held_up(self, reason: str) -> None:
         if not self._held_up:
@@ -353,13 +357,17 @@ class SyncerProcess:
 
     def _finish(self) -> None:
         log.info("outer step %d: the run is over", self._home.machine.outer_step)
+        members = [m for m in self._home.machine.roster if m.standing != LEFT and not m.given_up]
+        self._to_hear = {m.learner for m in members}
         self._loop.call_later(FAREWELL_SECONDS, self.leave)
-        self._look_if_all_heard()
 
-    def _look_if_all_heard(self) -> None:
-        """Learners close their connections when they have heard that it is over."""
-        if self._home.machine.finished and not self._links:
-            self._loop.call_later(0.2, self.leave)
+    def _heard(self, learner: LearnerId) -> None:
+        """Learners close their connections when they have heard that it is over. One that is away just now dials again
+        within seconds, and must not train on for nobody."""
+        if self._home.machine.finished:
+            self._to_hear.discard(learner)
+            if not self._to_hear:
+                self._loop.call_later(0.2, self.leave)
 
     def now(self) -> Nanos:
         return self._home.clock.now()
@@ -374,6 +382,11 @@ class _Peer:
         self.learner, self.incarnation = int(learner), int(incarnation)
         self.link = link
         self.mail = Mail(link, lambda _, head, payload: process.take(self, head, payload), process.fail, bytes_max=bytes_max)
+        self.is_cut = False
+
+    def cut(self, reason: str) -> None:
+        self.is_cut = True
+        self.link.close(reason)
 
 
 def _read(body: Message, payload: memoryview) -> tuple[Blob, str]:

@@ -26,6 +26,7 @@ from atoll.protocol.vocabulary import (
     Event,
     Finished,
     FixParticipants,
+    Goodbye,
     Grant,
     Hello,
     InnerStep,
@@ -76,6 +77,7 @@ class Safety:
         """Trained before this run, by learners that were resumed."""
         self._pending: dict[LearnerId, dict[FragmentId, OuterStep]] = defaultdict(dict)
         self._held: dict[LearnerId, dict[FragmentId, OuterStep]] = defaultdict(dict)
+        self._left: set[LearnerId] = set()
         self._unit_steps = config.protocol.local_steps_per_round
         self._drawn: dict[tuple[LearnerId, int], set[tuple[int, int]]] = defaultdict(set)
         self._reissued: set[tuple[int, int]] = set()
@@ -258,6 +260,7 @@ class Safety:
         match event:
             case Started():
                 self._running[m] = False
+                self._left.discard(m)
                 self._pending[m], self._held[m] = {}, {}
             case Resumed(stance=stance):
                 self._held[m] = dict(enumerate(stance.held))
@@ -297,12 +300,14 @@ class Safety:
                     wrong = isinstance(body, StateTransfer) and envelope.receiver == SYNCER
                     self._demand(not wrong, 4, f"learner {m} sends inner state to the syncer")
                     moved_on = moved_on or isinstance(body, Hello)
+                    if isinstance(body, Goodbye):
+                        self._left.add(m)
                 case _:
                     pass
         if isinstance(event, StepDone):
             machine = self.cluster.learner(m) if self.cluster else None
             joining = machine is not None and machine.phase == "joining"
-            self._demand(moved_on or joining, 1, f"learner {m} neither steps nor says why")
+            self._demand(moved_on or joining or m in self._left, 1, f"learner {m} neither steps nor says why")
             if moved_on and self._running.get(m) and self.config.protocol.adopt == "arrival":
                 late = {p: v for p, v in self._pending[m].items() if not self._schedule.policy(v).exact}
                 self._demand(not late, 6, f"learner {m} went on without adopting {late}")

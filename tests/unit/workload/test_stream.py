@@ -98,10 +98,18 @@ def test_helpers_count_what_a_batch_trains_on() -> None:
     assert (stream.tokens_per_batch, stream.samples_per_batch) == (32, 4)
 
 
-@pytest.mark.parametrize("learner", [-1, 2, 7])
-def test_stream_beyond_the_declared_count_is_refused(learner: int) -> None:
-    with pytest.raises(DataError, match=f"there is no stream {learner}: 2 were declared, 0 to 1"):
-        Stream(counting(1000), 0, 2, 4, 8).batch(learner, 0)
+def test_negative_stream_is_refused() -> None:
+    with pytest.raises(DataError, match="there is no stream -1: streams count from 0"):
+        Stream(counting(1000), 0, 2, 4, 8).batch(-1, 0)
+
+
+def test_streams_beyond_the_declared_number_deal_the_same_text_in_an_order_of_their_own() -> None:
+    stream = Stream(counting(1000), 0, 2, 4, 8)
+    rounds = stream.share // 4
+    dealt = [{int(i) for position in range(rounds) for i in stream.window_indices(s, position)} for s in (2, 3)]
+    assert not dealt[0] & dealt[1], "each other's, within the deal"
+    assert stream.window_indices(2, 0).tolist() != stream.window_indices(0, 0).tolist()
+    assert stream.window_indices(2, 0).tolist() == Stream(counting(1000), 0, 2, 4, 8).window_indices(2, 0).tolist()
 
 
 def test_negative_position_is_refused() -> None:

@@ -1,0 +1,219 @@
+"""How much memory does a syncer need at its peak, and for what?
+
+    python bench/syncer_memory.py [--learners 4 8] [--rounds 60] [--step 0.5] [--width 768] [--mlp 2048] [--layers 12]
+
+A syncer's process with a decoder of 85 million parameters, P = H = 24, int4 up and bf16 down, and scripted learners
+(bench/scripted.py). They all come at once and are sent all of Theta; two thirds into the run one more comes and, as no peer
+serves it, is sent all of Theta too while rounds go on. The budget is 4 fp32 models + 64 MiB a learner + 500 MB, and what is
+compared with it is VmHWM of the process, which is the syncer of `atoll syncer` with a thread beside it that adds up what
+its parts hold (it allocates nothing to speak of). The peak while it starts (the model is built) and the peak while it runs
+are told apart; the verdict is on the higher.
+
+What is held, at the moment of the largest sum: the newest versions (theta, announced, momentum), remembered older
+announcements, accepted packets, merged versions on their way to the disk, cached payloads, and whatever else is queued for
+learners. The rest of the process is Python, torch, gRPC and what merges need for a moment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import signal
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from scripted import Cluster, Process, Sampler, load_average
+from torch import Tensor
+
+from atoll.config import Config, load
+from atoll.executor.durable import DurableDisk
+from atoll.executor.environment import use_threads
+from atoll.executor.syncer import TensorSyncer, Version
+from atoll.executor.workbench import language_workbench
+from atoll.protocol.vocabulary import Stored
+from atoll.runtime.home import Home
+from atoll.runtime.syncer import SyncerProcess
+from atoll.tape.format import Tape
+from atoll.tape.tail import Tail
+
+PER_LEARNER = 64 << 20
+BESIDE = 500_000_000
+LOOK_SECONDS = 0.05
+SYNCER = "--be-the-syncer"
+
+# ---------------------------------------------------------------- the syncer's process
+
+
+class Books:
+    """Bytes by what holds them; a tensor that several hold counts where it is first found."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self.bytes: dict[str, int] = {}
+
+    def add(self, what: str, tensors: Iterable[Tensor | None]) -> None:
+        for tensor in tensors:
+            if tensor is not None and tensor.numel():
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._seen:
+                    self._seen.add(storage.data_ptr())
+                    self.bytes[what] = self.bytes.get(what, 0) + storage.nbytes()
+
+    def add_views(self, what: str, views: Iterable[Any]) -> None:
+        """Pieces of payloads, most of them views of tensors that were counted already."""
+        for view in views:
+            address = torch.frombuffer(view, dtype=torch.uint8).data_ptr() if len(view) else 0
+            if len(view) and address not in self._seen:
+                self._seen.add(address)
+                self.bytes[what] = self.bytes.get(what, 0) + memoryview(view).nbytes
+
+
+def parts_of(version: Version) -> Iterator[Tensor | None]:
+    yield from (version.theta, version.announced, version.buffers)
+    if version.outer is not None:
+        yield from (version.outer.momentum, version.outer.pending)
+    if version.packet is not None:
+        yield from (version.packet.codes, version.packet.scales)
+
+
+def books_of(home: Home, process: SyncerProcess) -> dict[str, int]:
+    """Reaches into the parts: a benchmark may."""
+    hands, disk = home.hands, home.disk
+    assert isinstance(hands, TensorSyncer) and isinstance(disk, DurableDisk)
+    books = Books()
+    books.add("newest versions", (t for _, v in list(disk._top.values()) for t in parts_of(v)))
+    books.add("older announcements", list(disk._older.values()))
+    packets = [part for parts in list(hands._accepted.values()) for part in list(parts.values())]
+    books.add("accepted packets", (t for packet, buffers, _ in packets for t in (packet.codes, packet.scales, buffers)))
+    books.add("anchors of accepted packets", (announced for _, _, announced in packets))
+    books.add("merged, not stored yet", (t for v in list(hands._merged.values()) for t in parts_of(v)))
+    books.add_views("cached payloads", (view for views in list(process._payloads.values()) for view in views or ()))
+    links = [peer.link for peer in list(process._links.values())]
+    transfers = [transfer for link in links for transfer in list(link._outbox._bulks)]
+    books.add_views("queued for learners", (view for transfer in transfers for view in list(transfer.pieces)))
+    assembling = [a.received for link in links for a in list(link._inbox._assemblies.values())]
+    books.bytes["arriving"] = sum(assembling)
+    return books.bytes
+
+
+def be_the_syncer(options: argparse.Namespace) -> None:
+    """As `atoll syncer` is, with somebody looking on. The fullest moment is written beside the tape."""
+    use_threads(1)
+    config = load(options.recipe)
+    home = Home(options.dir, config, language_workbench(config))
+    process = SyncerProcess(home, options.listen)
+    fullest = 0
+
+    def look() -> None:
+        nonlocal fullest
+        while True:
+            time.sleep(LOOK_SECONDS)
+            try:
+                held = books_of(home, process)
+            except (RuntimeError, ValueError):  # something changed under our eyes
+                continue
+            if sum(held.values()) > fullest:
+                fullest = sum(held.values())
+                (home.directory / "fullest.json").write_text(json.dumps(held))
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, process.leave)
+        threading.Thread(target=look, daemon=True).start()
+        await process.run()
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------- the benchmark
+
+
+def settings(options: argparse.Namespace, learners: int) -> Config:
+    return load(preset_name="decoupled", overrides={
+        "learners": learners,
+        "outer_steps": 1_000_000,
+        "data": {"max_bytes": 200_000, "seq_len": 64, "batch_size": 8, "heldout_batches": 1},
+        "model": {"numbers": {"width": options.width, "mlp": options.mlp, "layers": options.layers, "heads": 8}},
+    })  # fmt: skip
+
+
+def wait_for_rounds(tail: Tail, seen: int, wanted: int, processes: list[Process]) -> int:
+    while seen < wanted:
+        time.sleep(0.2)
+        seen += sum(isinstance(record.event, Stored) for record in tail.more())
+        for process in processes:
+            process.check()
+    return seen
+
+
+def one_run(options: argparse.Namespace, learners: int) -> dict[str, Any]:
+    step = ("--step", str(options.step))
+    with Cluster(settings(options, learners), (__file__, SYNCER)) as cluster:
+        home, syncer = cluster.directory, cluster.syncer
+        theta = [path.stat().st_size for path in (home / "versions").iterdir()]
+        at_start, idle = syncer.memory("VmHWM"), syncer.memory("VmRSS")
+        syncer.forget_peak()
+        sampler = Sampler(lambda: syncer.memory("VmRSS"), 0.25)
+        sampler.start()
+        cluster.learners(0, learners, *step)
+        tail = Tail(Tape(cluster.tape))
+        rounds = wait_for_rounds(tail, 0, 2 * options.rounds // 3, cluster.processes)
+        before_join = syncer.memory("VmHWM")
+        cluster.learners(learners, 1, *step)
+        rounds = wait_for_rounds(tail, rounds, options.rounds, cluster.processes)
+        peak, busy = syncer.memory("VmHWM"), load_average()
+        versions = len(list((home / "versions").iterdir()))
+        syncer.kill()
+        fullest = json.loads((home / "fullest.json").read_text())
+        joined = [line for line in (cluster.folder / "syncer.log").read_text().splitlines() if f"learner{learners} " in line]
+    model = sum(theta) // 2  # theta and momentum of version 0
+    members, usual = learners + 1, statistics.median(sampler.stop())
+    budget = 4 * model + members * PER_LEARNER + BESIDE
+    highest = max(at_start, peak)
+    print(f"{learners} learners and one that joins, {model / 1e6:.0f} MB of fp32, {rounds} rounds, load average {busy}")
+    print(f"  starting: peak {at_start / 1e6:.0f} MB, then {idle / 1e6:.0f} MB")
+    print(f"  running: peak {before_join / 1e6:.0f} MB before the join, {peak / 1e6:.0f} MB with it; median {usual / 1e6:.0f} MB")
+    print(f"  {versions} versions of 24 fragments on disk; held in memory at the fullest moment:")
+    for what, size in fullest.items():
+        print(f"    {what:<30}{size / 1e6:>8.0f} MB")
+    mark = "PASS" if highest <= budget else "FAIL"
+    print(f"{mark} {highest / 1e6:.0f} MB of {budget / 1e6:.0f} MB: 4 models, {members} x 64 MiB and 500 MB")
+    return {
+        "learners": learners, "model_bytes": model, "rounds": rounds, "start_peak": at_start, "idle": idle, "load_average": busy,
+        "peak_before_join": before_join, "peak": peak, "budget": budget, "passed": highest <= budget, "fullest": fullest,
+        "joiner": joined,
+    }  # fmt: skip
+
+
+def main() -> int:
+    if SYNCER in sys.argv:
+        parser = argparse.ArgumentParser()
+        parser.add_argument(SYNCER, action="store_true")
+        parser.add_argument("recipe", type=Path)
+        parser.add_argument("--listen")
+        parser.add_argument("--dir", type=Path)
+        parser.add_argument("--obey-stdin", action="store_true")
+        be_the_syncer(parser.parse_args())
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--learners", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--step", type=float, default=0.5)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--mlp", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=12)
+    options = parser.parse_args()
+    runs = [one_run(options, learners) for learners in options.learners]
+    print(json.dumps({"bench": "syncer_memory", "runs": runs}))
+    return 0 if all(run["passed"] for run in runs) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
