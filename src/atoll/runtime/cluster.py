@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import shutil
 import signal
 import threading
 import time
@@ -287,5 +288,8 @@ def _resume_learner(resume: tuple[Path, int] | None, learner: LearnerId, out: Pa
     start = out / "start"
     start.mkdir(parents=True)
     for path in part.iterdir():
-        os.link(path, start / path.name)
+        try:
+            os.link(path, start / path.name)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(path, start / path.name)
     return ["--resume", str(start)]

@@ -168,7 +168,7 @@ class LiveLearner:
         self._mail: Mail | None = None
         self._rng = random.Random(f"{placement.run} {placement.learner} {placement.incarnation}")
         self._peers = Peers(self, address, placement, self._rng)
-        self._limits = Limits(connections=address.connections)
+        self._limits = Limits(connections=address.connections, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
         self._turn = threading.Condition()
         self._keeper: asyncio.Task[None] | None = None
         self._next: InnerStep | None = None
@@ -194,8 +194,9 @@ class LiveLearner:
         self.happen(done)
 
     def leave(self, reason: str) -> None:
-        """Politely: deliver what is due soonest, then go. Twice: go now."""
-        self.happen(LeaveAsked(reason))
+        """Politely: deliver what is due soonest, then go. Twice: go now. For any thread and for signal handlers: it takes no
+        lock here, because a handler may have interrupted whoever holds it."""
+        self._loop.call_soon_threadsafe(self.happen, LeaveAsked(reason))
 
     def close(self) -> None:
         self._wait_for(self._close())

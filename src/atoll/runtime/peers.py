@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("atoll.learner")
 
+STATE_BYTES_MAX = 1 << 44
+"""Weights, anchors and moments of any model there is. A syncer's ticket vouches for who sends it."""
+
 
 class Learner(Protocol):
     def happen(self, event: Event) -> None: ...
@@ -49,7 +52,9 @@ class Peers:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         if self._address.listen:
-            self._server = Server(self, self._admit, Limits(), self._address.server_credentials)
+            # a newcomer sends a request of a few bytes; what it is sent is a whole state
+            limits = Limits(payload_bytes_max=1 << 20, queue_bytes_max=STATE_BYTES_MAX)
+            self._server = Server(self, self._admit, limits, self._address.server_credentials)
             bound = await self._server.start(self._address.listen)
             self.advertised = self._address.advertise or bound
 
@@ -104,6 +109,7 @@ class Peers:
                 me = self._placement
                 link = await dial(
                     address, self, peer=str(peer), credentials=self._address.peer_credentials,
+                    limits=Limits(payload_bytes_max=STATE_BYTES_MAX),
                     metadata={"run": me.run, "ticket": str(ticket), "key": key, "learner": str(me.learner)},
                 )  # fmt: skip
                 link.send(head)

@@ -76,7 +76,8 @@ class SyncerProcess:
         self._advertised: dict[LearnerId, str] = {}
         self._payloads: OrderedDict[tuple[int, OuterStep, bool], wire.Buffers | None] = OrderedDict()
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
-        self._server = Server(self, self._admit, Limits(assembling_max=4 + 2 * self._config.protocol.overlap), credentials)
+        limits = Limits(assembling_max=4 + 2 * self._config.protocol.overlap, queue_bytes_max=1 << 44)
+        self._server = Server(self, self._admit, limits, credentials)
         self._server.on_call("Join", self._join)
         self._server.on_upload("Offer", self._offer, self._offer_bytes_max)
         self._over: asyncio.Future[None]

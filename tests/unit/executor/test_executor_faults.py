@@ -167,7 +167,7 @@ GOOD = [torch.full((SIZE,), 0.5), torch.full((SIZE,), 0.25)]
     ("content", "flaw"),
     [
         ((packet_of(torch.full((SIZE,), math.nan)), torch.empty(0)), "fragment 0 holds NaN or Inf"),
-        ((packet_of(GOOD[0]), torch.tensor([math.inf])), "fragment 0 holds NaN or Inf"),
+        ((packet_of(GOOD[0]), torch.tensor([math.inf])), "1 buffer elements are not those of fragment 0"),
         ((packet_of(GOOD[0][:-1]), torch.empty(0)), f"{SIZE - 1} numbers by fp32 are not fragment 0 by fp32"),
         ((codec("int4").encode(GOOD[0]), torch.empty(0)), f"{SIZE} numbers by int4 are not fragment 0 by fp32"),
         (None, "it came without bytes"),
