@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scripted import Cluster, Process, Sampler, load_average
+from scripted import Cluster, Sampler, load_average
 from torch import Tensor
 
 from atoll.config import Config, load
@@ -37,7 +37,8 @@ from atoll.executor.durable import DurableDisk
 from atoll.executor.environment import use_threads
 from atoll.executor.syncer import TensorSyncer, Version
 from atoll.executor.workbench import language_workbench
-from atoll.protocol.vocabulary import Stored
+from atoll.ids import SYNCER as SYNCER_ID
+from atoll.protocol.vocabulary import Recovered, Stored
 from atoll.runtime.home import Home
 from atoll.runtime.syncer import SyncerProcess
 from atoll.tape.format import Tape
@@ -127,6 +128,7 @@ def be_the_syncer(options: argparse.Namespace) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, process.leave)
         threading.Thread(target=look, daemon=True).start()
+        threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(process.leave)), daemon=True).start()
         await process.run()
 
     asyncio.run(main())
@@ -144,13 +146,24 @@ def settings(options: argparse.Namespace, learners: int) -> Config:
     })  # fmt: skip
 
 
-def wait_for_rounds(tail: Tail, seen: int, wanted: int, processes: list[Process]) -> int:
-    while seen < wanted:
-        time.sleep(0.2)
-        seen += sum(isinstance(record.event, Stored) for record in tail.more())
-        for process in processes:
-            process.check()
-    return seen
+class Watch:
+    """Counts rounds, and notes who has loaded its state from whom."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._tail = Tail(Tape(cluster.tape))
+        self.rounds = 0
+        self.sources: dict[int, int] = {}
+
+    def wait(self, rounds: int, learner: int) -> None:
+        """Until so many rounds were stored and this learner is in."""
+        while self.rounds < rounds or learner not in self.sources:
+            time.sleep(0.2)
+            for record in self._tail.more():
+                self.rounds += isinstance(record.event, Stored)
+                self.sources |= {e.learner: e.source for e in record.effects if isinstance(e, Recovered)}
+            for process in self._cluster.processes:
+                process.check()
 
 
 def one_run(options: argparse.Namespace, learners: int) -> dict[str, Any]:
@@ -163,18 +176,19 @@ def one_run(options: argparse.Namespace, learners: int) -> dict[str, Any]:
         sampler = Sampler(lambda: syncer.memory("VmRSS"), 0.25)
         sampler.start()
         cluster.learners(0, learners, *step)
-        tail = Tail(Tape(cluster.tape))
-        rounds = wait_for_rounds(tail, 0, 2 * options.rounds // 3, cluster.processes)
+        watch = Watch(cluster)
+        watch.wait(2 * options.rounds // 3, 0)
         before_join = syncer.memory("VmHWM")
         cluster.learners(learners, 1, *step)
-        rounds = wait_for_rounds(tail, rounds, options.rounds, cluster.processes)
-        peak, busy = syncer.memory("VmHWM"), load_average()
+        watch.wait(options.rounds, learners)
+        assert watch.sources[learners] == SYNCER_ID, "the newcomer was to be sent Theta"
+        usual = statistics.median(sampler.stop())
+        peak, busy, rounds = syncer.memory("VmHWM"), load_average(), watch.rounds
         versions = len(list((home / "versions").iterdir()))
         syncer.kill()
         fullest = json.loads((home / "fullest.json").read_text())
-        joined = [line for line in (cluster.folder / "syncer.log").read_text().splitlines() if f"learner{learners} " in line]
     model = sum(theta) // 2  # theta and momentum of version 0
-    members, usual = learners + 1, statistics.median(sampler.stop())
+    members = learners + 1
     budget = 4 * model + members * PER_LEARNER + BESIDE
     highest = max(at_start, peak)
     print(f"{learners} learners and one that joins, {model / 1e6:.0f} MB of fp32, {rounds} rounds, load average {busy}")
@@ -188,7 +202,6 @@ def one_run(options: argparse.Namespace, learners: int) -> dict[str, Any]:
     return {
         "learners": learners, "model_bytes": model, "rounds": rounds, "start_peak": at_start, "idle": idle, "load_average": busy,
         "peak_before_join": before_join, "peak": peak, "budget": budget, "passed": highest <= budget, "fullest": fullest,
-        "joiner": joined,
     }  # fmt: skip
 
 

@@ -110,7 +110,8 @@ class Siege:
         return self.stopped.is_set() or self.count >= self.goal
 
     async def run(self, workers: int) -> None:
-        await asyncio.gather(*(self._work(Rng(f"{self.seed} {n}")) for n in range(workers)))
+        turncoats = [self._attack(turncoat, Rng(f"{self.seed} turncoat {n}")) for n in range(2)]  # some in every siege
+        await asyncio.gather(*turncoats, *(self._work(Rng(f"{self.seed} {n}")) for n in range(workers)))
         for _ in range(4):  # gRPC holds a connection as long as anything of it is alive, and needs a loop to let it go
             gc.collect()
             await asyncio.sleep(0.3)
@@ -119,17 +120,20 @@ class Siege:
         attacks, weights = zip(*ATTACKS, strict=True)
         while not self.over:
             (attack,) = rng.choices(attacks, weights)
-            try:
-                async with asyncio.timeout(20):
-                    await attack(self, rng)
-                self.outcomes["went by itself"] += 1
-            except EXPECTED as end:
-                self.outcomes[type(end).__name__] += 1
-                if isinstance(end, LinkFailed) and "cannot be reached" in str(end):
-                    await asyncio.sleep(0.05)
-            except Exception as error:
-                self.bugs.append(f"{attack.__name__}: {error!r}")
-                self.outcomes["bug"] += 1
+            await self._attack(attack, rng)
+
+    async def _attack(self, attack: Attack, rng: Rng) -> None:
+        try:
+            async with asyncio.timeout(20):
+                await attack(self, rng)
+            self.outcomes["went by itself"] += 1
+        except EXPECTED as end:
+            self.outcomes[type(end).__name__] += 1
+            if isinstance(end, LinkFailed) and "cannot be reached" in str(end):
+                await asyncio.sleep(0.05)
+        except Exception as error:
+            self.bugs.append(f"{attack.__name__}: {error!r}")
+            self.outcomes["bug"] += 1
 
     # ------------------------------------------------------------ ways in
 

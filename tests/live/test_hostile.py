@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import pytest
-from tests.live import harness
-from tests.live.harness import judge, run, small
-from tests.live.hostile import Siege, Vitals, now
+from harness import judge, run, small
+from hostile import Siege, Vitals, now
 
 from atoll.config import Config
 from atoll.ids import SECOND, SYNCER

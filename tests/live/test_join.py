@@ -29,7 +29,6 @@ from atoll.runtime.home import Home
 from atoll.runtime.syncer import SyncerProcess
 from atoll.tape.format import Tape
 
-
 PATIENCE_SECONDS = 60.0
 ONE_ROUND_A_STEP = {"local_steps_per_round": 2, "fragmentation": "sub_tensor", "fragments": 2, "overlap": 1, "codec_up": "fp32"}
 

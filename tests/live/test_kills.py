@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-from atoll.tape.weave import open_run
-from tests.live.harness import effects_of, judge, retrain, run, sends, small
+from harness import effects_of, judge, retrain, run, sends, small
 
 from atoll.chaos import Clog, Kill
 from atoll.protocol.vocabulary import Recovered, Ticket
 from atoll.runtime.cluster import LocalCluster
 from atoll.runtime.verdict import verdict
 from atoll.tape.format import Record
-
+from atoll.tape.weave import open_run
 
 
 def test_learner_killed_while_it_trains_comes_back_through_a_peer(tmp_path: Path) -> None:

@@ -6,13 +6,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tests.live.harness import effects_of, judge, retrain, run, small
+from harness import effects_of, judge, retrain, run, small
 
 from atoll.chaos import Clog, Corrupt, Partition, Pause, Slow
 from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import ConnectionLost, Membership
 from atoll.tape.weave import open_run
-
 
 
 def test_corrupt_frames_clog_pause_and_slowness(tmp_path: Path) -> None:

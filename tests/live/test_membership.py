@@ -6,8 +6,7 @@ import signal
 import threading
 from pathlib import Path
 
-import pytest
-from tests.live.harness import effects_of, judge, learner_argv, retrain, run, small
+from harness import effects_of, judge, learner_argv, retrain, run, small
 
 from atoll.executor.snapshots import found, verify
 from atoll.protocol.vocabulary import Goodbye, Membership, Received, Recovered, Resumed, StepDone
@@ -16,7 +15,6 @@ from atoll.runtime.nursery import Child
 from atoll.runtime.verdict import verdict
 from atoll.tape.format import Record
 from atoll.tape.weave import open_run
-
 
 
 class Scavengers:

@@ -8,9 +8,8 @@ import threading
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
-from tests.live.crashing_syncer import MOMENTS
-from tests.live.harness import judge, learner_argv, retrain, run, small
+from crashing_syncer import MOMENTS
+from harness import judge, learner_argv, retrain, run, small
 
 from atoll.config import Config, to_toml
 from atoll.protocol.vocabulary import Started, Stored
@@ -18,7 +17,6 @@ from atoll.runtime.cluster import LocalCluster
 from atoll.runtime.nursery import Child, Nursery
 from atoll.tape.format import Record, Tape
 from atoll.tape.weave import open_run
-
 
 
 def syncer_argv(directory: Path, config: Config, listen: str) -> list[str]:

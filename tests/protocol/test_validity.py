@@ -170,7 +170,9 @@ def test_contribution_cannot_pack_the_tokens_of_many_steps_into_one() -> None:
     """Its weight is tokens times tokens per step: one that claims a thousand steps' tokens in one step would outweigh all."""
     s = SyncerStage(arrival(2), joined=2)
     most = s.machine._tokens_per_step
-    s.cast[0].local_step = 999
+    member = s.machine.roster.get(0)
+    assert member is not None
+    s.cast[0].local_step = member.reported = 999
     report = replace(s.report(0), local_step=1000, tokens=1000 * most, samples=1000, batch=0)
     s.cast[0].local_step = 1000
     effects = s.hears(0, report)

@@ -18,14 +18,14 @@ KEYS = {
 
 def atoll(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "atoll.cli", *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
+        [sys.executable, "-m", "atoll", *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
     )
 
 
 def test_train_with_json_ends_with_one_object_and_its_tape_replays(tmp_path: Path) -> None:
     plan = tmp_path / "plan.toml"
     plan.write_text('[[faults]]\nfault = "kill"\nat = 4.0\nlearner = 1\nlasts = 2.0\n')
-    done = atoll("train", "--json", "--learners", "3", "--out", "run", "--chaos", str(plan), *SMALL, cwd=tmp_path)
+    done = atoll("train", "--virtual", "--json", "--learners", "3", "--out", "run", "--chaos", str(plan), *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert set(summary) >= KEYS
@@ -42,7 +42,7 @@ def test_train_with_json_ends_with_one_object_and_its_tape_replays(tmp_path: Pat
     replayed = atoll("replay", "run", "--weights", cwd=tmp_path)
     assert replayed.returncode == 0, replayed.stderr
     assert summary["theta_sha256"] in replayed.stdout
-    again = atoll("train", "--out", "run", *SMALL, cwd=tmp_path)
+    again = atoll("train", "--virtual", "--out", "run", *SMALL, cwd=tmp_path)
     assert again.returncode == 2
     assert "exists already" in again.stderr
 
@@ -57,7 +57,7 @@ def test_sim_strip_and_damaged_tape(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 160
     assert sum("merge 0@12 of 4" in line for line in lines) == 1
     refused = atoll("replay", "run", "--weights", cwd=tmp_path)
-    assert (refused.returncode, "nothing was trained" in refused.stderr) == (2, True)
+    assert (refused.returncode, "holds no training of ours" in refused.stderr) == (2, True)
     tape = tmp_path / "run" / "run.tape"
     data = bytearray(tape.read_bytes())
     at = [i for i, byte in enumerate(data) if byte == 10][40] + 60
@@ -89,6 +89,17 @@ def test_config_printed_for_a_preset_is_a_recipe_that_loads_as_itself(tmp_path: 
         (["strip", "missing"], "no such file"),
         (["compare", "nope"], "no such preset"),
         (["train", "--learners", "0"], "learners"),
+        (["train", "--virtual", "--twin"], "--virtual: goes with neither"),
+        (["train", "--snapshot", "4"], "--snapshot: says which snapshot --resume takes"),
+        (["train", "--resume", "missing"], "missing/config.toml: no such file"),
+        (["train", "--set", "model.name=custom"], "learners bring that model"),
+        (["train", "--set", "model.name=no.such:thing"], "allow it here with --allow-model no.such:thing"),
+        (["compare", "ddp", "decoupled", "--chaos", "random:1:1:1"], "torch's DDP has no answer to faults"),
+        (["snapshot", "ls", "missing"], "holds no snapshots"),
+        (["keys", "missing", "--add"], "missing"),
+        (["learner", "--syncer", "nonsense"], "must be host:port"),
+        (["learner", "--syncer", "127.0.0.1:1", "--token", "missing"], "missing"),
+        (["syncer", "--listen", "0.0.0.0:0"], "others can reach it"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_code_2(arguments: list[str], sentence: str, tmp_path: Path) -> None:
@@ -101,7 +112,7 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(arguments: list[str], sente
 
 def test_help_of_every_command_names_its_options(tmp_path: Path) -> None:
     assert "train" in atoll("--help", cwd=tmp_path).stdout
-    for command in ("train", "sim", "compare", "replay", "strip", "config"):
+    for command in ("train", "sim", "compare", "replay", "strip", "config", "syncer", "learner", "keys", "snapshot"):
         done = atoll(command, "--help", cwd=tmp_path)
         assert done.returncode == 0
         assert len(done.stdout) > 100

@@ -149,8 +149,11 @@ def cluster_summary(
     settings: Config, plan: Plan, directory: Path, threads: int, device: str, allowed: list[str],
     resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
 ) -> Summary:  # fmt: skip
+    from atoll.executor.workbench import language_workbench
     from atoll.runtime.cluster import LocalCluster
     from atoll.runtime.verdict import verdict
+
+    bench = language_workbench(settings, allowed)  # what cannot be built is said before anything is started
 
     def watch(record: Record) -> None:
         view(record.now, record.worker, record.event, record.effects)
@@ -163,7 +166,7 @@ def cluster_summary(
     )  # fmt: skip
     cluster.run()
     progress.say("reading the tapes")
-    return verdict(settings, directory, faults=cluster.struck, allowed=allowed)
+    return verdict(settings, directory, faults=cluster.struck, bench=bench)
 
 
 def hands_for_replay(directory: Path) -> Callable[[Workbench], TensorHands]:

@@ -204,12 +204,15 @@ class DurableDisk:
 
     @staticmethod
     def create(directory: Path, initial: Sequence[Version]) -> DurableDisk:
-        """A run's first versions. After a crash in here it may be called again; on top of a run it refuses."""
+        """A run's first versions. After a crash in here it may be called again; on top of a run it refuses. They are not held:
+        whoever merges reads them, and then frees in its own thread what it allocated there. torch's allocator on ARM gets
+        back what another thread frees only when the first allocates again, which a thread that was done here never does."""
         disk = DurableDisk(directory, len(initial))
         disk._folder.mkdir(parents=True, exist_ok=True)
         if any(v > 0 for _, v in _scan(disk._folder)):
             raise UserError(f"directory {directory} already holds a run's versions: open it, or choose another")
         disk.put(0, dict(enumerate(initial)))
+        disk._top.clear()
         return disk
 
     @staticmethod

@@ -14,6 +14,10 @@ from collections.abc import Sequence
 from atoll.ids import FragmentId, LearnerId, LocalStep
 from atoll.protocol.vocabulary import Lease, Unit
 
+INDEX_MAX = 2**40
+"""What a learner may claim of its own stream beyond what it was granted: far from where counters end, so that what others
+are granted after it can still be reported."""
+
 
 class _Lease:
     """One learner's incarnation: granted units in the order in which it will draw them."""
@@ -76,14 +80,17 @@ class Leases:
         return book is None or book.ahead < self._ahead_least
 
     def never_given(self, learner: LearnerId, left: Sequence[Unit]) -> bool:
-        """It names units of another's stream that nobody was ever granted."""
-        return any(unit.stream != learner and unit.index >= self.own_next(unit.stream) for unit in left)
+        """It names units of another's stream that nobody was ever granted, or of its own that no run ever reaches."""
+        return any(
+            unit.index >= self.own_next(unit.stream) and (unit.stream != learner or unit.index > INDEX_MAX) for unit in left
+        )
 
     def may_draw(self, learner: LearnerId, stream: LearnerId, batch: int) -> bool:
         """What it was granted, and beyond that its own stream."""
         book = self._books.get(learner)
         unit = Unit(stream, batch // self.unit_steps)
-        return stream == learner or (book is not None and (unit in book.granted or unit == book.last_done))
+        own = stream == learner and unit.index <= max(INDEX_MAX, self.own_next(stream))
+        return own or (book is not None and (unit in book.granted or unit == book.last_done))
 
     def drew(self, learner: LearnerId, stream: LearnerId, batch: int, local_step: LocalStep) -> None:
         """A report says which batch was trained. Units are drawn in the order of grant: those before it are done."""
@@ -124,7 +131,8 @@ class Leases:
         book.grant_of = {unit: book.grant_of.get(unit, 0) for unit in book.granted}
         book.grants = grants if broke else book.grants
         book.ahead = len(book.granted) * self.unit_steps - (1 if left else 0)
-        self._next[learner] = max(self.own_next(learner), own_next)
+        beyond = [unit.index + 1 for unit in left if unit.stream == learner]  # its own, drawn while the syncer was away
+        self._next[learner] = max(self.own_next(learner), own_next, *beyond)
 
     def record(self) -> tuple[tuple[tuple[LearnerId, int], ...], tuple[Unit, ...], tuple[Lease, ...]]:
         """For a snapshot: where every stream goes on, the pool, and what each learner holds."""

@@ -85,7 +85,7 @@ class Member:
         self.born_at: Nanos = 0
         self.heard_at: Nanos = 0
         self.lost_at: Nanos = 0
-        self.pulled_at: Nanos = 0
+        self.pulled_at: Nanos = -1  # not asked
         self.given_up = False
         self.suspicions = 0
         self.held: list[OuterStep] = [NO_VERSION] * fragments

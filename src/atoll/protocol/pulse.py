@@ -42,9 +42,14 @@ class Pulse:
         self.last_fixed_at = now
         self.step_time = median_nanos(m.step_ema for m in in_sync)
 
-    def pulled(self, took: Nanos) -> None:
-        """The slowest answers decide how long to wait: up at once, down slowly."""
-        self._pull_time = max(took, ema(self._pull_time, took, self._protocol.ema_weight))
+    def answered(self, member: Member, now: Nanos, *, late: bool = False) -> None:
+        """How long a pull took: the slowest answers decide how long to wait, up at once, down slowly. One that is late counts
+        once, and nobody who was not asked is believed: it must not stretch everybody's deadlines."""
+        if member.pulled_at >= 0:
+            took = min(now - member.pulled_at, nanos(self._limits.first_pull_seconds))
+            self._pull_time = max(took, ema(self._pull_time, took, self._protocol.ema_weight))
+        if late:
+            member.pulled_at = -1
 
     def announced(self, round_: Round) -> None:
         self._unadopted[round_.outer_step] = round_.fixed_at

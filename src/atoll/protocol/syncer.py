@@ -233,7 +233,7 @@ class SyncerMachine:
         round_ = self.rounds.get(body.outer_step)
         why_not = round_.objection(member.learner, body) if round_ else f"round {body.outer_step} is not open"
         if why_not or round_ is None:
-            self.pulse.pulled(self._desk.now - member.pulled_at)  # late: the next deadline must know
+            self.pulse.answered(member, self._desk.now, late=True)
             return self._refuse(member.learner, f"contribution late or unasked: {why_not}")
         if not self.versions.has(body.fragment, body.anchor):
             self._refuse(member.learner, f"fragment {body.fragment} is against version {body.anchor}, which is gone")
@@ -244,7 +244,7 @@ class SyncerMachine:
         round_.take(member.learner, body)
         self.versions.give_back(member, (body.fragment,))
         member.suspicions = 0
-        self.pulse.pulled(self._desk.now - member.pulled_at)
+        self.pulse.answered(member, self._desk.now)
         self.leases.pulled(member.learner, body.fragment, body.local_step)
         self._desk.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
         return None

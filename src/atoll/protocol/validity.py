@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from atoll.config import Config
 from atoll.ids import LearnerId, OuterStep
-from atoll.protocol.leases import Leases
+from atoll.protocol.leases import INDEX_MAX, Leases
 from atoll.protocol.membership import Member
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
@@ -92,10 +92,13 @@ def hello_claims(body: Hello, learner: LearnerId, outer_step: OuterStep, leases:
         return "Hello names versions that never were"
     if body.tokens > body.local_step * tokens_per_step:
         return "Hello claims more tokens than its steps can hold"
-    return "Hello names data that nobody was given" if leases.never_given(learner, body.left) else ""
+    beyond = body.own_next > max(INDEX_MAX, leases.own_next(learner))
+    return "Hello names data that nobody was given" if beyond or leases.never_given(learner, body.left) else ""
 
 
 def report_claims(body: Report, member: Member, versions: Versions, leases: Leases, tokens_per_step: int) -> str:
+    if body.local_step > member.reported + 1:  # every step is reported while the connection stands, and a Hello says the rest
+        return "report skips steps"
     if body.tokens > body.local_step * tokens_per_step or body.samples > body.tokens:
         return "report claims more tokens than its steps can hold"
     if not all(versions.ever_was(adoption) for adoption in body.adopted):

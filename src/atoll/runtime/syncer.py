@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import msgspec
 
@@ -95,7 +96,7 @@ class SyncerProcess:
             must_sync=lambda event: isinstance(event, Stored), stuck=self._stuck,
         )  # fmt: skip
         self._loop = loop
-        self._set_payload_limit()
+        self._warm_up()
         self.address = await self._server.start(self._listen)
         self._home.write_address(self.address)
         log.info("run %s listens on %s, outer step %d", self._home.run, self.address, self._home.machine.outer_step)
@@ -151,7 +152,7 @@ class SyncerProcess:
                 self._home.take_model(memoryview(payload))
             except DataError as error:
                 raise Refused(str(error), retry=False) from None
-            self._set_payload_limit()
+            self._warm_up()
             log.info("the model came from learner %s", metadata.get("learner"))
         return self._home.layout_digest.encode()
 
@@ -161,8 +162,11 @@ class SyncerProcess:
         self._home.door.admit(metadata)
         return OFFER_BYTES_MAX if self._home.layout is None else 0
 
-    def _set_payload_limit(self) -> None:
+    def _warm_up(self) -> None:
+        """The versions are read by the thread that will replace and free them."""
         self._server.payload_bytes_max = self._home.payload_bytes_max()
+        if self._home.layout is not None:
+            self._disk_thread.submit(self._home.disk.newest).add_done_callback(self._done)
 
     def _admit(self, metadata: object) -> str:
         assert isinstance(metadata, dict)
@@ -292,7 +296,7 @@ class SyncerProcess:
         for event in events:
             self._loop.call_soon_threadsafe(self._driver.happen, event)
 
-    def _done(self, future: Future[None]) -> None:
+    def _done(self, future: Future[Any]) -> None:
         error = future.exception() if not future.cancelled() else None
         if error is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.fail, error)

@@ -3,7 +3,7 @@ are fed to new machines on the way, so a verdict is also a replay of every decis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from atoll.views.run import RunView, Summary, summarise
 
 
 def verdict(
-    config: Config, directory: Path, *, faults: Sequence[str] = (), allowed: Collection[str] = (),
+    config: Config, directory: Path, *, faults: Sequence[str] = (), bench: Workbench | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Summary:  # fmt: skip
     view = RunView(config.learners, from_first_step=True)
@@ -33,7 +33,7 @@ def verdict(
     outcome = replay(open_run(directory), progress=progress, observe=observe)
     if outcome.fates is None or not outcome.fates.add_up():
         raise RunFailed(f"the fates of tokens in {directory} do not add up: {outcome.fates}")
-    bench = language_workbench(config, allowed)
+    bench = bench or language_workbench(config)
     disk = DurableDisk.open(directory / "syncer", read_only=True)
     first = bench.evaluate_theta(*_start(directory, bench).theta())
     return summarise(
