@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from atoll.config import Config, load
 from atoll.executor.hands import Blob
 from atoll.ids import SECOND, SYNCER, nanos
-from atoll.protocol.vocabulary import Connected, ConnectionLost, Envelope, Event, Tick
+from atoll.protocol.vocabulary import Announce, Connected, ConnectionLost, Envelope, Event, Tick
 from atoll.sim.hardware import Hardware
 from atoll.sim.network import FRAME_BYTES, Network
 from atoll.sim.world import World
@@ -50,7 +50,8 @@ class Town:
     def send(self, a: int, b: int, payload: int = 0) -> int:
         self._seq += 1
         blob = Blob("packet", payload, None) if payload else None
-        self.network.send(Envelope(a, 0, b, self._seq, (), Tick(1)), blob)
+        body = Announce(1, 0, -1, ()) if payload else Tick(1)
+        self.network.send(Envelope(a, 0, b, self._seq, (), body), blob)
         return self._seq
 
     def at(self, when: float, call, *args) -> None:  # type: ignore[no-untyped-def]

@@ -65,7 +65,7 @@ class CudaSide:
         self._losses = torch.empty(micro_batches, dtype=torch.float64, pin_memory=True)
         self._forward_done = torch.cuda.Event(blocking=True)
         # A hook, so that it is the same for a training loop that is not ours.
-        optimizer.register_step_pre_hook(lambda *_: self._before_step())
+        self.unhook = optimizer.register_step_pre_hook(lambda *_: self._before_step()).remove
 
     # ------------------------------------------------------------ the stream that trains
 

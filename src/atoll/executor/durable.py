@@ -249,7 +249,7 @@ class DurableDisk:
         where one part is enough, `announced` and `packet` are cheaper."""
         self._require(p, v)
         if v == max(self._index[p]):
-            return replace(self._newest(p), packet=self.packet(p, v))
+            return replace(self._on_top(p, v), packet=self.packet(p, v))
         return _version(self.path(p, v), *_load(self.path(p, v), lambda name: True))
 
     def packet(self, p: FragmentId, v: OuterStep) -> Packet | None:
@@ -260,7 +260,7 @@ class DurableDisk:
         """The anchor of a contribution: one tensor for all who ask while it is remembered."""
         self._require(p, v)
         if v == max(self._index[p]):
-            return self._newest(p).announced
+            return self._on_top(p, v).announced
         if (p, v) not in self._older:
             _, tensors = _load(self.path(p, v), lambda name: name == "announced")
             if not tensors:
@@ -273,7 +273,7 @@ class DurableDisk:
 
     def newest(self) -> list[Version]:
         """Without packets: those would be another part of the model in memory. `at` has them."""
-        return [self._newest(p) for p in range(len(self._index))]
+        return [self._on_top(p, max(self._index[p])) for p in range(len(self._index))]
 
     def theta(self) -> tuple[list[Tensor], list[Tensor]]:
         newest = self.newest()
@@ -283,14 +283,18 @@ class DurableDisk:
         params, buffers = self.theta()
         return digest(params + buffers)
 
-    def _newest(self, p: FragmentId) -> Version:
-        v = max(self._index[p])
-        if p not in self._top or self._top[p][0] != v:
+    def _on_top(self, p: FragmentId, v: OuterStep) -> Version:
+        """Version v, which was the newest when it was asked for: another thread may put a newer one meanwhile, and its bytes
+        must not go under this one's name."""
+        top = self._top.get(p)
+        if top is None or top[0] != v:
             facts, tensors = _load(self.path(p, v), lambda name: not name.startswith("packet."))
             if facts.fragment != p or facts.fragments != len(self._index):
                 raise DataError(f"{self.path(p, v)} is of a run with {facts.fragments} fragments, not {len(self._index)}")
-            self._top[p] = (v, _version(self.path(p, v), facts, tensors))
-        return self._top[p][1]
+            top = (v, _version(self.path(p, v), facts, tensors))
+            if v == max(self._index[p]):
+                self._top[p] = top
+        return top[1]
 
     def _require(self, p: FragmentId, v: OuterStep) -> None:
         if v not in self._index[p]:

@@ -86,6 +86,11 @@ class TensorLearner:
         self._residuals: dict[FragmentId, Tensor] = {}
         self._uncommitted: dict[FragmentId, Tensor] = {}
 
+    def close(self) -> None:
+        """The user's optimiser goes on without us."""
+        if self._cuda is not None:
+            self._cuda.unhook()
+
     # ------------------------------------------------------------ effects
 
     def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:

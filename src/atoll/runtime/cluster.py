@@ -21,7 +21,7 @@ from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause
 from atoll.config import Config, to_toml
 from atoll.errors import RunFailed, UserError
 from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
-from atoll.protocol.vocabulary import FixParticipants
+from atoll.protocol.vocabulary import Finished, FixParticipants
 from atoll.runtime.hurdles import Hurdles
 from atoll.runtime.nursery import Child, Nursery
 from atoll.tape.format import Record, Tape
@@ -78,6 +78,7 @@ class LocalCluster:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._clock0: float | None = None
+        self._finished = False
         self._pause = threading.Event()
         self._address = ""
         self.struck: list[str] = []
@@ -117,6 +118,7 @@ class LocalCluster:
         self._workers[SYNCER] = _Worker(SYNCER, self._syncer_argv("127.0.0.1:0"), self.directory / "syncer.log")
         self._workers[SYNCER].start(self._nursery)
         self._address = self._wait_for_address()
+        self._workers[SYNCER].argv = self._syncer_argv(self._address)  # learners know this one, should it die
         self._hurdles.start(self._address)
         for learner in range(self.config.learners):
             self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
@@ -170,6 +172,7 @@ class LocalCluster:
         for record in self._tail.more():
             if self._clock0 is None and any(isinstance(e, FixParticipants) for e in record.effects):
                 self._begin_plan()
+            self._finished = self._finished or any(isinstance(e, Finished) for e in record.effects)
             self._watch(record)
         now = time.monotonic()
         while self._agenda and self._agenda[0][0] <= now:
@@ -178,6 +181,8 @@ class LocalCluster:
             self._look_after(worker, now)
 
     def _look_after(self, w: _Worker, now: float) -> None:
+        if self._finished and w.worker != SYNCER:
+            return  # who comes back now is told that it is over
         if w.back_at is not None:
             if now >= w.back_at:
                 w.start(self._nursery)
@@ -235,7 +240,6 @@ class LocalCluster:
             case Kill(learner=learner, lasts=lasts):
                 self._kill(self._workers[learner], lasts)
             case KillSyncer(lasts=lasts):
-                self._workers[SYNCER].argv = self._syncer_argv(self._address)
                 self._kill(self._workers[SYNCER], lasts)
             case Pause(learner=learner, lasts=lasts):
                 self._workers[learner].signal(signal.SIGSTOP)

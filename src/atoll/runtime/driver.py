@@ -28,10 +28,11 @@ class Driver:
         self, machine: Machine, worker: WorkerId, clock: Clock, tape: TapeWriter | None,
         carry_out: Callable[[Effect, Blob | None], None], arm: Callable[[Nanos | None], None],
         must_sync: Callable[[Event], bool] = lambda event: False,
-        stuck: Callable[[OSError], None] | None = None,
+        stuck: Callable[[OSError], None] | None = None, failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:  # fmt: skip
         """`arm` is told when the next deadline is (None: none). `must_sync`: this event must be on the disk itself before
-        its effects are carried out. `stuck`: the tape cannot be written; nothing is carried out until `unstick` could."""
+        its effects are carried out. `stuck`: the tape cannot be written; nothing is carried out until `unstick` could.
+        `failed`: a mistake of ours in the middle of an event; nothing happens after it."""
         self.machine = machine
         self._worker = worker
         self._clock = clock
@@ -40,6 +41,8 @@ class Driver:
         self._arm = arm
         self._must_sync = must_sync
         self._stuck = stuck
+        self._failed = failed
+        self._closed = False
         self._lock = threading.RLock()
         self._inbox: deque[tuple[Event, Blob | None]] = deque()
         self._busy = False
@@ -49,8 +52,20 @@ class Driver:
 
     def happen(self, event: Event, blob: Blob | None = None) -> None:
         with self._lock:
-            self._inbox.append((event, blob))
-            self._drain()
+            if not self._closed:
+                self._inbox.append((event, blob))
+                self._drain()
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._held is not None
+
+    def close(self) -> None:
+        """Nothing happens any more, and a tape that is sealed stays so."""
+        with self._lock:
+            self._closed = True
+            if self._tape is not None:
+                self._tape.close()
 
     def deadline_passed(self) -> None:
         with self._lock:
@@ -64,31 +79,38 @@ class Driver:
     def unstick(self) -> bool:
         """Try the tape again. True: everything goes on."""
         with self._lock:
-            if self._held is not None:
+            if self._held is not None and not self._busy:
                 held, self._held = self._held, None
-                self._record_and_do(*held)
+                self._guarded(lambda: self._record_and_do(*held))
             self._drain()
             return self._held is None
 
     def _drain(self) -> None:
-        if self._busy or self._held is not None:
-            return
+        if not self._busy and self._held is None:
+            self._guarded(self._take_all)
+
+    def _guarded(self, work: Callable[[], None]) -> None:
         self._busy = True
         try:
-            while self._inbox and self._held is None:
-                event, blob = self._inbox.popleft()
-                now = self._clock.now()
-                self.events += 1
-                self._record_and_do(now, event, self.machine.on(event, now), blob)
+            work()
+        except BaseException as error:
+            self._closed = True  # half an event was carried out: whatever came after it would be built on sand
+            self._failed(error)
+            raise
         finally:
             self._busy = False
+
+    def _take_all(self) -> None:
+        while self._inbox and self._held is None:
+            event, blob = self._inbox.popleft()
+            now = self._clock.now()
+            self.events += 1
+            self._record_and_do(now, event, self.machine.on(event, now), blob)
 
     def _record_and_do(self, now: Nanos, event: Event, effects: Sequence[Effect], blob: Blob | None) -> None:
         if self._tape is not None:
             try:
-                self._tape.append(now, self._worker, event, effects)
-                if self._must_sync(event):
-                    self._tape.sync()
+                self._tape.append(now, self._worker, event, effects, sync=self._must_sync(event))
             except OSError as error:
                 if self._stuck is None:
                     raise

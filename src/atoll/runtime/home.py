@@ -13,7 +13,9 @@ killed one needs to go on is here.
 from __future__ import annotations
 
 import contextlib
+import shutil
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -66,13 +68,24 @@ class Home:
         self._books: Books | None = None
         self._starts = 0
         self._bench = bench
+        if resume is not None:
+            self._clear_false_start()
         if self.tape_path.exists():
             self._reopen()
         else:
             self._create(resume, list(plan))
-        self.door = Door(directory, self.run, self._tokens(keys), config.limits.members_max, self._is_here)
+        self.door = Door(directory, self.run, self._tokens(keys), config.limits.members_max, self._is_here, time.monotonic())
 
     # ------------------------------------------------------------ opening
+
+    def _clear_false_start(self) -> None:
+        """A resumed run that failed before its first event (a port in use) has not begun: begin it anew."""
+        if self.tape_path.exists():
+            if any(not isinstance(r.event, Started) for r in Tape(self.tape_path).records()):
+                return
+            self.tape_path.unlink()
+        for folder in ("versions", "start"):
+            shutil.rmtree(self.directory / folder, ignore_errors=True)
 
     def _create(self, resume: Path | None, plan: list[dict[str, object]]) -> None:
         self.run, self.epoch = new_run_id(), wall()
@@ -159,8 +172,8 @@ class Home:
         path = self.directory / "token.key"
         if not path.exists():
             secret = random_token_secret()
-            write_private(path, secret)
             write_private(self.directory / "token", make_token(secret).encode())
+            write_private(path, secret)
         return Tokens.load(self.directory)
 
     # ------------------------------------------------------------ while it runs
@@ -190,6 +203,7 @@ class Home:
             Version(theta, extra, initial_state(rule, theta.numel()) if rule else None, None, theta, None)
             for theta, extra in zip(params, buffers, strict=True)
         ]
+        shutil.rmtree(self.directory / "versions", ignore_errors=True)  # of a model whose bringing was cut short
         # The offer last: killed between the two, the syncer has no model yet and the next learner brings it again.
         disk = DurableDisk.create(self.directory, versions)
         write_file(self.directory / OFFER, [bytes(payload)])

@@ -280,6 +280,7 @@ class Learner:
                 brought.bench_of(self.config, layout), placement.learner, shelf, model=self._model,
                 optimizer=self._optimizer, device=self._device,
             )  # fmt: skip
+            stack.callback(inner.close)
             hands = brought.BroughtHands(inner, self._tensors)
             tape = _new_tape(directory, placement, self.config, self._device)
             self._live = LiveLearner(self._address, placement, hands, tape=tape, loop=loop.loop)

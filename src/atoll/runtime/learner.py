@@ -8,6 +8,7 @@ copies staged at the last boundary, by the loop's thread. Nothing here waits for
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import threading
@@ -112,6 +113,7 @@ class Sender:
         self._waiting: deque[tuple[Callable[[], None], bool]] = deque()
         """What to do, and whether it is a control message. The first is being done."""
         self._thread: threading.Thread | None = None
+        self._closed = False
 
     def put(self, job: Callable[[], None], *, late: bool, control: bool, overtakes: bool) -> None:
         with self._turn:
@@ -129,10 +131,17 @@ class Sender:
         with self._turn:
             self._turn.wait_for(lambda: not self._waiting, GOODBYE_SECONDS)
 
+    def close(self) -> None:
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+
     def _work(self) -> None:
         while True:
             with self._turn:
-                self._turn.wait_for(lambda: self._waiting)
+                self._turn.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
                 job = self._waiting[0][0]
             try:
                 job()
@@ -161,7 +170,9 @@ class LiveLearner:
         self._clock = Clock(placement.epoch)
         self._tape = tape
         self._alarm = Alarm(loop, self._clock, self._deadline)
-        self._driver = Driver(self.machine, placement.learner, self._clock, tape, self._carry_out, self._alarm.set)
+        self._driver = Driver(
+            self.machine, placement.learner, self._clock, tape, self._carry_out, self._alarm.set, failed=self._failed
+        )
         self._link: Link | None = None
         self._sender = Sender(self._failed)
         self._lost = asyncio.Event()
@@ -178,6 +189,9 @@ class LiveLearner:
     # ------------------------------------------------------------ the training thread
 
     def start(self) -> None:
+        self.happen(Started(self.placement.incarnation))  # before anybody can ask it to leave
+        if self._resumed is not None:
+            self.happen(self._resumed)
         self._wait_for(self._start())
 
     def next_step(self) -> InnerStep | None:
@@ -196,12 +210,13 @@ class LiveLearner:
     def leave(self, reason: str) -> None:
         """Politely: deliver what is due soonest, then go. Twice: go now. For any thread and for signal handlers: it takes no
         lock here, because a handler may have interrupted whoever holds it."""
-        self._loop.call_soon_threadsafe(self.happen, LeaveAsked(reason))
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has left
+            self._loop.call_soon_threadsafe(self.happen, LeaveAsked(reason))
 
     def close(self) -> None:
         self._wait_for(self._close())
-        if self._tape is not None:
-            self._tape.close()
+        self._driver.close()
+        self._sender.close()
 
     @property
     def over(self) -> bool:
@@ -274,9 +289,6 @@ class LiveLearner:
 
     async def _start(self) -> None:
         await self._peers.start()
-        self.happen(Started(self.placement.incarnation))
-        if self._resumed is not None:
-            self.happen(self._resumed)
         self._keeper = self._loop.create_task(self._keep_connected())
         self._keeper.add_done_callback(self._keeper_ended)
 
@@ -336,7 +348,10 @@ class LiveLearner:
             self._mail.over()
         if not self._over:
             log.info("connection to the syncer closed: %s", reason)
-            self.happen(ConnectionLost(SYNCER, reason[:300]))
+            try:
+                self.happen(ConnectionLost(SYNCER, reason[:300]))
+            finally:
+                self._lost.set()
         self._lost.set()
 
     async def _take(self, link: Link, head: bytes, payload: memoryview | None) -> None:
@@ -366,6 +381,9 @@ class LiveLearner:
         self._over = True
         self._lost.set()
         self._alarm.stop()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
         if self._link is not None:
             try:
                 async with asyncio.timeout(GOODBYE_SECONDS):
@@ -379,9 +397,6 @@ class LiveLearner:
         if self._mail is not None:
             self._mail.over()
         await self._peers.stop()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
 
 
 class Loop:

@@ -174,8 +174,11 @@ class _Born:
             _say({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
     def close(self) -> None:
-        for writer in self._inputs.values():
+        """A child that is stopped would never see its input end."""
+        for pid, writer in self._inputs.items():
             os.close(writer)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def _live(become: Callable[[], None], argv: list[str], log: str, stdin: int) -> None:

@@ -27,7 +27,8 @@ said = hushed("atoll.syncer.peers")
 PROTOCOL = 1
 """Two ends that disagree on the words must not talk."""
 FRESH_SECONDS = 15.0
-"""A place given away is kept free for its process so long, until it connects."""
+"""A place given away, or whose process was here, is kept for it so long."""
+SECRET_BYTES = 32
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,9 @@ class Placed(msgspec.Struct, frozen=True):
 
 
 class Door:
-    def __init__(self, directory: Path, run: str, tokens: Tokens, members_max: int, is_here: Callable[[LearnerId], bool]) -> None:
+    def __init__(
+        self, directory: Path, run: str, tokens: Tokens, members_max: int, is_here: Callable[[LearnerId], bool], now: float = 0.0
+    ) -> None:
         self._run = run
         self._tokens = tokens
         self._members_max = members_max
@@ -68,9 +71,12 @@ class Door:
         self._given_at: dict[LearnerId, float] = {}
         self.refused: Counter[str] = Counter()
         if self._file.exists():
-            for line in self._file.read_bytes().splitlines():
+            whole, end, _ = self._file.read_bytes().rpartition(b"\n")  # a killed writer may leave half a line
+            os.truncate(self._file, len(whole) + len(end))
+            for line in whole.splitlines():
                 placed = msgspec.json.decode(line, type=Placed)
                 self._last[placed.learner] = placed.incarnation
+        self._given_at = dict.fromkeys(self._last, now)
 
     # ------------------------------------------------------------ tokens and keys
 
@@ -112,15 +118,27 @@ class Door:
     def place(self, wants: int, now: float) -> tuple[Placed, str]:
         learner = self._choose(wants, now)
         placed = Placed(learner, self._last.get(learner, -1) + 1)
-        with self._file.open("ab") as file:
-            file.write(msgspec.json.encode(placed) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._write_down(placed)
         self._last[learner] = placed.incarnation
         self._given_at[learner] = now
         return placed, session_key(self._secret, placed.learner, placed.incarnation)
 
-    def connected(self, learner: LearnerId) -> None:
+    def _write_down(self, placed: Placed) -> None:
+        before = self._file.stat().st_size if self._file.exists() else 0
+        try:
+            with self._file.open("ab") as file:
+                file.write(msgspec.json.encode(placed) + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError:
+            os.truncate(self._file, before)
+            self._refuse("disk", "the syncer's disk is full", retry=True)
+
+    def touched(self, learner: LearnerId, now: float) -> None:
+        """Its connection opened or closed: who is away for a moment keeps its place."""
+        self._given_at[learner] = now
+
+    def left(self, learner: LearnerId) -> None:
         self._given_at.pop(learner, None)
 
     def _choose(self, wants: int, now: float) -> LearnerId:
@@ -138,16 +156,20 @@ class Door:
 
 
 def _secret(path: Path) -> bytes:
-    if not path.exists():
+    if not path.exists() or path.stat().st_size < SECRET_BYTES:
         write_private(path, random_token_secret())
     return path.read_bytes()
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Only the owner may read it, from the first moment on."""
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    """Only the owner may read it, from the first moment on; whole, or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(file, "wb") as stream:
         stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(partial, path)
 
 
 def new_run_id() -> str:

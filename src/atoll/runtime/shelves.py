@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,14 @@ class LearnerShelf:
         self._config = config
         self._resume = resume
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
+        self._writing: Future[None] | None = None
 
     def put_learner(self, snapshot: OuterStep, learner: LearnerId, stance: Stance, state: Any) -> None:
-        self._thread.submit(self._write, snapshot, stance, state)
+        """A disk slower than the snapshots are asked for must not fill the memory with copies."""
+        if self._writing is not None and not self._writing.done():
+            log.warning("snapshot %d: this learner's part is given up: the one before is still being written", snapshot)
+            return
+        self._writing = self._thread.submit(self._write, snapshot, stance, state)
 
     def _write(self, snapshot: OuterStep, stance: Stance, state: Any) -> None:
         try:

@@ -45,6 +45,7 @@ from atoll.protocol.vocabulary import (
     Report,
     Send,
     Serve,
+    Started,
     Stored,
     Ticket,
 )  # fmt: skip
@@ -93,7 +94,7 @@ class SyncerProcess:
         self._alarm = Alarm(loop, self._home.clock, self._deadline)
         self._driver = Driver(
             self._home.machine, SYNCER, self._home.clock, self._home.tape, self._carry_out, self._alarm.set,
-            must_sync=lambda event: isinstance(event, Stored), stuck=self._stuck,
+            must_sync=lambda event: isinstance(event, Started | Stored), stuck=self._stuck, failed=self.fail,
         )  # fmt: skip
         self._loop = loop
         self._warm_up()
@@ -114,8 +115,9 @@ class SyncerProcess:
         if self._home.door.refused or self._server.refused:
             log.info("refused: %s", dict(self._home.door.refused + self._server.refused))
         await self._server.stop(2.0)
+        self._home.stopping.set()
         self._disk_thread.shutdown(wait=True)
-        self._home.close(complete=self._home.machine.finished)
+        self._home.close(complete=self._home.machine.finished and not self._driver.is_stuck)
 
     def leave(self) -> None:
         """Asked to stop (SIGTERM): everything is on disk already; started again in its directory it goes on."""
@@ -188,7 +190,7 @@ class SyncerProcess:
             before.link.close("replaced by a newer connection")
             self._driver.happen(ConnectionLost(peer.learner, "replaced by a newer connection"))
         self._links[peer.learner] = peer
-        self._home.door.connected(peer.learner)
+        self._home.door.touched(peer.learner, self._loop.time())
         self._driver.happen(Connected(peer.learner))
 
     def arrived(self, link: Link, head: bytes, payload: memoryview | None) -> None:
@@ -202,6 +204,7 @@ class SyncerProcess:
             peer.mail.over()
             del self._links[peer.learner]
             said.info("%s: connection closed: %s", worker_name(peer.learner), reason)
+            self._home.door.touched(peer.learner, self._loop.time())
             self._driver.happen(ConnectionLost(peer.learner, reason[:300]))
             self._heard(peer.learner)
 
@@ -273,6 +276,8 @@ class SyncerProcess:
                 if disconnect and peer is not None:
                     peer.cut(f"refused: {reason}")
             case Membership(learner=learner, standing=standing, reason=reason):
+                if standing == LEFT:
+                    self._home.door.left(learner)
                 said.info("%s is %s: %s", worker_name(learner), standing, reason)
             case FixParticipants():
                 pass
@@ -311,6 +316,8 @@ class SyncerProcess:
         self._held_up = True
 
     def _say_free(self) -> None:
+        if self._driver.is_stuck:
+            return  # the tape is not free yet
         if self._held_up:
             log.info("the disk takes bytes again: going on")
         self._held_up = False

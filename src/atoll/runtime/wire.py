@@ -82,7 +82,7 @@ def to_payload(blob: Blob) -> Buffers | None:
 
 def _payload(kind: str, content: Any) -> Buffers | None:
     if content is None:
-        return None
+        return []  # nothing that may be sent: it still arrives as what it is, and the syncer says what is wrong
     if kind == "state":
         return list(pack(content))
     first, buffers = content

@@ -60,7 +60,8 @@ def run_worker(options: WorkerOptions) -> None:
         directory = own_directory(options.out, placement)
         shelf = LearnerShelf(directory, placement.run, config, options.resume)
         hands = TensorLearner(bench, placement.learner, shelf, device=device)
-        tape = TapeWriter.create(directory / f"{placement.incarnation}.tape", _header(placement, config, bench), flush_each=True)
+        header = _header(placement, config, bench, device)
+        tape = TapeWriter.create(directory / f"{placement.incarnation}.tape", header, flush_each=True)
         resumed = Resumed(*stance_of(options.resume)) if options.resume is not None else None
         live = LiveLearner(options.address, placement, hands, tape=tape, resumed=resumed, loop=loop.loop)
         try:
@@ -92,10 +93,10 @@ def checked_device(name: str) -> torch.device:
     return device
 
 
-def _header(placement: Placement, config: Config, bench: Workbench) -> Header:
+def _header(placement: Placement, config: Config, bench: Workbench, device: torch.device) -> Header:
     return Header(
         config=msgspec.to_builtins(config), code_version=code_version(), data_fingerprint=bench.fingerprint,
-        threads=torch.get_num_threads(), dtype=config.model.dtype, torch_version=str(torch.__version__),
+        threads=torch.get_num_threads(), dtype=config.model.dtype, device=str(device), torch_version=str(torch.__version__),
         cpu_capability=cpu_capability(), tensors=True, run=placement.run, worker=placement.learner, epoch=placement.epoch,
     )  # fmt: skip
 

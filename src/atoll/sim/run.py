@@ -97,8 +97,13 @@ def _save_theta(path: Path, bench: Workbench, hands: TensorHands) -> None:
 
 def doubts_about(tape: Source, bench: Workbench | None) -> list[str]:
     """Why decisions or bits may differ here from those on the tape."""
+    found: list[str] = []
+    for h in tape.headers():
+        new = mismatches(h.threads, h.torch_version, h.cpu_capability, h.code_version, decisions_only=bench is None)
+        if bench is not None and h.device != "cpu":
+            new.append(f"device: {h.device} on the tape, cpu here")
+        found += [each for each in new if each not in found]
     h = tape.header
-    found = mismatches(h.threads, h.torch_version, h.cpu_capability, h.code_version, decisions_only=bench is None)
     if bench is not None and bench.fingerprint != h.data_fingerprint:
         found.append(f"data: fingerprint {h.data_fingerprint[:12]} on the tape, {bench.fingerprint[:12]} here")
     return found

@@ -108,15 +108,18 @@ class TapeWriter:
         file.seek(tape.good_bytes)
         return cls(file, None, flush_each=True, count=tape.whole_records, chain=tape.chain)
 
-    def append(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+    def append(
+        self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect], *, sync: bool = False
+    ) -> None:
+        """`sync`: it is on the disk itself when this returns, or it is not on the tape at all."""
         line, chain = _seal(_encode(Record(self.count + 1, now, worker, event, tuple(effects))), self._chain)
         if self._flush_each:
-            self._write_whole(line)
+            self._write_whole(line, sync)
         else:
             self._file.write(line)
         self.count, self._chain = self.count + 1, chain
 
-    def _write_whole(self, line: bytes) -> None:
+    def _write_whole(self, line: bytes, sync: bool) -> None:
         """Unbuffered: a disk that takes only part of the line must not keep it."""
         begin = self._file.tell()
         try:
@@ -124,6 +127,8 @@ class TapeWriter:
             while done < len(line):
                 done += self._file.write(line[done:])
             self._file.flush()
+            if sync:
+                os.fsync(self._file.fileno())
         except OSError:
             self._file.truncate(begin)
             self._file.seek(begin)
@@ -229,6 +234,9 @@ class Tape:
                     return
                 number += 1
                 yield _decode_record(body)
+
+    def headers(self) -> list[Header]:
+        return [self.header]
 
     def sourced(self) -> Iterator[tuple[int, Record]]:
         """(whose machine, record): on a tape of all workers, the worker."""

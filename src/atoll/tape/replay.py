@@ -45,6 +45,7 @@ class Source(Protocol):
     whole_records: int
 
     def sourced(self) -> Iterator[tuple[int, Record]]: ...
+    def headers(self) -> list[Header]: ...
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -115,6 +116,8 @@ class _Post:
         if lane_of(e.body) != BULK_LANE:
             return None
         channel = self._channels.get((e.sender, e.incarnation, e.receiver), {})
+        if e.seq not in channel and not event.flaw:
+            raise TapeError(f"the bytes that {worker_name(e.sender)} sent are not here: --weights needs every learner's tape")
         blob = channel.get(e.seq)
         for seq in [seq for seq in channel if seq <= e.seq]:
             del channel[seq]

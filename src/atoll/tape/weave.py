@@ -44,7 +44,7 @@ class Woven:
 
     def __init__(self, path: Path, tapes: list[Tape]) -> None:
         self.path = path
-        self._tapes = tapes
+        self.tapes = tapes
         self.header: Header = tapes[0].header
         self.cut = False
         self.whole_records = 0
@@ -52,9 +52,12 @@ class Woven:
             if tape.header.run != self.header.run:
                 raise TapeError(f"tape {tape.path}: is of run {tape.header.run}, not of {self.header.run}")
 
+    def headers(self) -> list[Header]:
+        return [tape.header for tape in self.tapes]
+
     def sourced(self) -> Iterator[tuple[int, Record]]:
         """(which tape, record), numbered anew."""
-        threads = [_Thread(key, tape) for key, tape in enumerate(self._tapes)]
+        threads = [_Thread(key, tape) for key, tape in enumerate(self.tapes)]
         taped = {(t.tape.header.worker, t.incarnation) for t in threads}
         sent: dict[Channel, int] = {}
         while open_ := [t for t in threads if t.head is not None]:
@@ -102,10 +105,17 @@ def live_tapes(run: Path) -> list[Path]:
     return [run / "syncer" / "run.tape", *(path for _, _, path in sorted(learners))]
 
 
+def _has_begun(path: Path) -> bool:
+    """A learner killed before its tape had a header has said nothing to anybody."""
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")
+
+
 def open_run(path: Path) -> Tape | Woven:
     """A tape, a virtual run's folder, or a live run's."""
     if (path / "syncer" / "run.tape").exists():
-        return Woven(path, [Tape(found) for found in live_tapes(path)])
+        first, *rest = live_tapes(path)
+        return Woven(path, [Tape(first), *(Tape(found) for found in rest if _has_begun(found))])
     if path.is_dir() and not (path / "run.tape").exists():
         raise TapeError(f"{path}: holds no run.tape and no syncer/run.tape; give a run's folder or a tape")
     return Tape(path / "run.tape" if path.is_dir() else path)

@@ -130,7 +130,7 @@ def test_poisoned_packet_has_no_payload_and_says_where_without_waiting() -> None
     ready = Event(done=False)
     staged = StagedPacket(12, ready, finish, lambda: None, check)
     assert staged.poison() == "" and not ready.done
-    assert wire.to_payload(Blob("packet", 12, StagedSend(staged))) is None
+    assert wire.to_payload(Blob("packet", 12, StagedSend(staged))) == []
     assert staged.poison() == "tensor w"
 
 
