@@ -133,7 +133,7 @@ class TensorLearner:
     def _inner_step(self, effect: InnerStep) -> StepDone:
         """One optimiser step over `accumulate` micro-batches; dropout and the like draw from (seed, stream, batch)."""
         config, bench = self._config, self._bench
-        torch.manual_seed(generator("inner step", config.seed, effect.stream, effect.batch).initial_seed())
+        self._seed(generator("inner step", config.seed, effect.stream, effect.batch).initial_seed())
         self.model.train()
         if self._gradients:
             self.model.zero_grad(set_to_none=True)
@@ -159,6 +159,13 @@ class TensorLearner:
                 self._freeze(effect.outer_step)
             optimizer_step(config, self.optimizer, effect.outer_step)
         return StepDone(tokens, samples, 0, total / count if self._cuda is None else self._cuda.loss())
+
+    def _seed(self, seed: int) -> None:
+        """torch.manual_seed would also note the seed for every kind of device that is not here, with a stack trace each, at
+        every step, for ever."""
+        torch.default_generator.manual_seed(seed)
+        if self._cuda is not None:
+            torch.cuda.manual_seed(seed)
 
     def _freeze(self, outer_step: OuterStep) -> None:
         """FedPart: only what is due next trains."""

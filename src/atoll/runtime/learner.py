@@ -299,7 +299,7 @@ class LiveLearner:
 
     async def _keep_connected(self) -> None:
         """Dial, stay, and when the connection is gone dial again: the learner trains on meanwhile."""
-        backoff = Backoff(self._rng)
+        backoff, said = Backoff(self._rng), ""
         away_since = self._loop.time()
         while not self._over:
             self._lost.clear()
@@ -321,7 +321,9 @@ class LiveLearner:
                 continue
             if self._loop.time() - away_since > self._address.give_up_seconds:
                 raise RunFailed(f"no syncer for {self._address.give_up_seconds:.0f} s: {why}")
-            log.debug("not connected: %s", why)
+            if why != said:
+                log.info("not connected: %s", why)
+                said = why
             await asyncio.sleep(backoff.next())
 
     def _metadata(self) -> dict[str, str]:

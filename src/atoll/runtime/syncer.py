@@ -18,9 +18,9 @@ from atoll.config import Config
 from atoll.errors import DataError, RunFailed
 from atoll.executor.hands import Blob, is_suspect
 from atoll.executor.state import StorageFailed
-from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, worker_name
+from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, nanos, worker_name
 from atoll.protocol.causality import BULK, may_overtake
-from atoll.protocol.membership import LEFT
+from atoll.protocol.membership import LEFT, LOST
 from atoll.protocol.validity import objection
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -65,6 +65,8 @@ LEARNERS_WORDS = (Hello, Report, Contribution, Decline, Loaded, RecoveryFailed, 
 OFFER_BYTES_MAX = 1 << 38
 FLAW_MAX = 300
 """Characters of what is wrong with a peer's words or bytes."""
+AWAY_SECONDS = 30.0
+"""A learner lost for no longer may be dialling again when the run ends."""
 FAREWELL_SECONDS = 10.0
 """How long a finished run waits for learners to hear of it."""
 
@@ -369,7 +371,8 @@ class SyncerProcess:
 
     def _finish(self) -> None:
         log.info("outer step %d: the run is over", self._home.machine.outer_step)
-        members = [m for m in self._home.machine.roster if m.standing != LEFT and not m.given_up]
+        long_ago = self._home.clock.now() - nanos(AWAY_SECONDS)
+        members = [m for m in self._home.machine.roster if m.connected or (m.standing == LOST and m.lost_at > long_ago)]
         self._to_hear = {m.learner for m in members}
         self._loop.call_later(FAREWELL_SECONDS, self.leave)
 
