@@ -660,3 +660,16 @@ def test_finished_syncer_opens_no_round_and_tells_whoever_comes() -> None:
     assert of(s.steps(0), FixParticipants) == []
     s.on(ConnectionLost(1, "gone"))
     assert sent(s.comes_back(1), 1, Finish) == [Finish(2)]
+
+
+def test_version_is_kept_while_the_answer_to_a_pull_may_be_a_difference_to_it() -> None:
+    """On a slow link a report of a newer adoption overtakes the contribution that was staged before it."""
+    s = SyncerStage(arrival(2), joined=2)
+    for _ in range(4):
+        s.full_round(who=[1])  # learner 0 still holds version 0 of both fragments
+    fixed = of(s.steps(0, adopts=False), FixParticipants)
+    assert [(f.outer_step, f.participants) for f in fixed] == [(5, (0,))]
+    adopting = s.steps(0)
+    assert ForgetVersion(1, 0) not in adopting
+    assert of(s.contributes(0, 5, 1, anchor=0, local_step=1, tokens=TOKENS), Accept)
+    assert ForgetVersion(1, 0) in s.stored(5)
