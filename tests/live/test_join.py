@@ -420,7 +420,7 @@ def test_what_cannot_be_a_learner_is_refused_before_anybody_is_dialled() -> None
         ("gpt2", sgd, {}, "takes a torch.nn.Module"),
         (model_of(), sgd, {}, "not of the model"),
         (model, some, {}, "parameter 0.weight trains and is not in the optimizer"),
-        (model, Callables(model.parameters(), "start"), {}, "Callables cannot be sent to a learner that recovers.*rule"),
+        (model, Callables(model.parameters(), "start"), {}, "Callables cannot be stored or sent.*rule"),
         (meta, torch.optim.SGD(meta.parameters()), {}, "meta device"),
         (mixed, torch.optim.SGD(mixed.parameters()), {}, "on one device"),
         (model, sgd, {"syncer": "syncer.example:7077"}, "beyond this machine.*keys"),
@@ -462,7 +462,7 @@ def test_optimiser_state_that_cannot_travel_is_refused_at_the_step_that_makes_it
     syncer = start(custom(learners=1))
     model = model_of()
     optimizer = Callables(model.parameters(), "step")
-    with pytest.raises(ConfigError, match="Callables cannot be sent"), syncer.join(model, optimizer) as learner:
+    with pytest.raises(ConfigError, match="Callables cannot be stored or sent"), syncer.join(model, optimizer) as learner:
         train(learner, model, optimizer)
 
 

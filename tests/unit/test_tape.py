@@ -16,7 +16,7 @@ from atoll.errors import ReplayDiverged, TapeError
 from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import FixParticipants, InnerStep, Started, StepDone, Stored, Wait
 from atoll.sim.cluster import Cluster
-from atoll.tape.format import Header, Record, Tape, TapeWriter, find_tape
+from atoll.tape.format import Header, Record, Tape, TapeWriter
 from atoll.tape.replay import replay
 
 
@@ -141,11 +141,6 @@ def test_tape_of_another_format_is_refused(tmp_path: Path) -> None:
         pass
     with pytest.raises(TapeError, match="format 99; this version reads format 1"):
         Tape(path)
-
-
-def test_tape_of_a_run_is_found_in_its_directory(tmp_path: Path) -> None:
-    assert find_tape(tmp_path) == tmp_path / "run.tape"
-    assert find_tape(tmp_path / "other.tape") == tmp_path / "other.tape"
 
 
 # ---------------------------------------------------------------- damage

@@ -122,12 +122,15 @@ def problems_of(run: Path, outer_step: int) -> list[str]:
 
 def snapshot_to_resume(run: Path, wanted: int | None) -> tuple[Path, int]:
     """A learner whose part is missing joins the resumed run as a newcomer; the syncer's part must be sound."""
+    from atoll.executor.snapshots import newest_usable
+
     complete = [info.outer_step for info in snapshots_of(run) if info.complete]
-    if not complete:
+    newest = newest_usable(run, need_learners=False)
+    if newest is None:
         raise UserError(f"run {run}: none of its snapshots is complete")
     if wanted is not None and wanted not in complete:
         raise UserError(f"run {run}: has no complete snapshot of outer step {wanted}; there are {complete}")
-    chosen = wanted if wanted is not None else complete[-1]
+    chosen = wanted if wanted is not None else newest.outer_step
     damaged = [problem for problem in problems_of(run, chosen) if "/learners/" not in problem]
     if damaged:
         raise UserError(f"run {run}: snapshot {chosen} is damaged: {damaged[0]}")

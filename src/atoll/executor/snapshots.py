@@ -188,14 +188,6 @@ def write_learner(
     _prune(root, keep, {snapshot, *protect})
 
 
-def drop_after(root: Path, snapshot: OuterStep) -> None:
-    """After a run was put back to `snapshot`, later ones tell of a past that did not happen."""
-    _clear(root)
-    for step in _named(root):
-        if step > snapshot:
-            _remove(snapshot_dir(root, step))
-
-
 # ---------------------------------------------------------------- reading
 
 

@@ -13,7 +13,7 @@ from atoll.config import CUSTOM, Config
 from atoll.errors import ConfigError
 from atoll.executor.hands import Blob
 from atoll.executor.learner import TensorLearner
-from atoll.executor.state import flatten
+from atoll.executor.state import refuse_unserialisable
 from atoll.executor.workbench import Workbench
 from atoll.protocol.vocabulary import Effect, Event, LoadState, Message, RecordState, Send, StateTransfer
 from atoll.tensors.layout import Layout
@@ -87,10 +87,7 @@ def refuse_strange_optimizer(model: nn.Module, tensors: Mapping[str, Tensor], op
 def refuse_untransferable(optimizer: torch.optim.Optimizer) -> None:
     """A learner that recovers is given a peer's optimiser state, as plain values and tensors, never as code."""
     settle_numbers(optimizer)
-    try:
-        flatten(optimizer.state_dict(), "optimizer")
-    except ConfigError as error:
-        raise ConfigError(f"the state of {type(optimizer).__name__} cannot be sent to a learner that recovers: {error}") from None
+    refuse_unserialisable(optimizer)
 
 
 def refuse_unfit_run(config: Config) -> None:

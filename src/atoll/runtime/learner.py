@@ -168,7 +168,6 @@ class LiveLearner:
         self._resumed = resumed
         self._loop = loop
         self._clock = Clock(placement.epoch)
-        self._tape = tape
         self._alarm = Alarm(loop, self._clock, self._deadline)
         self._driver = Driver(
             self.machine, placement.learner, self._clock, tape, self._carry_out, self._alarm.set, failed=self._failed

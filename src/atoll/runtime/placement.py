@@ -35,8 +35,6 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL
     wants: int = -1
     """The id this process would like, or -1."""
-    inventory: str = ""
-    """For a model the syncer has no code of: digest of its tensors' names, shapes and dtypes."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from atoll.config import Config
 from atoll.errors import AtollError
 from atoll.executor.durable import DurableDisk
 from atoll.executor.hands import Blob
-from atoll.executor.snapshots import add_syncer_file, begin_syncer, load_learner, seal_syncer, snapshot_dir, write_learner
+from atoll.executor.snapshots import add_syncer_file, begin_syncer, load_learner, seal_syncer, write_learner
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.vocabulary import Books, Envelope, Stance
 
@@ -96,7 +96,3 @@ def stance_of(part: Path) -> tuple[OuterStep, Stance]:
     """Where a learner stood, from its part of a snapshot."""
     found = load_learner(part)
     return found.manifest.snapshot, msgspec.json.decode(found.books, type=Stance)
-
-
-def learner_part(directory: Path, snapshot: OuterStep) -> Path:
-    return snapshot_dir(directory, snapshot)

@@ -18,7 +18,7 @@ from atoll.config import Config
 from atoll.errors import DataError, RunFailed
 from atoll.executor.hands import Blob, is_suspect
 from atoll.executor.state import StorageFailed
-from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, nanos, worker_name
+from atoll.ids import SYNCER, LearnerId, OuterStep, nanos, worker_name
 from atoll.protocol.causality import BULK, may_overtake
 from atoll.protocol.membership import LEFT, LOST
 from atoll.protocol.validity import objection
@@ -383,9 +383,6 @@ class SyncerProcess:
             self._to_hear.discard(learner)
             if not self._to_hear:
                 self._loop.call_later(0.2, self.leave)
-
-    def now(self) -> Nanos:
-        return self._home.clock.now()
 
 
 class _Peer:

@@ -250,8 +250,3 @@ class Tape:
             end = -1
         if end != number or rest:
             raise TapeError(f"tape {self.path}: the footer after record {number} does not fit")
-
-
-def find_tape(path: Path) -> Path:
-    """A run's directory or the tape itself."""
-    return path / "run.tape" if path.is_dir() else path
