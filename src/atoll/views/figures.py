@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,12 +23,14 @@ REFERENCE, OTHER, MOVED, GOOD = "#4d4d4d", "#0072b2", "#56b4e9", "#d55e00"
 """Okabe and Ito's colours: told apart by colour-blind readers and in grey."""
 
 
-def plot_comparison(summaries: Sequence[Summary], path: Path, reference: str = "ddp") -> None:
-    """Left: what each preset learnt. Right: what it moved, and how much of the learners' time it used."""
+def check_suffix(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"figure {path}: its name must end in {' or '.join(SUFFIXES)}")
-    if not summaries:
-        raise UserError(f"figure {path}: there is no run to draw")
+
+
+def save(path: Path, drawn: Callable[[], Figure]) -> None:
+    """Draw and write, or say in a sentence why not."""
+    check_suffix(path)
     try:
         import matplotlib
     except ImportError:
@@ -37,20 +39,33 @@ def plot_comparison(summaries: Sequence[Summary], path: Path, reference: str = "
     try:
         # Equal runs give equal files; a dollar in a name is a dollar.
         with matplotlib.rc_context({"svg.hashsalt": "atoll", "text.parse_math": False, "text.usetex": False}):
-            draw(summaries, reference).savefig(path, dpi=160, metadata=undated)
+            drawn().savefig(path, dpi=160, metadata=undated)
     except OSError as error:
         raise UserError(f"figure {path}: cannot be written ({error.strerror})") from None
 
 
-def draw(summaries: Sequence[Summary], reference: str) -> Figure:
+def empty_figure(width: float, height: float) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
+    FigureCanvasAgg(figure)  # a canvas of its own: pyplot's global state and the user's backend stay as they are
+    return figure
+
+
+def plot_comparison(summaries: Sequence[Summary], path: Path, reference: str = "ddp") -> None:
+    """Left: what each preset learnt. Right: what it moved, and how much of the learners' time it used."""
+    check_suffix(path)
+    if not summaries:
+        raise UserError(f"figure {path}: there is no run to draw")
+    save(path, lambda: draw(summaries, reference))
+
+
+def draw(summaries: Sequence[Summary], reference: str) -> Figure:
     names = [_name(s, summaries) for s in summaries]
     lines = sum(max(name.count("\n") + 1, 2) for name in names)
-    figure = Figure(figsize=(12.0, 2.3 + 0.27 * lines), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.08))
-    FigureCanvasAgg(figure)  # a canvas of its own: pyplot's global state and the user's backend stay as they are
+    figure = empty_figure(12.0, 2.3 + 0.27 * lines)
     losses, costs = figure.subplots(1, 2, sharey=True, width_ratios=(1.2, 1.0))
     _losses(losses, summaries, reference)
     _costs(costs, summaries)
