@@ -70,13 +70,22 @@ class KillSyncer(_Fault, frozen=True, tag="kill_syncer"):
     lasts: float = 5.0
 
 
-Fault: TypeAlias = Kill | Pause | Slow | Partition | Clog | Corrupt | KillSyncer
+class Scavenge(_Fault, frozen=True):
+    """No fault but its opposite: a learner beyond the declared ones joins, and is asked to leave after `lasts`."""
+
+    learner: LearnerId
+    lasts: float = 60.0
+
+
+Fault: TypeAlias = Kill | Pause | Slow | Partition | Clog | Corrupt | KillSyncer | Scavenge
 Kind: TypeAlias = Literal["kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer"]
 KINDS: tuple[Kind, ...] = ("kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer")
+"""What a random plan is made of."""
 
 
 FAR = 1e9
 """Seconds: no run lasts longer."""
+SCAVENGED_MAX = 1024
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -114,6 +123,8 @@ def describe(fault: Fault) -> str:
             return f"{start}corrupt    next frame {worker_name(a)} -> {worker_name(b)}"
         case KillSyncer(lasts=d):
             return f"{start}kill       syncer, back after {d:.3f} s"
+        case Scavenge(learner=m, lasts=d):
+            return f"{start}scavenge   {worker_name(m)} for {d:.3f} s"
 
 
 # ---------------------------------------------------------------- files
@@ -129,7 +140,8 @@ def load_plan(text: str, learners: int) -> Plan:
     except FileNotFoundError:
         raise PlanError(f"chaos plan {text}: no such file; or say random:SEED:COUNT:SECONDS") from None
     except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"chaos plan {text}: {error}; each [[faults]] needs fault, one of {', '.join(KINDS)}, and at") from None
+        kinds = ", ".join((*KINDS, "scavenge"))
+        raise PlanError(f"chaos plan {text}: {error}; each [[faults]] needs fault, one of {kinds}, and at") from None
     check_plan(plan, learners)
     return plan
 
@@ -150,7 +162,13 @@ def _parse_random(text: str, learners: int) -> Plan:
 def check_plan(plan: Plan, learners: int) -> None:
     for number, fault in enumerate(plan.faults, 1):
         workers = [getattr(fault, name) for name in ("learner", "a", "b") if hasattr(fault, name)]
-        if any(not SYNCER <= w < learners for w in workers) or getattr(fault, "learner", 0) == SYNCER:
+        if isinstance(fault, Scavenge):
+            if not learners <= fault.learner < learners + SCAVENGED_MAX:
+                raise PlanError(
+                    f"chaos plan, fault {number}: scavenges learner {fault.learner}; those beyond the declared ones are "
+                    f"{learners} to {learners + SCAVENGED_MAX - 1}"
+                )
+        elif any(not SYNCER <= w < learners for w in workers) or getattr(fault, "learner", 0) == SYNCER:
             raise PlanError(
                 f"chaos plan, fault {number}: names worker {workers}; learners are 0 to {learners - 1}, the syncer is -1"
             )

@@ -270,12 +270,7 @@ def load(
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:
     """Preset, then the recipe's keys, then its [for.PRESET] keys, then overrides and --set: the later wins."""
-    tables = read_recipe(recipe) if recipe is not None else {}
-    special = tables.pop("for", {})
-    if not isinstance(special, dict) or not all(isinstance(v, dict) for v in special.values()):
-        raise ConfigError(f"key for in {recipe}: holds one table per preset, such as [for.diloco.protocol]")
-    for name in special:
-        preset(name)
+    tables, special = _recipe_tables(recipe) if recipe is not None else ({}, {})
     chosen = preset_name or tables.get("preset", "decoupled")
     if not isinstance(chosen, str):
         raise ConfigError(f"preset = {chosen!r}: must be one of {', '.join(PRESETS)}")
@@ -287,6 +282,33 @@ def load(
         _lay_over(raw, _parse_assignment(assignment), "")
     if raw["preset"] != chosen:
         raise ConfigError(f"key preset = {raw['preset']!r}: a preset is chosen by --preset or at the top of a recipe")
+    return from_builtins(raw)
+
+
+def _recipe_tables(recipe: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all presets share, and the [for.PRESET] tables."""
+    tables = read_recipe(recipe)
+    special = tables.pop("for", {})
+    if not isinstance(special, dict) or not all(isinstance(v, dict) for v in special.values()):
+        raise ConfigError(f"key for in {recipe}: holds one table per preset, such as [for.diloco.protocol]")
+    for name in special:
+        preset(name)
+    return tables, special
+
+
+def recipe_for(recipe: Path, preset_name: str) -> dict[str, Any]:
+    """A recipe's own keys, those of [for.PRESET] laid over."""
+    tables, special = _recipe_tables(recipe)
+    for key, value in special.get(preset_name, {}).items():
+        tables[key] = tables.get(key, {}) | value if isinstance(value, dict) else value
+    return tables
+
+
+def changed(config: Config, assignments: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> Config:
+    """A complete config with some of its keys laid over."""
+    raw = msgspec.to_builtins(config)
+    for layer in (overrides or {}, *map(_parse_assignment, assignments)):
+        _lay_over(raw, layer, "")
     return from_builtins(raw)
 
 

@@ -167,6 +167,15 @@ def tokens_per_step_max(config: Config) -> int:
     return max(d.samples_by_learner or (d.batch_size,)) * d.seq_len * config.inner.accumulate
 
 
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+def shrunk(samples: int, share: float, position: int) -> int:
+    """A learner with fewer slices trains with a proportionally smaller batch, and never with none. What is not a whole sample
+    is rounded up as often as it should be, by position, so that a small batch shrinks too, on average."""
+    return max(1, min(samples, math.floor(samples * share + position * GOLDEN % 1.0)))
+
+
 # ---------------------------------------------------------------- the inner learning rate
 
 

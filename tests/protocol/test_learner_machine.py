@@ -37,6 +37,7 @@ from atoll.protocol.vocabulary import (
     RecoveryFailed,
     Refuse,
     Report,
+    Resized,
     Resume,
     Serve,
     Stage,
@@ -788,3 +789,19 @@ def test_announcement_seen_twice_is_kept_once() -> None:
     stage = serving()
     assert stage.announced(1, 1) == [Keep(1, 1, NO_VERSION)]
     assert stage.announced(1, 1) == []
+
+
+# ---------------------------------------------------------------- slices that come and go
+
+
+def test_learner_that_lost_slices_takes_its_next_steps_with_as_much_less_of_a_batch() -> None:
+    stage = LearnerStage(arrival())
+    (first,) = of(stage.enters(), InnerStep)
+    assert first.share == 1.0
+    assert stage.on(Resized(0.75)) == []  # the step that runs is what it was
+    (second,) = of(stage.steps(), InnerStep)
+    assert second.share == 0.75
+    (third,) = of(stage.steps(), InnerStep)
+    assert third.share == 0.75
+    stage.on(Resized(1.0))
+    assert of(stage.steps(), InnerStep)[0].share == 1.0

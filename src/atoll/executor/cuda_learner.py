@@ -21,6 +21,7 @@ from atoll.errors import ConfigError, NotFinite
 from atoll.executor.cuda import CudaStager, Incoming, StagedPacket
 from atoll.executor.hands import Blob
 from atoll.ids import FragmentId, OuterStep
+from atoll.rules import shrunk
 from atoll.tensors.layout import Fragment
 
 Key = tuple[FragmentId, OuterStep]
@@ -206,6 +207,11 @@ def to_device(batch: Any, device: torch.device) -> Any:
         return here.to(device, non_blocking=True)
 
     return _each_tensor(batch, move, lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf)
+
+
+def leading(batch: Any, share: float, position: int) -> Any:
+    """The first samples of a batch, as many as the slices that are up can hold."""
+    return _each_tensor(batch, lambda tensor: tensor[: shrunk(tensor.shape[0], share, position)] if tensor.dim() else tensor)
 
 
 def on_host(value: Any) -> Any:

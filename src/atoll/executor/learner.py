@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.errors import NotFinite
-from atoll.executor.cuda_learner import CudaSide, cuda_device_of, on_host, to_device
+from atoll.executor.cuda_learner import CudaSide, cuda_device_of, leading, on_host, to_device
 from atoll.executor.hands import Blob
 from atoll.executor.inner import build_optimizer, optimizer_step
 from atoll.executor.workbench import Workbench
@@ -143,7 +143,10 @@ class TensorLearner:
         if self._cuda is not None:
             self._cuda.trains_here()
         for micro in range(count):
-            batch = bench.batch(self._learner, effect.stream, effect.batch * count + micro)
+            position = effect.batch * count + micro
+            batch = bench.batch(self._learner, effect.stream, position)
+            if effect.share < 1.0:
+                batch = leading(batch, effect.share, position)
             more_tokens, more_samples = bench.count(batch)
             tokens, samples = tokens + more_tokens, samples + more_samples
             if self._device.type != "cpu":

@@ -36,6 +36,7 @@ from atoll.protocol.vocabulary import (
     Stored,
     Unstage,
 )  # fmt: skip
+from atoll.rules import shrunk
 
 BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125, "e3m0": 4.125}
 """Bits a parameter on the wire: codes, and one fp32 scale a block of 256."""
@@ -49,7 +50,7 @@ def wire_bits(codec: str) -> float:
 class NullLearner:
     def __init__(self, config: Config, learner: LearnerId) -> None:
         p = config.protocol
-        self._tokens, self._samples = batch_size(config, learner)
+        self._config, self._learner = config, learner
         size = config.cluster.parameters / p.fragments
         self._up_bytes = int(size * wire_bits(p.codec_up) / 8)
         self._state_bytes = config.cluster.parameters * 12
@@ -59,8 +60,8 @@ class NullLearner:
 
     def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
         match effect:
-            case InnerStep():
-                return (StepDone(self._tokens, self._samples, 0, None),)
+            case InnerStep(batch=batch, share=share):
+                return (StepDone(*batch_size(self._config, self._learner, batch, share), 0, None),)
             case Stage(fragment=fragment, slot=slot):
                 self._staged[fragment, slot] = self.anchors[fragment]
             case Unstage(fragment=fragment, slot=slot):
@@ -163,8 +164,10 @@ class NullSyncer:
         return Blob("fragment", self._full_bytes if full else self._down_bytes, (base, versions[body.outer_step]))
 
 
-def batch_size(config: Config, learner: LearnerId) -> tuple[int, int]:
-    """(tokens, samples) of one inner step."""
+def batch_size(config: Config, learner: LearnerId, batch: int = 0, share: float = 1.0) -> tuple[int, int]:
+    """(tokens, samples) of one inner step, at this batch of its stream."""
     sizes = config.data.samples_by_learner
-    samples = (sizes[learner] if learner < len(sizes) else config.data.batch_size) * config.inner.accumulate
+    whole = sizes[learner] if learner < len(sizes) else config.data.batch_size
+    count = config.inner.accumulate
+    samples = sum(shrunk(whole, share, batch * count + micro) for micro in range(count)) if share < 1.0 else whole * count
     return samples * config.data.seq_len, samples

@@ -10,7 +10,7 @@ from atoll.protocol.vocabulary import Grant, Unit
 
 
 class Batches:
-    __slots__ = ("_later", "_left", "_me", "_offset", "_self_issued", "_unit_steps", "grants", "own_next")
+    __slots__ = ("_later", "_left", "_me", "_offset", "_self_issued", "_unit_steps", "grants", "own_next", "share")
 
     def __init__(self, me: LearnerId, unit_steps: int) -> None:
         self._me = me
@@ -21,6 +21,8 @@ class Batches:
         self.own_next = 0
         self.grants = 0
         self._offset = 0
+        self.share = 1.0
+        """Of a batch that the learner's slices can hold."""
 
     def left(self) -> tuple[Unit, ...]:
         return tuple(self._left)

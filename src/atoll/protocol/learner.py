@@ -53,6 +53,7 @@ from atoll.protocol.vocabulary import (
     RecoveryFailed,
     Refuse,
     Report,
+    Resized,
     Resume,
     Resumed,
     Serve,
@@ -83,8 +84,7 @@ class LearnerMachine:
         self._desk = Desk(Mailbox(learner, incarnation, config.learners))
         self._fragments = p.fragments
         self.phase = JOINING
-        self._connected = False
-        self._has_state = False
+        self._connected = self._has_state = False
         self._session = 0
         self._entering: Enter | None = None
         self._must_recover, self._finish = "", False
@@ -133,6 +133,8 @@ class LearnerMachine:
                 self._resumed(event.snapshot, stance)
             case DeadlinePassed():
                 self._deadline_passed()
+            case Resized(share=share):
+                self._batches.share = share
             case Started():
                 pass
             case _:
@@ -316,7 +318,7 @@ class LearnerMachine:
         self._drawn = self._batches.draw()
         policy = self.schedule.policy(self.position + 1)
         progress = self.position if policy.exact else self.outer_known
-        self._desk.emit(InnerStep(self.counters.local_step + 1, *self._drawn, progress))
+        self._desk.emit(InnerStep(self.counters.local_step + 1, *self._drawn, progress, self._batches.share))
 
     def _must_wait(self) -> str:
         """At most `lead` local steps past the last due adoption; checked at every boundary, so one outer step suffices."""
@@ -556,6 +558,5 @@ class LearnerMachine:
 
     def _done(self) -> None:
         self._end_wait()
-        if self.phase != DONE:
-            self.phase = DONE
-            self._desk.emit(Finished(self.outer_known))
+        self.phase = DONE
+        self._desk.emit(Finished(self.outer_known))

@@ -81,13 +81,19 @@ class Resumed(Word, frozen=True):
     stance: Stance
 
 
+class Resized(Word, frozen=True):
+    """Slices of this learner came or went: from its next step on its batch is this share of the full one."""
+
+    share: float
+
+
 class DeadlinePassed(Word, frozen=True):
     pass
 
 
 Event: TypeAlias = (
     Started | Connected | ConnectionLost | Received | StepDone | Stored | Poisoned | LeaveAsked | Restored | Resumed
-    | DeadlinePassed
+    | Resized | DeadlinePassed
 )  # fmt: skip
 
 # ---------------------------------------------------------------- effects
@@ -104,6 +110,8 @@ class InnerStep(Word, frozen=True):
     stream: LearnerId
     batch: int
     outer_step: OuterStep
+    share: float = 1.0
+    """Of the batch: below 1 while slices are out."""
 
 
 class Stage(Word, frozen=True):

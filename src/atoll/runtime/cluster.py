@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Slow, describe
+from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Scavenge, Slow, describe
 from atoll.config import Config, to_toml
 from atoll.errors import RunFailed, UserError
 from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
@@ -249,6 +249,10 @@ class LocalCluster:
                 self._at(began + lasts, lambda: self._slow(learner, -factor))
             case Partition() | Clog() | Corrupt():
                 self._hurdles.strike(fault)
+            case Scavenge(learner=learner, lasts=lasts):
+                w = self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
+                w.start(self._nursery)
+                self._at(began + lasts, lambda: w.signal(signal.SIGTERM))  # it leaves politely, or at the end of its patience
 
     def _kill(self, w: _Worker, lasts: float) -> None:
         if w.back_at is not None:

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Slow
+from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Scavenge, Slow
 from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.executor.hands import Blob, Hands, is_suspect
@@ -25,9 +25,11 @@ from atoll.protocol.vocabulary import (
     Envelope,
     Event,
     InnerStep,
+    LeaveAsked,
     Poisoned,
     Received,
     Refuse,
+    Resized,
     Restored,
     Resumed,
     Send,
@@ -52,7 +54,7 @@ HandsFor = Callable[[WorkerId, Incarnation], Hands]
 
 
 class _Worker:
-    __slots__ = ("alive", "backlog", "deadline", "hands", "incarnation", "machine", "paused", "stepping_since", "worker")
+    __slots__ = ("alive", "backlog", "deadline", "hands", "incarnation", "machine", "paused", "stepping_since", "stop", "worker")
 
     def __init__(self, worker: WorkerId) -> None:
         self.worker = worker
@@ -64,6 +66,8 @@ class _Worker:
         self.backlog: list[tuple[Event, Blob | None]] = []
         self.deadline: Nanos | None = None
         self.stepping_since: Nanos = 0
+        self.stop: Nanos = 0
+        """Standstill before the next step: its slices are being counted anew."""
 
 
 class Cluster:
@@ -72,7 +76,7 @@ class Cluster:
         observers: Sequence[Observer] = (),
         syncer_machine: Callable[[Config], SyncerMachine] = SyncerMachine,
         learner_machine: Callable[[Config, WorkerId, Incarnation], LearnerMachine] = LearnerMachine,
-        resume: Picture | None = None,
+        resume: Picture | None = None, hardware: Hardware | None = None,
     ) -> None:  # fmt: skip
         """`resume`: go on from this snapshot, whose tensors `hands_for` brings; learners it does not know join as usual."""
         self.config = config
@@ -80,12 +84,14 @@ class Cluster:
         self.plan = plan or Plan()
         self.world = World()
         self.network = Network(config, self.world, self)
-        self.hardware = Hardware(config)
+        self.hardware = hardware or Hardware(config)
         self._hands_for = hands_for or null_hands(config)
         self._observers = list(observers)
         self._syncer_machine = syncer_machine
         self._learner_machine = learner_machine
-        self._workers = {w: _Worker(w) for w in (SYNCER, *range(config.learners))}
+        scavenged = sorted({f.learner for f in self.plan.faults if isinstance(f, Scavenge)})
+        self._workers = {w: _Worker(w) for w in (SYNCER, *range(config.learners), *scavenged)}
+        self._lent_until: dict[WorkerId, Nanos] = {}
         self._syncer_log: list[tuple[Event, Nanos]] = []
         self._poisoned = ""
         self.events = 0
@@ -140,10 +146,10 @@ class Cluster:
 
     def _start_worker(self, worker: WorkerId) -> None:
         w = self._workers[worker]
-        if w.alive:
+        if w.alive or self.world.now >= self._lent_until.get(worker, self.world.now + 1):
             return
         w.alive, w.incarnation, w.deadline = True, w.incarnation + 1, None
-        w.paused, w.backlog = 0, []
+        w.paused, w.backlog, w.stop = 0, [], 0
         w.hands = self._hands_for(worker, w.incarnation)
         if worker == SYNCER:
             w.machine = self._rederived_syncer()
@@ -154,6 +160,8 @@ class Cluster:
             if fails_after is not None:
                 self.world.after(fails_after, self._fail, worker, w.incarnation)
         self.happen(worker, Started(w.incarnation))
+        if worker != SYNCER and self.hardware.share(worker) < 1.0:
+            self.happen(worker, Resized(self.hardware.share(worker)))
         if self._resume is not None and w.incarnation == 0:
             self._go_on_from(self._resume, worker)
 
@@ -218,8 +226,8 @@ class Cluster:
         elif kind is InnerStep:
             (done,) = hands.execute(effect, None)
             assert isinstance(done, StepDone)
-            w.stepping_since = self.world.now
-            self.world.after(self.hardware.step_nanos(w.worker), self._step_done, w, w.incarnation, done)
+            w.stepping_since, w.stop = self.world.now + w.stop, 0
+            self.world.at(w.stepping_since + self.hardware.step_nanos(w.worker), self._step_done, w, w.incarnation, done)
         elif kind is Refuse:
             assert isinstance(effect, Refuse)
             if effect.disconnect:
@@ -235,11 +243,13 @@ class Cluster:
     def _step_done(self, w: _Worker, incarnation: Incarnation, done: StepDone) -> None:
         if not w.alive or w.incarnation != incarnation:
             return
-        if w.paused:
-            w.backlog.append((done, None))
-            return
-        took = self.world.now - w.stepping_since
-        self._handle(w, msgspec.structs.replace(done, nanos=took), None)
+        boundary = self.hardware.boundary(w.worker, self.world.now)
+        if boundary is not None and boundary.share > 0:
+            w.stop = boundary.stop
+            self.happen(w.worker, Resized(boundary.share))
+        self.happen(w.worker, msgspec.structs.replace(done, nanos=self.world.now - w.stepping_since))
+        if boundary is not None and boundary.share == 0:
+            self._kill(w.worker, seconds(boundary.stop))
 
     def _deadline(self, w: _Worker, incarnation: Incarnation, deadline: Nanos) -> None:
         if w.alive and w.incarnation == incarnation and w.deadline == deadline:
@@ -268,6 +278,8 @@ class Cluster:
                 self.world.after(nanos(lasts), self.network.block(a, b, one_way=False, breaks=False))
             case Corrupt(a=a, b=b):
                 self.network.corrupt_next(a, b)
+            case Scavenge(learner=learner, lasts=lasts):
+                self._scavenge(learner, lasts)
 
     def _fail(self, worker: WorkerId, incarnation: Incarnation) -> None:
         if self._workers[worker].incarnation == incarnation:
@@ -279,6 +291,19 @@ class Cluster:
             w.alive = False
             self.network.cut_all(worker, "the process died")
             self.world.after(nanos(lasts), self._start_worker, worker)
+
+    def _scavenge(self, worker: WorkerId, lasts: float) -> None:
+        """Whoever lends it asks it to leave, and does not wait for ever."""
+        self._lent_until[worker] = self.world.now + nanos(lasts)
+        self._start_worker(worker)
+        self.world.after(nanos(lasts), self.happen, worker, LeaveAsked("its owner wants it back"))
+        self.world.after(nanos(lasts + self.config.limits.leave_seconds + 1.0), self._take_back, worker, self._lent_until[worker])
+
+    def _take_back(self, worker: WorkerId, lent_until: Nanos) -> None:
+        w = self._workers[worker]
+        if w.alive and self._lent_until[worker] == lent_until:
+            w.alive = False
+            self.network.cut_all(worker, "its owner took it back")
 
     def _pause(self, worker: WorkerId, lasts: float) -> None:
         w = self._workers[worker]

@@ -4,9 +4,19 @@ from __future__ import annotations
 
 import math
 import random
+from typing import NamedTuple
 
 from atoll.config import Config
 from atoll.ids import LearnerId, Nanos, nanos
+
+
+class Boundary(NamedTuple):
+    """What a learner's slices did during the step that just ended."""
+
+    share: float
+    """Of its chips that are up; 0: none, and its process is gone with them."""
+    stop: Nanos
+    """How long it stands before its next step; or until it is back."""
 
 
 class Hardware:
@@ -57,3 +67,11 @@ class Hardware:
 
     def repair_seconds(self, learner: LearnerId) -> float:
         return self._stream("repairs", learner).expovariate(1 / self._cluster.repair_seconds)
+
+    def boundary(self, learner: LearnerId, now: Nanos) -> Boundary | None:
+        """Asked whenever a step ends; None: this hardware has no slices that come and go."""
+        return None
+
+    def share(self, learner: LearnerId) -> float:
+        """Of the learner's chips that are up."""
+        return 1.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,17 @@ import torch
 from safetensors.torch import save_file
 
 from atoll.chaos import Plan
-from atoll.config import Config, to_toml
+from atoll.config import Config, changed, from_builtins, to_toml
 from atoll.errors import UserError
 from atoll.executor.environment import code_version, cpu_capability, mismatches
 from atoll.executor.syncer import TensorHands
 from atoll.executor.workbench import Workbench, language_workbench
 from atoll.protocol.ledger import Fates
 from atoll.sim.cluster import Cluster, Observer
-from atoll.tape.format import Header, TapeWriter
+from atoll.sim.slices import SliceHardware
+from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tape.replay import Outcome, Source, replay
+from atoll.tape.retrain import retrain
 from atoll.tensors.access import named_tensors
 
 
@@ -28,7 +30,6 @@ from atoll.tensors.access import named_tensors
 class Outputs:
     """What a run leaves behind."""
 
-    cluster: Cluster
     fates: Fates
     tape: Path | None
     loss_first: float | None
@@ -36,27 +37,29 @@ class Outputs:
     theta_sha256: str | None
 
 
-def header_for(config: Config, plan: Plan, bench: Workbench | None) -> Header:
+def header_for(config: Config, plan: Plan, bench: Workbench | None, hardware: dict[str, Any] | None = None) -> Header:
     return Header(
         config=msgspec.to_builtins(config), code_version=code_version(),
         data_fingerprint=bench.fingerprint if bench else "", threads=torch.get_num_threads(),
         dtype=config.model.dtype, torch_version=str(torch.__version__), cpu_capability=cpu_capability(),
-        tensors=bench is not None, plan=msgspec.to_builtins(plan.faults),
+        tensors=bench is not None, plan=msgspec.to_builtins(plan.faults), hardware=hardware or {},
     )  # fmt: skip
 
 
 def run_virtual(
     config: Config, plan: Plan, directory: Path | None, *, tensors: bool, observers: Sequence[Observer] = (),
-    bench: Workbench | None = None, limit_seconds: float | None = None,
+    bench: Workbench | None = None, limit_seconds: float | None = None, slices: SliceHardware | None = None,
 ) -> Outputs:  # fmt: skip
-    """`limit_seconds` bounds virtual time; by default ten times what an undisturbed run would take, and the plan's length."""
+    """`limit_seconds` bounds virtual time; by default ten times what an undisturbed run would take, and the plan's length.
+    `slices`: learners made of chips that fail, for a synthetic history."""
     if tensors and bench is None:
         bench = language_workbench(config)
     hands = TensorHands(bench) if bench else None
     first = bench.evaluate_theta(*hands.disk.theta()) if bench and hands else None
-    writer = _open_tape(directory, config, plan, header_for(config, plan, bench)) if directory else None
+    header = header_for(config, plan, bench, slices.describe() if slices else None)
+    writer = _open_tape(directory, config, plan, header) if directory else None
     watching: list[Observer] = [writer.append] if writer else []
-    cluster = Cluster(config, plan=plan, hands_for=hands, observers=[*watching, *observers])
+    cluster = Cluster(config, plan=plan, hands_for=hands, observers=[*watching, *observers], hardware=slices)
     cluster.run(until_seconds=limit_seconds if limit_seconds is not None else patience(config, plan))
     if writer:
         writer.close()
@@ -64,9 +67,40 @@ def run_virtual(
     if bench and hands and directory:
         _save_theta(directory / "theta.safetensors", bench, hands)
     return Outputs(
-        cluster, cluster.syncer.fates(), directory / "run.tape" if directory else None, first, final,
+        cluster.syncer.fates(), directory / "run.tape" if directory else None, first, final,
         hands.disk.theta_sha256() if hands else None,
     )  # fmt: skip
+
+
+def train_on_tape(tape: Tape, config: Config, directory: Path, observers: Sequence[Observer] = ()) -> Outputs:
+    """The tape's history under real weights; leaves a run of its own, which replays like any other."""
+    bench = language_workbench(config)
+    hands = TensorHands(bench)
+    first = bench.evaluate_theta(*hands.disk.theta())
+    plan = msgspec.convert({"faults": tape.header.plan}, Plan)
+    with _open_tape(directory, config, plan, header_for(config, plan, bench, tape.header.hardware)) as writer:
+        outcome = retrain(tape, config, hands, [writer.append, *observers])
+    if outcome.fates is None:
+        raise UserError(f"tape {tape.path}: holds no syncer, so there is nothing to train on")
+    _save_theta(directory / "theta.safetensors", bench, hands)
+    final = bench.evaluate_theta(*hands.disk.theta())
+    return Outputs(outcome.fates, directory / "run.tape", first, final, hands.disk.theta_sha256())
+
+
+DECIDED = ("preset", "learners", "outer_steps", "protocol", "cluster", "limits")
+"""What decisions follow from: a tape has decided them, and what a recipe says of them does not count."""
+
+
+def config_on_tape(tape: Tape, tables: Mapping[str, Any], assignments: Sequence[str]) -> Config:
+    """The tape's config with a recipe's keys and --set laid over it, as far as no decision depends on them."""
+    if tape.header.worker is not None:
+        raise UserError(f"tape {tape.path}: is of one live worker; --tape takes a virtual run's (atoll simulate tape)")
+    taped = from_builtins(tape.header.config)
+    wanted = changed(taped, assignments, {key: value for key, value in tables.items() if key not in DECIDED})
+    for key in DECIDED:
+        if getattr(wanted, key) != getattr(taped, key):
+            raise UserError(f"--tape {tape.path}: has decided {key} already; change only seed, model, data, inner or outer")
+    return wanted
 
 
 def patience(config: Config, plan: Plan) -> float:

@@ -42,6 +42,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     tensors: bool
     """False: decisions only, nothing was trained."""
     plan: list[dict[str, Any]] = []
+    hardware: dict[str, Any] = {}
+    """Of a synthetic history: how many chips, the failure model's constants, the seed."""
     run: str = ""
     """A live run's name: tapes of its workers carry the same."""
     worker: WorkerId | None = None

@@ -20,7 +20,7 @@ from atoll.protocol.causality import BULK_LANE, lane_of
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.ledger import Fates
 from atoll.protocol.syncer import SyncerMachine
-from atoll.protocol.vocabulary import Effect, Event, Received, Send, Started, Stored
+from atoll.protocol.vocabulary import Effect, Event, Message, Received, Send, Started, Stored
 from atoll.tape.format import Header, Record
 
 
@@ -33,6 +33,7 @@ class Hands(Protocol):
     """Carries effects out for one worker. Handed in: this room knows no tensor."""
 
     def execute(self, effect: Effect, blob: Any) -> Sequence[Event]: ...
+    def inspect(self, body: Message, blob: Any) -> str: ...
     def blob_for(self, send: Send) -> Any: ...
 
 
@@ -70,36 +71,51 @@ def replay(
         config = from_builtins(tape.header.config)
     except ConfigError as error:
         raise TapeError(f"tape {tape.path}: the config in its header is refused: {error}") from None
-    machines: dict[int, Machine] = {}
-    hands: dict[int, Hands] = {}
-    syncer: SyncerMachine | None = None
+    company = Company(config, hands_for, tape.path)
     post = _Post()
     digests: dict[int, str] = {}
     story: deque[Record] = deque(maxlen=12)
     for key, record in tape.sourced():
-        worker, event = record.worker, record.event
-        if isinstance(event, Started):
-            if worker != SYNCER or key not in machines:  # a syncer that came back is the same machine, re-derived
-                machine = machines[key] = machine_for(config, worker, event.incarnation)
-                syncer = machine if isinstance(machine, SyncerMachine) else syncer
-            if hands_for is not None:
-                hands[key] = hands_for(worker, event.incarnation)
-        if key not in machines:
-            raise TapeError(f"tape {tape.path}: record {record.number}: {worker_name(worker)} acts before it started")
-        effects = tuple(machines[key].on(event, record.now))
+        machine = company.machine(key, record)
+        effects = tuple(machine.on(record.event, record.now))
         story.append(record)
         if effects != record.effects:
             raise ReplayDiverged(tell(story, record, effects))
         if hands_for is not None:
             _check_weights(record, digests)
-            digests.update(_carry_out(hands[key], record, effects, post))
+            digests.update(_carry_out(company.hands[key], record, effects, post))
         if observe is not None:
-            observe(record, machines[key])
+            observe(record, machine)
         if progress is not None:
             progress(record.number)
-    if syncer is None:
-        return Outcome(tape.whole_records, tape.cut, 0)
-    return Outcome(tape.whole_records, tape.cut, syncer.outer_step, syncer.fates())
+    return company.outcome(tape)
+
+
+class Company:
+    """Everybody on a tape: a new machine for each start, and the hands that go with it."""
+
+    def __init__(self, config: Config, hands_for: Callable[[WorkerId, int], Hands] | None, path: Path) -> None:
+        self._config, self._hands_for, self._path = config, hands_for, path
+        self._machines: dict[int, Machine] = {}
+        self.hands: dict[int, Hands] = {}
+        self.syncer: SyncerMachine | None = None
+
+    def machine(self, key: int, record: Record) -> Machine:
+        event, worker = record.event, record.worker
+        if isinstance(event, Started):
+            if worker != SYNCER or key not in self._machines:  # a syncer that came back is the same machine, re-derived
+                machine = self._machines[key] = machine_for(self._config, worker, event.incarnation)
+                self.syncer = machine if isinstance(machine, SyncerMachine) else self.syncer
+            if self._hands_for is not None:
+                self.hands[key] = self._hands_for(worker, event.incarnation)
+        if key not in self._machines:
+            raise TapeError(f"tape {self._path}: record {record.number}: {worker_name(worker)} acts before it started")
+        return self._machines[key]
+
+    def outcome(self, tape: Source) -> Outcome:
+        if self.syncer is None:
+            return Outcome(tape.whole_records, tape.cut, 0)
+        return Outcome(tape.whole_records, tape.cut, self.syncer.outer_step, self.syncer.fates())
 
 
 class _Post:

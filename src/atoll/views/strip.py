@@ -36,6 +36,7 @@ from atoll.protocol.vocabulary import (
     Refuse,
     Reissue,
     Report,
+    Resized,
     Resume,
     SealSnapshot,
     Send,
@@ -83,6 +84,8 @@ def event_word(event: Event) -> str:
             return "deadline"
         case Poisoned(where=where):
             return f"poisoned: {where}"
+        case Resized(share=share):
+            return f"resized to {share:.1%}"
         case _:
             return type(event).__name__
 

@@ -1,0 +1,47 @@
+"""Learners made of slices that fail: the goodput simulator's chips under the real machines.
+
+At every step boundary the failure model (sim/failures.py) says which slices went or came back during the step. A learner
+then stands for the resize and goes on with the share of its batch that its slices can hold; one that has lost all of them
+dies, and comes back through recovery.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from atoll.config import Config
+from atoll.ids import LearnerId, Nanos, nanos, seconds
+from atoll.sim.failures import FailureModel, Learner
+from atoll.sim.goodput import check, deal
+from atoll.sim.hardware import Boundary, Hardware
+
+
+class SliceHardware(Hardware):
+    def __init__(self, config: Config, chips: int, model: FailureModel, seed: int) -> None:
+        super().__init__(config)
+        self._told = {"chips": chips, "seed": seed, "model": asdict(model)}
+        check(chips, config.learners, model)
+        streams = np.random.default_rng([seed, chips, config.learners]).spawn(config.learners)
+        dealt = deal(chips, config.learners)
+        self._slices = [Learner(n, model, rng) for n, rng in zip(dealt, streams, strict=True)]
+        for slices in self._slices:  # the run begins on a cluster that has been failing for a while
+            slices.advance(2 * model.return_seconds)
+        self._begun = [slices.now for slices in self._slices]
+
+    def describe(self) -> dict[str, Any]:
+        """For the tape's header."""
+        return self._told
+
+    def boundary(self, learner: LearnerId, now: Nanos) -> Boundary | None:
+        slices = self._slices[learner]
+        step = slices.step(self._begun[learner] + seconds(now))
+        if not step.moved:
+            return None
+        return Boundary(slices.live / slices.chips if step.last_live else 0.0, nanos(step.stop))
+
+    def share(self, learner: LearnerId) -> float:
+        slices = self._slices[learner]
+        return slices.live / slices.chips
