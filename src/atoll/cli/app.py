@@ -24,6 +24,7 @@ from atoll.cli.shared import (
     print_json,
     settings_from,
 )  # fmt: skip
+from atoll.cli.simulate import simulate
 from atoll.errors import AtollError, UserError
 from atoll.tape.weave import Woven, open_run
 from atoll.views.strip import strip_lines
@@ -34,6 +35,7 @@ app = typer.Typer(
 )  # fmt: skip
 for command in (running.train, running.sim, running.compare):
     app.command()(command)
+app.add_typer(simulate, name="simulate")
 
 
 def main() -> None:

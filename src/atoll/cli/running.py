@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from atoll import config
 from atoll.chaos import Plan, load_plan
 from atoll.cli import live
 from atoll.cli.shared import (
@@ -36,6 +37,9 @@ from atoll.errors import UserError
 from atoll.views.run import RunView, Summary, summarise
 from atoll.views.tables import comparison_table
 
+if TYPE_CHECKING:  # torch takes seconds to import
+    from atoll.sim.run import Outputs
+
 DeviceOption = Annotated[str, typer.Option("--device", help="Where learners train: cpu, cuda, ...")]
 
 
@@ -57,8 +61,17 @@ def train(
     snapshot: Annotated[int | None, typer.Option("--snapshot", help="With --resume: from this outer step's snapshot.")] = None,
     device: DeviceOption = "cpu",
     allow_model: live.AllowOption = None,
+    tape: Annotated[
+        Path | None,
+        typer.Option("--tape", help="Train on this history, in virtual time: a virtual run's folder, or of atoll simulate tape."),
+    ] = None,
 ) -> None:
     """Train a model: a syncer and learners as processes of this machine, or with --virtual in virtual time."""
+    if tape is not None:
+        if virtual or resume is not None or twin or chaos or preset or learners or device != "cpu" or allow_model:
+            raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads and --json only")
+        show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json), as_json)
+        return
     if virtual and (resume is not None or twin or device != "cpu"):
         raise UserError("--virtual: goes with neither --resume nor --twin nor --device")
     if snapshot is not None and resume is None:
@@ -160,12 +173,36 @@ def run_virtually(settings: Config, plan: Plan, directory: Path | None, *, tenso
     except KeyboardInterrupt:
         err.print(f"atoll: interrupted; {directory / 'run.tape'} is readable up to its last whole record", soft_wrap=True)
         raise typer.Exit(130) from None
+    return virtual_summary(settings, view, done, directory)
+
+
+def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: Path) -> Summary:
     summary = summarise(
         settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final,
         theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory),
     )  # fmt: skip
     write_summary(directory, summary)
     return summary
+
+
+def run_on_tape(
+    path: Path, recipe: Path | None, seed: int | None, assignments: Sequence[str], directory: Path | None, threads: int,
+    quiet: bool,
+) -> Summary:  # fmt: skip
+    """Decisions are the tape's; model, data, optimisers and seed may be the recipe's or --set."""
+    from atoll.executor.environment import use_threads
+    from atoll.sim.run import config_on_tape, train_on_tape
+    from atoll.tape.format import Tape
+
+    tape = Tape(path / "run.tape" if path.is_dir() else path)
+    tables = config.recipe_for(recipe, tape.header.config["preset"]) if recipe is not None else {}
+    settings = config_on_tape(tape, tables | ({} if seed is None else {"seed": seed}), assignments)
+    use_threads(threads)
+    directory = directory or new_directory(f"{settings.preset}-on-tape", settings.seed)
+    view = RunView(settings.learners)
+    with RunProgress(settings, view, quiet, "virtual ") as progress:
+        done = train_on_tape(tape, settings, directory, observers=[view, progress])
+    return virtual_summary(settings, view, done, directory)
 
 
 # ---------------------------------------------------------------- live
