@@ -25,10 +25,11 @@ ROOMS: dict[str, set[str]] = {
     "executor": BELOW | {"config", "rules", "protocol", "tensors", "codecs", "workload"},
     "transport": BELOW,
     "sim": BELOW | {"config", "rules", "protocol", "tape", "chaos", "executor", "tensors"},
+    "planner": BELOW | {"config", "rules", "sim", "executor"},
     "runtime": BELOW
     | {"config", "rules", "protocol", "tape", "chaos", "executor", "tensors", "codecs", "transport", "workload", "views"},
     "views": BELOW | {"config", "protocol", "tape"},
-    "cli": BELOW | {"config", "protocol", "tape", "chaos", "views", "sim", "executor", "runtime", "transport"},
+    "cli": BELOW | {"planner", "config", "protocol", "tape", "chaos", "views", "sim", "executor", "runtime", "transport"},
     "__main__": {"cli"},
 }
 """A room imports itself and what its row names: the table of ARCHITECTURE.md."""

@@ -1,0 +1,168 @@
+"""`atoll plan`: from a description of a cluster to a recipe, with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from atoll.cli.shared import JsonOption, err, out, print_json
+from atoll.errors import UserError
+from atoll.planner import recipe, site
+from atoll.planner.costs import Costs
+from atoll.planner.plan import Plan, Runner
+from atoll.planner.plan import plan as make_plan
+from atoll.planner.score import Candidate, Judge
+
+
+def plan(
+    cluster_file: Annotated[Path, typer.Argument(metavar="CLUSTER.toml", help="Model, sites and links: see docs/planner.md.")],
+    recipe_file: Annotated[Path | None, typer.Option("--out", help="Write the plan as a recipe for `atoll train`.")] = None,
+    candidates: Annotated[int, typer.Option("--candidates", min=0, max=1000, help="How many runners-up to show.")] = 0,
+    what_if: Annotated[
+        bool, typer.Option("--what-if/--no-what-if", help="Find what would change the answer, by searching again.")
+    ] = True,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show runners-up, and the constants of the quality model.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Recommend preset, learners, H, P, tau, K and codecs for a cluster, with what to expect and why."""
+    cluster = site.load(cluster_file)
+    if recipe_file is not None and not recipe_file.parent.is_dir():
+        raise UserError(f"--out {recipe_file}: {recipe_file.parent} is no folder")
+    answer = _answer(cluster, what_if, candidates or (8 if verbose else 3))
+    if recipe_file is not None:
+        recipe_file.write_text(recipe.to_toml(answer.scored, Judge(cluster), cluster_file.name), encoding="utf8")
+    if as_json:
+        print_json(as_builtins(answer))
+        return
+    out.print(report(answer, cluster, runners=candidates > 0 or verbose, constants=verbose))
+    if recipe_file is not None:
+        out.print(f"recipe: {recipe_file} (try it: atoll sim {recipe_file})", soft_wrap=True)
+
+
+def _answer(cluster: site.Cluster, what_if: bool, runners: int) -> Plan:
+    """A line that changes on a terminal; silence otherwise, as it takes seconds."""
+    if not err.is_terminal:
+        return make_plan(cluster, what_if=what_if, runners=runners)
+    with err.status("searching") as status:
+        return make_plan(cluster, what_if=what_if, runners=runners, say=lambda text: status.update(text))
+
+
+def as_builtins(answer: Plan) -> dict[str, object]:
+    """One object: the recommendation on top, then what to expect."""
+    c, s = answer.candidate, answer.scored
+    return {
+        "preset": c.preset, "learners": c.learners, "interval": c.interval, "fragments": c.fragments, "overlap": c.overlap,
+        "quorum": c.quorum or "all", "codec_up": c.codec_up, "codec_down": c.codec_down, "division": answer.division,
+        "chips_per_learner": answer.chips_per_learner, "score": s.score, "utilisation": s.utilisation, "goodput": s.goodput,
+        "pace": s.pace, "token_efficiency": s.tokens, "loss_percent": s.loss_percent, "interval_kept": s.interval_kept,
+        "staleness_steps": s.staleness, "staleness_seconds": answer.costs.staleness_seconds,
+        "traffic": answer.costs.traffic, "memory": answer.costs.memory, "syncer": answer.costs.syncer,
+        "steps_per_day": answer.costs.steps_day, "choices": answer.choices,
+        "changes": [{"sentence": _capital(x.sentence()), "change": x} for x in answer.changes], "warnings": answer.warnings,
+        "runners_up": answer.runners_up, "quality": answer.quality, "runs_simulated": answer.simulated,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- what is printed
+
+
+def report(answer: Plan, cluster: site.Cluster, *, runners: bool, constants: bool) -> Group:
+    parts: list[object] = [_headline(answer), "", _expectations(answer), "", _site_table(answer.costs)]
+    for title, sentences in (
+        ("why", answer.choices),
+        ("what would change the answer", [_capital(x.sentence()) for x in answer.changes]),
+        ("caution", [_capital(w) + "." for w in answer.warnings]),
+    ):
+        if sentences:
+            parts += ["", Text(title, style="bold"), _bullets(sentences)]
+    if runners:
+        parts += ["", _runner_table(answer)]
+    if constants:
+        pairs = [f"{name} {getattr(answer.quality, name):g}" for name in answer.quality.__struct_fields__]
+        parts += ["", Text("quality model: " + ", ".join(pairs))]
+    return Group(*parts)  # type: ignore[arg-type]
+
+
+def _bullets(sentences: Sequence[str]) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for sentence in sentences:
+        table.add_row("-", Text(sentence))
+    return table
+
+
+def _headline(answer: Plan) -> Text:
+    return Text(f"{answer.candidate.preset}: {_knobs(answer.candidate, answer.chips_per_learner)}", style="bold")
+
+
+def _knobs(c: Candidate, chips: int) -> str:
+    if c.preset == "ddp":
+        return f"all {chips} chips data-parallel"
+    wire = f"{c.codec_up} up, {c.codec_down} down"
+    return f"M {c.learners} of {chips} chips, H {c.interval}, P {c.fragments}, tau {c.overlap}, K {c.quorum or 'all'}, {wire}"
+
+
+def _expectations(answer: Plan) -> Table:
+    s, costs = answer.scored, answer.costs
+    m, need = costs.memory, costs.syncer
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    rows = [
+        ("speed at equal quality", f"{100 * s.score:.1f} % of all chips always at work"),
+        ("= utilisation", f"{100 * s.utilisation:.1f} %"),
+        ("x goodput", f"{100 * s.goodput:.1f} %"),
+        ("x pace", f"{100 * s.pace:.1f} %" + ("" if s.pace > 0.999 else " (learners of uneven speed)")),
+        ("x token efficiency", f"{100 * s.tokens:.1f} % (loss {s.loss_percent:.2f} % over data-parallel at equal tokens)"),
+        ("staleness", f"{s.staleness:.1f} inner steps, {costs.staleness_seconds:.3g} s"),
+        ("a learner's device memory", f"{m.device_gb:,.1f} GB without activations; {m.device_gb_chip:,.2f} GB a chip if sharded"),
+    ]  # fmt: skip
+    if need is not None:
+        rows += [
+            ("", f"{m.device_ratio:.3f} of data-parallel's; {m.all_on_device_gb:,.1f} GB if all outer state sat there"),
+            ("a learner's host memory", f"{m.host_gb:,.1f} GB of outer copies"),
+            (f"the syncer, at {need.site}", f"{need.memory_gb:,.1f} GB, {need.cores:.2g} cores, {need.gbit:.2g} Gbit/s, "
+                                            f"disk {need.disk_mb_per_s:,.3g} MB/s and up to {need.disk_gb:,.0f} GB"),
+        ]  # fmt: skip
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _site_table(costs: Costs) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("one site")
+    for name in ("learners", "GB up a day", "GB down a day", "peak Gbit/s"):
+        table.add_column(name, justify="right")
+    for t in costs.traffic:
+        table.add_row(t.site, f"{t.learners:.3g}", f"{t.up_gb_day:,.1f}", f"{t.down_gb_day:,.1f}", f"{t.peak_gbit:.3g}")
+    return table
+
+
+def _runner_table(answer: Plan) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
+    table.add_column("runners-up")
+    for name in ("M", "H", "P", "tau", "K"):
+        table.add_column(name, justify="right")
+    table.add_column("up/down")
+    for name in ("score", "util.", "goodput", "pace", "tokens"):
+        table.add_column(name, justify="right")
+    s = answer.scored
+    chosen = Runner(answer.candidate, s.score, s.utilisation, s.goodput, s.pace, s.tokens)
+    for r in (chosen, *answer.runners_up):
+        c = r.candidate
+        shares = (r.score, r.utilisation, r.goodput, r.pace, r.tokens)
+        table.add_row(
+            c.preset, str(c.learners), str(c.interval), str(c.fragments), str(c.overlap), str(c.quorum or "all"),
+            f"{c.codec_up}/{c.codec_down}", *(f"{100 * share:.1f}" for share in shares),
+        )  # fmt: skip
+    return table
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,241 @@
+"""Ways to deal the chips out to learners, and what each learner then stands on: its pace, its links, its failures.
+
+A learner is data-parallel inside. It is a whole site, a k-th of one (`split`), or several sites joined by links at least
+as fast as some rate (`joined`); all in one is data-parallel training of everything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+from statistics import fmean
+
+import msgspec
+
+from atoll.planner.site import FREE, Cluster, Link, Site
+from atoll.sim.failures import FailureModel
+
+DAY = 86400.0
+SPLITS = (2, 4, 8)
+MEMBERS_MAX = 1024
+"""limits.members_max of a config, as it comes."""
+STATE_BYTES = 12
+"""A parameter of a recovering learner's transfer: weights and two moments in fp32."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Learners that are alike."""
+
+    members: tuple[tuple[Site, int], ...]
+    """Sites one learner covers, and how many of each."""
+    number: int
+    chips: int
+    """Of one learner."""
+    share: int
+    """Learners that divide one site among them."""
+    link: Link
+    """One learner's part of the link to the syncer."""
+    across: Link | None
+    """The slowest link between its sites; None: it sits in one."""
+
+    @property
+    def several(self) -> bool:
+        """Are there both fast and slow ones of it?"""
+        return self.number > 1
+
+    @property
+    def slow_seconds(self) -> float:
+        """A data-parallel group steps with its slowest part."""
+        return max(s.step_seconds * (1 + s.speed_spread) for s, _ in self.members)
+
+    @property
+    def fast_seconds(self) -> float:
+        return max(s.step_seconds for s, _ in self.members) if self.several else self.slow_seconds
+
+    @property
+    def inside_gbit(self) -> float:
+        return min(s.inside_gbit or FREE for s, _ in self.members)
+
+    @property
+    def sites(self) -> int:
+        return sum(n for _, n in self.members)
+
+
+@dataclass(frozen=True)
+class Division:
+    name: str
+    kinds: tuple[Kind, ...]
+
+    @property
+    def learners(self) -> int:
+        return sum(kind.number for kind in self.kinds)
+
+    @property
+    def slow_seconds(self) -> float:
+        return max(kind.slow_seconds for kind in self.kinds)
+
+    @property
+    def latency(self) -> float:
+        return max(kind.link.latency_seconds for kind in self.kinds)
+
+    def gbit(self, *, waits: bool, syncer_gbit: float | None) -> float:
+        """Of the slowest learner's link. Who waits for everybody waits for the slow end of a varying link, because among
+        many transfers one always meets it; who does not sees the mean of them."""
+        rate = min(k.link.gbit * (1 - k.link.variation * (1.0 if waits else 0.5)) for k in self.kinds)
+        return min(rate, syncer_gbit / self.learners) if syncer_gbit else rate
+
+
+def divisions(cluster: Cluster) -> list[Division]:
+    """By number of learners, the data-parallel one first."""
+    found = [Division("everything together", (_everything(cluster),))]
+    if sum(s.count for s in cluster.sites) > 1:
+        rates = sorted({link.gbit for link in (*cluster.links, *((cluster.link,) if cluster.link else ()))}, reverse=True)
+        found += [_joined(cluster, rate) for rate in rates]
+        found.append(_split(cluster, 1))
+    divisor = 0
+    for site in cluster.sites:
+        divisor = gcd(divisor, site.chips)
+    for k in sorted({*SPLITS, *_asked(cluster)}):
+        if divisor % k == 0 and k > 1:
+            found.append(_split(cluster, k))
+    by_number = {d.learners: d for d in reversed(found) if d.learners <= MEMBERS_MAX}
+    return [by_number[m] for m in sorted(by_number)]
+
+
+def _asked(cluster: Cluster) -> list[int]:
+    """The split a fixed number of learners needs."""
+    sites = sum(s.count for s in cluster.sites)
+    fixed = cluster.fixed.learners
+    return [fixed // sites] if fixed and fixed % sites == 0 else []
+
+
+def _everything(cluster: Cluster) -> Kind:
+    members = tuple((s, s.count) for s in cluster.sites)
+    local = Link(gbit=FREE)
+    return Kind(members, 1, cluster.chips, 1, local, _slowest(cluster, members))
+
+
+def _slowest(cluster: Cluster, members: Sequence[tuple[Site, int]]) -> Link | None:
+    """The slow end of the slowest, and the longest way, of what joins these sites: a ring waits for both."""
+    links = [
+        cluster.link_between(a.name, b.name)
+        for i, (a, _) in enumerate(members)
+        for b, n in members[i:]
+        if a.name != b.name or n > 1
+    ]
+    if not links:
+        return None
+    gbit = min(link.gbit * (1 - link.variation) for link in links)
+    return Link(gbit=gbit, latency_seconds=max(link.latency_seconds for link in links))
+
+
+def _split(cluster: Cluster, k: int) -> Division:
+    home = syncer_site(cluster)
+    kinds = tuple(
+        Kind(((s, 1),), s.count * k, s.chips // k, k, _to_syncer(cluster, ((s, 1),), home, s.count == 1, k), None)
+        for s in cluster.sites
+    )
+    return Division("one learner a site" if k == 1 else f"{k} learners a site", kinds)
+
+
+def _joined(cluster: Cluster, rate: float) -> Division:
+    """Sites that a link of at least `rate` joins, directly or by way of others, are one learner."""
+    left, kinds, home = list(cluster.sites), [], syncer_site(cluster)
+    while left:
+        group, queue = [], [left.pop(0)]
+        while queue:
+            site = queue.pop()
+            group.append(site)
+            near = [b for b in left if cluster.link_between(site.name, b.name).gbit >= rate]
+            left = [b for b in left if b not in near]
+            queue += near
+        alone = len(group) == 1
+        apart = alone and group[0].count > 1 and cluster.link_between(group[0].name, group[0].name).gbit < rate
+        members = tuple((s, 1 if apart else s.count) for s in group)
+        number = group[0].count if apart else 1
+        link = _to_syncer(cluster, members, home, not apart, 1)
+        kinds.append(Kind(members, number, sum(s.chips * n for s, n in members), 1, link, _slowest(cluster, members)))
+    return Division(f"sites joined at {rate:g} Gbit/s", tuple(kinds))
+
+
+def _to_syncer(cluster: Cluster, members: Sequence[tuple[Site, int]], home: str, may_be_local: bool, k: int) -> Link:
+    """A learner's own part of the way to the syncer: the best link any of its sites has, divided by k."""
+    names = [s.name for s, _ in members]
+    if home in names and may_be_local:
+        inside = next(s.inside_gbit or FREE for s, _ in members if s.name == home)
+        return Link(gbit=inside / k)
+    best = max((cluster.link_between(name, home) for name in names), key=lambda link: link.gbit)
+    return msgspec.structs.replace(best, gbit=best.gbit / k)
+
+
+def syncer_site(cluster: Cluster) -> str:
+    """Where the user put it, or the site whose links to the others are best: slowest first, then all of them."""
+    if cluster.syncer.site:
+        return cluster.syncer.site
+
+    def links(site: Site) -> tuple[float, float, int]:
+        rates = [cluster.link_between(site.name, b.name).gbit for b in cluster.sites if b.name != site.name]
+        return (min(rates, default=0.0), fmean(rates) if rates else 0.0, -cluster.sites.index(site))
+
+    return max(cluster.sites, key=links).name
+
+
+# ---------------------------------------------------------------- pace
+
+
+def pace_share(cluster: Cluster, division: Division, *, waits: bool) -> float:
+    """Of what all chips could do, each at its own pace: who waits steps as fast as the slowest."""
+    ideal = sum(s.chips * s.count * (1 + 1 / (1 + s.speed_spread)) / 2 / s.step_seconds for s in cluster.sites)
+    if waits:
+        return cluster.chips / division.slow_seconds / ideal
+    done = sum(k.number * k.chips * (1 / k.slow_seconds + 1 / k.fast_seconds) / 2 for k in division.kinds)
+    return done / ideal
+
+
+# ---------------------------------------------------------------- failures
+
+
+def failure_model(cluster: Cluster, kinds: Sequence[Kind], step_seconds: float) -> FailureModel:
+    """One model for all chips of these learners.
+
+    The simulator knows chips that fail and take a slice along. A preemption is such a failure too, of a slice that is the
+    whole site: its rate is added to that of the site's chips, and the mean time until something is back is weighed by how
+    often each happens. Slices of different size become one of their mean size by the same weights. A learner that is lost
+    as a whole comes back by a peer's state, so that transfer is part of its absence. Without elasticity a failed chip has
+    a spare, but a preempted site is waited for.
+    """
+    f, parts = cluster.failures, _parts(kinds)
+    rate = sum(n * (_chip_rate(s, chips) + _preemption_rate(s)) for _, s, chips, n in parts)
+    slices = away = restart = 0.0
+    for kind, site, chips, n in parts:
+        whole = site.preemptions_per_day > 0
+        slice_chips = chips if whole else min(site.slice_chips, chips)
+        transfer = 0.0
+        if slice_chips >= kind.chips:
+            slow_end = kind.link.gbit * (1 - kind.link.variation)
+            transfer = cluster.model.parameters * STATE_BYTES * 8 / (slow_end * 1e9)
+        fails, preempted = n * _chip_rate(site, chips), n * _preemption_rate(site)
+        slices += (fails + preempted) * slice_chips
+        away += fails * (60 * f.repair_minutes + transfer) + preempted * (60 * site.away_minutes + transfer)
+        restart += fails * f.restart_seconds + preempted * (f.restart_seconds + 60 * site.away_minutes)
+    chips = sum(kind.number * kind.chips for kind in kinds)
+    return FailureModel(
+        mtbi_seconds=chips / rate, slice_chips=max(1, round(slices / rate)), step_seconds=step_seconds, step_noise=0.0,
+        down_seconds=f.resize_seconds, up_seconds=f.resize_seconds, restart_seconds=restart / rate,
+        return_seconds=away / rate,
+    )  # fmt: skip
+
+
+def _parts(kinds: Sequence[Kind]) -> list[tuple[Kind, Site, int, int]]:
+    """(learner, site, its chips there, how many such parts there are)."""
+    return [(k, s, s.chips // k.share, n * k.number) for k in kinds for s, n in k.members]
+
+
+def _chip_rate(site: Site, chips: int) -> float:
+    return chips / (site.mtbi_hours * 3600)
+
+
+def _preemption_rate(site: Site) -> float:
+    return site.preemptions_per_day / DAY

@@ -1,0 +1,202 @@
+"""The answer: what to run, what to expect of it, why, and what would change it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from atoll.executor.null import wire_bits
+from atoll.planner import quality
+from atoll.planner.changes import Change, changes
+from atoll.planner.costs import Costs, costs
+from atoll.planner.costs import fits as costs_fit
+from atoll.planner.score import Candidate, Judge, Memory, Scored
+from atoll.planner.search import TOLERANCE, Found, Progress, grid, search
+from atoll.planner.site import Cluster, Quality
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A candidate that was scored, and how it did."""
+
+    candidate: Candidate
+    score: float
+    utilisation: float
+    goodput: float
+    pace: float
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    candidate: Candidate
+    division: str
+    chips_per_learner: int
+    scored: Scored
+    costs: Costs
+    choices: tuple[str, ...]
+    changes: tuple[Change, ...]
+    warnings: tuple[str, ...]
+    runners_up: tuple[Runner, ...]
+    quality: Quality
+    simulated: int
+    """Runs of the real machines."""
+
+
+def plan(cluster: Cluster, *, what_if: bool = True, runners: int = 3, say: Progress | None = None) -> Plan:
+    memory = Memory()
+    found = search(cluster, memory, say=say)
+    judge = Judge(cluster, memory)
+    best = found.best
+    division = judge.divisions[best.candidate.learners]
+    spent = costs(best, judge)
+    return Plan(
+        best.candidate, division.name, min(kind.chips for kind in division.kinds), best, spent,
+        tuple(choices(cluster, judge, found)), tuple(changes(cluster, found, memory, say)) if what_if else (),
+        tuple(warnings(cluster, best, spent)), tuple(_runners(found, runners)), cluster.quality, memory.asked,
+    )  # fmt: skip
+
+
+def _runners(found: Found, number: int) -> list[Runner]:
+    """The best of every other preset first, then others, best first."""
+    left = {c: s for c, s in found.scored.items() if c != found.best.candidate}
+    others = [left.pop(s.candidate) for s in found.families.values() if s.candidate in left]
+    some = [*sorted(others, key=_worse), *sorted(left.values(), key=_worse)][:number]
+    return [Runner(s.candidate, s.score, s.utilisation, s.goodput, s.pace, s.tokens) for s in some]
+
+
+def _worse(s: Scored) -> float:
+    return -s.score
+
+
+# ---------------------------------------------------------------- sentences
+
+
+def choices(cluster: Cluster, judge: Judge, found: Found) -> list[str]:
+    c = found.best.candidate
+    if c.preset == "ddp":
+        alone = f"M: all {cluster.chips} chips are one learner, so nothing is lost to less frequent merges."
+        return [_preset_sentence(found), alone]
+    return [
+        _preset_sentence(found), _learners_sentence(cluster, judge, found), _interval_sentence(judge, found),
+        _fragments_sentence(found.best, judge), _quorum_sentence(c), _codecs_sentence(cluster, judge, c),
+    ]  # fmt: skip
+
+
+def _preset_sentence(found: Found) -> str:
+    """The preset against the best of each other, with what decided."""
+    best = found.best
+    others = [s for s in found.families.values() if s.candidate.preset != best.candidate.preset]
+    if not others:
+        return f"Preset: {best.candidate.preset} is all that was left to choose."
+    rival = max(others, key=lambda s: s.score)
+    text = f"Preset: {best.candidate.preset} trains at {_percent(best.score)} of the ideal speed, "
+    text += f"{rival.candidate.preset} at {_percent(rival.score)}"
+    if rival.score > best.score:
+        return f"{text}: within {100 * TOLERANCE:g} % the simpler one is taken."
+    reasons = {
+        "utilisation": (best.utilisation, rival.utilisation), "goodput": (best.goodput, rival.goodput),
+        "pace": (best.pace, rival.pace), "token efficiency": (best.tokens, rival.tokens),
+    }  # fmt: skip
+    what, (mine, theirs) = max(reasons.items(), key=lambda item: item[1][0] / max(item[1][1], 1e-9))
+    return f"{text}; what speaks most for it is {what}, {_percent(mine)} against {_percent(theirs)}."
+
+
+def _learners_sentence(cluster: Cluster, judge: Judge, found: Found) -> str:
+    c, q = found.best.candidate, cluster.quality
+    text = f"M: {judge.divisions[c.learners].name} makes {c.learners}"
+    cost = f"loss {found.best.loss_percent:.2g} % over data-parallel at equal tokens"
+    others = [m for m in judge.divisions if m not in (1, c.learners)]
+    if not others:
+        return f"{text}; {cost}."
+    m = min(others, key=lambda m: abs(m - c.learners))
+    factor = quality.learners_factor(m, q) / max(quality.learners_factor(c.learners, q), 1e-9)
+    return f"{text}; {cost}; with {m} that would be {factor:.2g} times as much."
+
+
+def _interval_sentence(judge: Judge, found: Found) -> str:
+    """H, and the best that was scored on either side of it."""
+    best = found.best
+    c = best.candidate
+    kept = f" (kept as {best.interval_kept:.3g})" if best.interval_kept > 1.01 * c.interval else ""
+    told = [f"H: {c.interval}{kept} gives utilisation {_percent(best.utilisation)} and token efficiency {_percent(best.tokens)}"]
+    same = [s for s in found.scored.values() if (s.candidate.preset, s.candidate.learners) == (c.preset, c.learners)]
+    for word, side in (
+        ("shorter", [s for s in same if s.candidate.interval < c.interval]),
+        ("longer", [s for s in same if s.candidate.interval > c.interval]),
+    ):
+        if side:
+            near = max(side, key=lambda s: s.score)
+            told.append(f"the best {word} one, {near.candidate.interval}, scores {_percent(near.score)} "
+                        f"({_percent(near.utilisation)} and {_percent(near.tokens)})")  # fmt: skip
+        else:
+            told.append(_unscored(judge, c, word))
+    return "; ".join(told) + "."
+
+
+def _unscored(judge: Judge, c: Candidate, word: str) -> str:
+    """Why no candidate on this side was worth a run."""
+    axes = next(a for a in grid(judge) if (a.preset, a.learners) == (c.preset, c.learners))
+    side = [h for h in axes.interval if (h < c.interval) == (word == "shorter") and h != c.interval]
+    if not side:
+        return f"there is no {word} one on the grid"
+    if not any(costs_fit(replace(c, interval=h), judge) for h in side):
+        return f"a {word} one asks more of the syncer, or of memory, than there is"
+    return f"a {word} one scores less even if every round is kept"
+
+
+def _fragments_sentence(best: Scored, judge: Judge) -> str:
+    c = best.candidate
+    if c.preset == "diloco":
+        return "P and tau: the whole model at once, waited for."
+    if c.preset == "async_diloco":
+        return f"P and tau: the whole model at once, its result applied a round ({c.interval} steps) later."
+    division = judge.divisions[c.learners]
+    gbit = division.gbit(waits=c.waits, syncer_gbit=judge.cluster.syncer.gbit)
+    bits = (wire_bits(c.codec_up) + wire_bits(c.codec_down)) * judge.cluster.model.parameters / c.fragments
+    seconds = bits / (gbit * 1e9) + 2 * division.latency
+    allowed = c.overlap * best.step_seconds
+    needs = f"one of {c.fragments} fragments needs {seconds:.3g} s up and down"
+    return f"P and tau: {needs}, and tau = {c.overlap} allows {allowed:.3g} s."
+
+
+def _quorum_sentence(c: Candidate) -> str:
+    if c.waits:
+        return "K: all; a synchronous preset merges everybody in sync."
+    if c.quorum == 1:
+        return f"K: 1 of {c.learners} is enough for a round, so nobody is waited for; grace takes in who is nearly there."
+    return f"K: {c.quorum} of {c.learners} make a round: that keeps the schedule better than 1 does."
+
+
+def _codecs_sentence(cluster: Cluster, judge: Judge, c: Candidate) -> str:
+    cost = sum(quality.codec_percent(codec, cluster.quality) for codec in (c.codec_up, c.codec_down))
+    gbit = judge.divisions[c.learners].gbit(waits=c.waits, syncer_gbit=cluster.syncer.gbit)
+    text = f"Codecs: {c.codec_up} up and {c.codec_down} down add {cost:.2g} % of loss; a learner's link counts {gbit:.3g} Gbit/s"
+    links = (*cluster.links, *((cluster.link,) if cluster.link else ()))
+    if any(link.variation > 0 for link in links):
+        end = "the slow end of its range, as everybody waits" if c.waits else "the middle of its range, as nobody waits"
+        return f"{text}, {end}."
+    return f"{text}."
+
+
+def warnings(cluster: Cluster, best: Scored, spent: Costs) -> list[str]:
+    c, found = best.candidate, []
+    if c.learners > quality.PUBLISHED_LEARNERS:
+        found.append(
+            f"{c.learners} learners are beyond the published {quality.PUBLISHED_LEARNERS}: the token efficiency of "
+            f"{_percent(best.tokens)} is an extrapolation by doublings"
+        )
+    if c.waits and c.preset != "ddp" and best.utilisation < 0.8:
+        found.append(f"utilisation is {_percent(best.utilisation)}: the links are slow for a model of this size")
+    need = spent.syncer
+    if need is not None and need.cores > 0.8 * cluster.syncer.cores:
+        found.append(
+            f"the syncer is busy with {need.cores:.2g} of {cluster.syncer.cores:g} cores; "
+            f"with more of them (syncer.cores) H could be shorter"
+        )
+    if best.score < 0.3:
+        found.append(f"the best plan trains at {_percent(best.score)} of what these chips could do together")
+    return found
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"

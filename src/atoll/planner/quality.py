@@ -1,0 +1,60 @@
+"""What communicating less costs in quality, and what that costs in tokens. Every constant is `site.Quality`'s.
+
+    loss over data-parallel = base * g(M) * (parameters / 35M)^-size * (H / 30)^interval * (1 + s * staleness) [* asynchrony]
+                              + codec
+    token efficiency        = (1 + loss)^(-1 / slope)
+
+`base` and the two exponents are the least-squares fit of the published table (Streaming DiLoCo, table 5: two replicas, 35M to
+4B). g is 1 at two learners and grows by a constant with each doubling, through the published +0.7 % and +3.9 % of 2 and 8
+decoupled learners at 35M. `slope` is how loss falls with compute from size to size in the same table: what it takes to make
+up for a loss. The rest is ours; docs/planner.md argues each number.
+"""
+
+from __future__ import annotations
+
+import math
+
+from atoll.planner.site import Quality
+
+SIZE = 35e6
+INTERVAL = 30
+PUBLISHED_LEARNERS = 8
+TWO_BITS_PERCENT, ONE_BIT_PERCENT = 32.0, 83.0
+"""Decoupled DiLoCo, table 10. Nobody would want them; a user who fixes them is told."""
+DROPPED_PERCENT = 10.0
+"""top_k and random_drop: seen to be worse than four bits, by how much is not published [ours]."""
+
+
+def learners_factor(learners: int, quality: Quality) -> float:
+    """0 for one, 1 for two."""
+    if learners <= 1:
+        return 0.0
+    return 1.0 + quality.learners_doubling * (math.log2(learners) - 1.0)
+
+
+def codec_percent(codec: str, quality: Quality) -> float:
+    name = codec.partition(":")[0]
+    percent = {
+        "fp32": 0.0, "bf16": 0.0, "int8": quality.four_bit_percent / 2, "int4": quality.four_bit_percent, "e3m0": 0.0,
+        "int2": TWO_BITS_PERCENT, "int1": ONE_BIT_PERCENT,
+    }  # fmt: skip
+    return percent.get(name, DROPPED_PERCENT)
+
+
+def loss_percent(
+    quality: Quality, *, parameters: float, learners: int, interval: float, staleness: float, asynchronous: bool,
+    codecs: tuple[str, str],
+) -> float:  # fmt: skip
+    """Over data-parallel at equal tokens. `interval` is the one that is kept, `staleness` in inner steps."""
+    if learners <= 1:
+        return 0.0
+    cost = quality.base_percent * learners_factor(learners, quality)
+    cost *= math.pow(parameters / SIZE, -quality.size_exponent) * math.pow(interval / INTERVAL, quality.interval_exponent)
+    cost *= 1.0 + quality.staleness_step * staleness
+    cost *= quality.asynchrony if asynchronous else 1.0
+    return cost + sum(codec_percent(codec, quality) for codec in codecs)
+
+
+def token_efficiency(loss: float, quality: Quality) -> float:
+    """Tokens data-parallel needs for the same loss, over those this needs. `loss` in per cent."""
+    return float((1.0 + loss / 100.0) ** (-1.0 / quality.loss_slope))

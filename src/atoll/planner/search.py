@@ -1,0 +1,286 @@
+"""The grid of candidates, and the way through it.
+
+Synchronous candidates cost next to nothing, so all of them are scored. Decoupled ones are runs of the real machines: from a
+few starting points the search moves one knob one step as long as that helps, and passes over what could not win even if it
+kept every round. What comes out is no worse than its neighbours: tests score all of them afresh.
+
+Among presets within `TOLERANCE` of the best the simplest is taken, and each knob that departs from its preset must be worth
+`HANDICAP`: no constant of the quality model is known to a per cent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from atoll.errors import ConfigError
+from atoll.executor.null import wire_bits
+from atoll.planner import costs
+from atoll.planner.score import GOODPUT_PRECISION, ROUGH_PRECISION, Candidate, Judge, Memory, Scored
+from atoll.planner.site import Cluster, Fixed
+
+TOLERANCE = 0.01
+HANDICAP = 0.002
+PRESETS = ("ddp", "diloco", "streaming", "async_diloco", "decoupled")
+"""Simplest first. `fedavg` is DiLoCo without outer momentum and as many bytes; `decoupled_ramp` needs a run's length."""
+INTERVALS = (10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
+DECOUPLED_INTERVALS = (12, 24, 30, 36, 48, 72, 96, 144, 192, 288, 480)
+LAYERS_PER_FRAGMENT = (1, 2, 3, 6)
+DECOUPLED_FRAGMENTS = (6, 12, 24, 36)
+OVERLAPS = (1, 2, 3, 5)
+CODECS_UP = ("fp32", "bf16", "int8", "int4")
+STREAMING_UP = ("fp32", "bf16", "e3m0")
+CODECS_DOWN = ("fp32", "bf16")
+USUAL = {
+    "ddp": (1, 1, 0, "fp32", "fp32"), "diloco": (500, 1, 0, "fp32", "fp32"), "async_diloco": (100, 1, 100, "fp32", "fp32"),
+    "streaming": (30, 0, 1, "e3m0", "fp32"), "decoupled": (24, 24, 2, "int4", "bf16"),
+}  # fmt: skip
+"""H, P, tau and codecs as the presets have them; P = 0: layers in threes."""
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The values each knob may take for one preset and number of learners, in order."""
+
+    preset: str
+    learners: int
+    interval: tuple[int, ...]
+    fragments: tuple[int, ...]
+    overlap: tuple[int, ...]
+    quorum: tuple[int, ...]
+    codec_up: tuple[str, ...]
+    codec_down: tuple[str, ...]
+
+    KNOBS = ("interval", "fragments", "overlap", "quorum", "codec_up", "codec_down")
+
+    def candidates(self) -> Iterator[Candidate]:
+        for h in self.interval:
+            for p in self.fragments:
+                for tau in (h,) if self.preset == "async_diloco" else self.overlap:
+                    for k in self.quorum:
+                        for up in self.codec_up:
+                            for down in self.codec_down:
+                                if tau < h or tau == 0 or self.preset == "async_diloco":
+                                    yield Candidate(self.preset, self.learners, h, p, tau, k, up, down)
+
+    def beside(self, candidate: Candidate) -> Iterator[Candidate]:
+        """One knob, one step."""
+        for knob in self.KNOBS:
+            values = getattr(self, knob)
+            here = getattr(candidate, knob)
+            if here not in values:
+                continue
+            at = values.index(here)
+            for value in (*values[max(0, at - 1) : at], *values[at + 1 : at + 2]):
+                moved = replace(candidate, **{knob: value})
+                if self.preset == "async_diloco":
+                    moved = replace(moved, overlap=moved.interval)
+                if moved.overlap < moved.interval or moved.overlap in (0, candidate.interval):
+                    yield moved
+
+    def nearest(self, candidate: Candidate) -> Candidate:
+        """The same settings where the axes have them."""
+        def near(values: tuple[int, ...], value: int) -> int:
+            return min(values, key=lambda v: abs(math.log((v + 0.1) / (value + 0.1))))
+
+        h = near(self.interval, candidate.interval)
+        return Candidate(
+            self.preset, self.learners, h, near(self.fragments, candidate.fragments),
+            h if self.preset == "async_diloco" else near(self.overlap, candidate.overlap),
+            near(self.quorum, candidate.quorum),
+            candidate.codec_up if candidate.codec_up in self.codec_up else self.codec_up[0],
+            candidate.codec_down if candidate.codec_down in self.codec_down else self.codec_down[0],
+        )  # fmt: skip
+
+
+def grid(judge: Judge) -> list[Axes]:
+    """All that the cluster, and what the user fixed, allow."""
+    cluster, fixed = judge.cluster, judge.cluster.fixed
+    found = [
+        axes
+        for preset in PRESETS
+        for learners in judge.divisions
+        if (learners == 1) == (preset == "ddp") and (axes := _fixed(_axes(preset, learners, cluster), fixed)) is not None
+    ]
+    found = [axes for axes in found if next(axes.candidates(), None) is not None]
+    if not found:
+        given = ", ".join(f"{k} = {getattr(fixed, k)!r}" for k in fixed.__struct_fields__ if getattr(fixed, k) is not None)
+        there_are = ", ".join(str(m) for m in judge.divisions)
+        raise ConfigError(
+            f"key fixed ({given}): no preset allows all of it here; ddp has 1 learner, H = 1 and no overlap, only decoupled "
+            f"has a quorum, and the chips can be dealt out to {there_are} learners"
+        )
+    return found
+
+
+def _axes(preset: str, learners: int, cluster: Cluster) -> Axes:
+    if preset == "ddp":
+        return Axes(preset, learners, (1,), (1,), (0,), (0,), ("fp32",), ("fp32",))
+    if preset == "decoupled":
+        quorums = tuple(sorted({1, math.ceil(learners / 2)}))
+        return Axes(preset, learners, DECOUPLED_INTERVALS, DECOUPLED_FRAGMENTS, OVERLAPS, quorums, CODECS_UP, CODECS_DOWN)
+    if preset == "streaming":
+        layers = cluster.model.layers
+        fragments = tuple(sorted({math.ceil(layers / n) + 1 for n in LAYERS_PER_FRAGMENT}))
+        return Axes(preset, learners, INTERVALS, fragments, OVERLAPS, (0,), STREAMING_UP, CODECS_DOWN)
+    return Axes(preset, learners, INTERVALS, (1,), (0,), (0,), CODECS_UP, CODECS_DOWN)
+
+
+def _fixed(axes: Axes, fixed: Fixed) -> Axes | None:
+    """With what the user fixed in place of a grid; None: this preset does not have it."""
+    if fixed.preset not in (None, axes.preset) or fixed.learners not in (None, axes.learners):
+        return None
+    for knob in Axes.KNOBS:
+        value = getattr(fixed, knob)
+        if value is None:
+            continue
+        if knob == "overlap" and axes.preset == "async_diloco":  # tau is H there
+            if fixed.interval not in (None, value):
+                return None
+            axes = _with(axes, "interval", value)
+            continue
+        if len(getattr(axes, knob)) == 1 and value not in getattr(axes, knob):
+            return None
+        if knob == "quorum" and value > axes.learners:
+            return None
+        axes = _with(axes, knob, value)
+    return axes
+
+
+# ---------------------------------------------------------------- the search
+
+
+@dataclass(frozen=True)
+class Found:
+    best: Scored
+    families: dict[str, Scored]
+    """The best of each preset."""
+    scored: dict[Candidate, Scored]
+
+
+def search(cluster: Cluster, memory: Memory | None = None, *, near: Found | None = None, say: Progress | None = None) -> Found:
+    """`near`: the answer for a cluster that differs in a few numbers. Then fragments, quorum and decoupled's other knobs stay
+    as they are in each preset's best candidate there; learners, H, and what is cheap to score are searched anew."""
+    judge = Judge(cluster, memory, precision=GOODPUT_PRECISION if near is None else ROUGH_PRECISION)
+    scored: dict[Candidate, Scored] = {}
+    everything = grid(judge) if near is None else [_narrowed(axes, near) for axes in grid(judge) if _is_near(axes, judge, near)]
+    for axes in everything:
+        if axes.preset != "decoupled":
+            if say:
+                say(f"{axes.preset}, {axes.learners} learners")
+            scored |= {c: judge.score(c) for c in axes.candidates() if costs.fits(c, judge)}
+    ceiling = max((s.score for s in scored.values()), default=0.0)
+    starts = sorted(
+        ((axes, start) for axes in everything if axes.preset == "decoupled" for start in _starts(judge, axes, near)),
+        key=lambda pair: -judge.bound(pair[1]),
+    )  # the most promising first, so that the others are passed over
+    for axes, start in starts:
+        if say:
+            say(f"decoupled, {axes.learners} learners, from H {start.interval}")
+        ceiling = _climb(judge, axes, start, ceiling, scored)
+    if not scored:
+        undemanding = max((c for axes in everything for c in axes.candidates()), key=lambda c: (-c.learners, c.interval))
+        raise ConfigError(f"{costs.shortage(undemanding, judge)}, and nothing on the grid needs less")
+    return _found(scored, cluster.model.layers)
+
+
+def _is_near(axes: Axes, judge: Judge, near: Found) -> bool:
+    """As many learners as before, the next more or fewer, or all in one."""
+    numbers = list(judge.divisions)
+    at = min(range(len(numbers)), key=lambda i: abs(numbers[i] - near.best.candidate.learners))
+    return axes.learners in (1, *numbers[max(0, at - 1) : at + 2])
+
+
+def _narrowed(axes: Axes, near: Found) -> Axes:
+    if axes.preset not in near.families:
+        return axes
+    best = near.families[axes.preset].candidate
+    kept = ("fragments",) if axes.preset != "decoupled" else ("fragments", "overlap", "quorum", "codec_up", "codec_down")
+    same = axes.nearest(best)
+    for knob in kept:
+        axes = _with(axes, knob, getattr(same, knob))
+    return axes
+
+
+def _with(axes: Axes, knob: str, value: int | str) -> Axes:
+    changes: dict[str, Any] = {knob: (value,)}
+    return replace(axes, **changes)
+
+
+def _starts(judge: Judge, axes: Axes, near: Found | None) -> list[Candidate]:
+    """The preset's settings at the H that promises most, and at one two steps longer: promises do not see latency."""
+    same = near.families.get("decoupled") if near is not None else None
+    usual = axes.nearest(same.candidate if same else Candidate("decoupled", axes.learners, 24, 24, 2, 1, "int4", "bf16"))
+    ladder = [replace(usual, interval=h) for h in axes.interval if h > usual.overlap]
+    ladder = [c for c in ladder if costs.fits(c, judge)]
+    if not ladder:
+        return []
+    first = max(range(len(ladder)), key=lambda at: judge.bound(ladder[at]))
+    return [ladder[first], *(ladder[first + 2 : first + 3] if near is None else ())]
+
+
+def _climb(judge: Judge, axes: Axes, start: Candidate, ceiling: float, scored: dict[Candidate, Scored]) -> float:
+    """One knob, one step, as long as it helps. `ceiling`: the best score so far; what is bound below it is not run. A bound
+    a little below still runs, so that the best of the preset is known where it is close."""
+    here: Scored | None = None
+    fringe = [start]
+    while fringe:
+        for candidate in fringe:
+            if candidate in scored or not costs.fits(candidate, judge) or judge.bound(candidate) < (1 - 2 * TOLERANCE) * ceiling:
+                continue
+            scored[candidate] = judge.score(candidate)
+            ceiling = max(ceiling, scored[candidate].score)
+        best = max((scored[c] for c in fringe if c in scored), key=lambda s: s.score, default=None)
+        if best is None or (here is not None and best.score <= here.score):
+            return ceiling
+        here = best
+        fringe = list(axes.beside(here.candidate))
+    return ceiling
+
+
+def _found(scored: dict[Candidate, Scored], layers: int) -> Found:
+    families: dict[str, Scored] = {}
+    for preset in PRESETS:
+        of_it = [s for s in scored.values() if s.candidate.preset == preset]
+        if of_it:
+            families[preset] = simplest(of_it, layers)
+    return Found(simplest(list(scored.values()), layers), families, scored)
+
+
+def simplest(scored: list[Scored], layers: int) -> Scored:
+    """The simplest preset that is as good as the best, and there the best after `HANDICAP` for each departure."""
+    top = max(s.score for s in scored)
+    preset = min((s.candidate.preset for s in scored if s.score >= (1 - TOLERANCE) * top), key=PRESETS.index)
+
+    def merit(s: Scored) -> tuple[float, float]:
+        return (s.score * (1 - HANDICAP * departures(s.candidate, layers)), -bytes_a_step(s))
+
+    return max((s for s in scored if s.candidate.preset == preset), key=merit)
+
+
+def departures(c: Candidate, layers: int) -> int:
+    """Knobs that differ from the preset's. H is not one of them: that is for the links to say."""
+    _, fragments, overlap, up, down = USUAL[c.preset]
+    changed = [c.codec_up != up, c.codec_down != down, c.quorum > 1]
+    if c.preset in ("streaming", "decoupled"):
+        changed += [c.fragments != (fragments or math.ceil(layers / 3) + 1), c.overlap != overlap]
+    return sum(changed)
+
+
+def bytes_a_step(s: Scored) -> float:
+    c = s.candidate
+    return (wire_bits(c.codec_up) + wire_bits(c.codec_down)) / c.interval
+
+
+def neighbours(judge: Judge, candidate: Candidate) -> list[Candidate]:
+    """One knob moved one step, the number of learners included."""
+    everything = grid(judge)
+    mine = next(a for a in everything if (a.preset, a.learners) == (candidate.preset, candidate.learners))
+    found = list(mine.beside(candidate))
+    same = sorted((a for a in everything if a.preset == candidate.preset), key=lambda a: a.learners)
+    at = same.index(mine)
+    found += [axes.nearest(candidate) for axes in (*same[max(0, at - 1) : at], *same[at + 1 : at + 2])]
+    return [c for c in found if costs.fits(c, judge)]

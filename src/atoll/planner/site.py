@@ -1,0 +1,329 @@
+"""What a user says about a cluster: a short TOML file, checked once, here. Below this file code trusts its types.
+
+    [model]     parameters, layers
+    [[sites]]   chips that sit together; `count` says how many such sites there are
+    [link]      between any two sites, unless a row of [[links]] says otherwise
+    [syncer]    where it runs and what it may use
+    [failures]  what an interruption costs
+    [quality]   the constants of quality.py
+    [fixed]     knobs the search leaves alone
+
+Every refusal names the key, the value and what would be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from atoll.config import CodecName
+from atoll.errors import ConfigError
+
+Count = Annotated[int, Meta(ge=1, le=10**7)]
+Above0 = Annotated[float, Meta(gt=0.0, le=1e15)]
+NonNegative = Annotated[float, Meta(ge=0.0, le=1e15)]
+Below1 = Annotated[float, Meta(ge=0.0, lt=1.0)]
+FREE = 1e6
+"""Gbit/s of what nobody has to wait for: the exchange inside a site whose step time holds it already."""
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+class Model(_Section, frozen=True):
+    parameters: Annotated[float, Meta(ge=1000, le=1e14)]
+    layers: Annotated[int, Meta(ge=1, le=10_000)] = 24
+
+
+class Site(_Section, frozen=True):
+    """Chips that sit together. Split into k learners, each has a k-th of chips and batch, so the step takes as long."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=60)]
+    chips: Count
+    step_seconds: Annotated[float, Meta(ge=1e-4, le=1e6)]
+    """One inner step of all its chips together."""
+    count: Annotated[int, Meta(ge=1, le=4096)] = 1
+    inside_gbit: Above0 | None = None
+    """Between its chips. None: `step_seconds` was measured with the exchange of gradients in it."""
+    chip_memory_gb: Above0 | None = None
+    host_memory_gb: Above0 | None = None
+    """Of one chip's share of its host."""
+    mtbi_hours: Above0 = 8760.0
+    """Mean time between interruptions of one chip."""
+    slice_chips: Count = 8
+    """Chips that one failure takes out."""
+    preemptions_per_day: NonNegative = 0.0
+    """Of the whole site."""
+    away_minutes: Above0 = 30.0
+    """How long a preempted site stays away."""
+    speed_spread: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    """Half of the learners of this kind of site take 1 + speed_spread times as long for a step."""
+
+
+class Link(_Section, frozen=True):
+    gbit: Above0
+    """Each way."""
+    latency_seconds: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
+    """One way."""
+    variation: Annotated[float, Meta(ge=0.0, le=0.99)] = 0.0
+    """It gives between (1 - variation) * gbit and gbit, evenly."""
+    between: tuple[str, ...] = ()
+
+
+class Syncer(_Section, frozen=True):
+    site: str = ""
+    """By default the site with the best links to the others."""
+    cores: Above0 = 4.0
+    """A syncer is one process so far: a loop that moves bytes and a thread that merges."""
+    memory_gb: Above0 | None = None
+    disk_mb_per_s: Above0 | None = None
+    gbit: Above0 | None = None
+    """Its own link, shared by all learners."""
+
+
+class Failures(_Section, frozen=True):
+    """Defaults are those that meet the published goodput table (sim/failures.py)."""
+
+    resize_seconds: NonNegative = 12.0
+    restart_seconds: NonNegative = 85.0
+    """Without elasticity: from a failure to the next step."""
+    repair_minutes: Above0 = 60.0
+
+
+class Quality(_Section, frozen=True):
+    """Constants of the quality model; docs/planner.md has their sources. Losses are per cent over data-parallel."""
+
+    base_percent: NonNegative = 0.73
+    """Two synchronous learners, H = 30, 35M parameters."""
+    size_exponent: NonNegative = 0.46
+    interval_exponent: NonNegative = 0.58
+    learners_doubling: NonNegative = 2.29
+    """What each doubling of the learners beyond two adds, in units of what two cost."""
+    asynchrony: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.1
+    """Decoupled against synchronous rounds."""
+    staleness_step: NonNegative = 0.02
+    """What each inner step between pull and adoption adds, as a share of the cost."""
+    four_bit_percent: NonNegative = 0.09
+    """int4. Half of it is charged for int8, and nothing for the e3m0 of streaming, whose rows of the fit were run with it."""
+    kept_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
+    """A decoupled schedule of which the links keep less is no advice: the score falls with what is missing."""
+    loss_slope: Annotated[float, Meta(gt=0.0, le=10.0)] = 0.047
+    """Loss falls as compute to the power of minus this."""
+
+
+class Fixed(_Section, frozen=True):
+    preset: Literal["ddp", "diloco", "async_diloco", "streaming", "decoupled"] | None = None
+    learners: Count | None = None
+    interval: Annotated[int, Meta(ge=1, le=10**6)] | None = None
+    fragments: Annotated[int, Meta(ge=1, le=10**5)] | None = None
+    overlap: Annotated[int, Meta(ge=0, le=10**6)] | None = None
+    quorum: Count | None = None
+    codec_up: CodecName | None = None
+    codec_down: CodecName | None = None
+
+
+class Cluster(_Section, frozen=True):
+    model: Model
+    sites: tuple[Site, ...]
+    link: Link | None = None
+    links: tuple[Link, ...] = ()
+    syncer: Syncer = Syncer()
+    failures: Failures = Failures()
+    quality: Quality = Quality()
+    fixed: Fixed = Fixed()
+
+    @property
+    def chips(self) -> int:
+        return sum(s.chips * s.count for s in self.sites)
+
+    def link_between(self, a: str, b: str) -> Link:
+        for link in self.links:
+            if set(link.between) == {a, b}:
+                return link
+        assert self.link is not None, "checked at the border"
+        return self.link
+
+    def changed(
+        self, *, rate: float = 1.0, inside: float = 1.0, latency: float = 1.0, interruptions: float = 1.0,
+        spread: float | None = None,
+    ) -> Cluster:  # fmt: skip
+        """Every link `rate` times as fast and `latency` times as far, chips of a site joined `inside` times as fast, all of them
+        interrupted `interruptions` times as often,
+        learners uneven by `spread`: half of those that are alike, or else the first site."""
+        alike = any(s.count > 1 for s in self.sites)
+
+        def slower(number: int, s: Site) -> Site:
+            if spread is None or (not alike and number > 0):
+                return s
+            if alike:
+                return msgspec.structs.replace(s, speed_spread=spread)
+            return msgspec.structs.replace(s, step_seconds=s.step_seconds * (1 + spread))
+
+        def stretch(link: Link) -> Link:
+            return msgspec.structs.replace(link, gbit=link.gbit * rate, latency_seconds=link.latency_seconds * latency)
+
+        sites = tuple(
+            msgspec.structs.replace(
+                slower(number, s), mtbi_hours=s.mtbi_hours / interruptions,
+                preemptions_per_day=s.preemptions_per_day * interruptions,
+                inside_gbit=s.inside_gbit * inside if s.inside_gbit else None,
+            )
+            for number, s in enumerate(self.sites)
+        )
+        link = stretch(self.link) if self.link else None
+        return msgspec.structs.replace(self, sites=sites, link=link, links=tuple(map(stretch, self.links)))
+
+
+# ---------------------------------------------------------------- the border
+
+
+def load(path: Path) -> Cluster:
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise ConfigError(f"cluster {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cluster {path}: cannot be read as UTF-8 text ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"cluster {path}: not valid TOML: {error}") from None
+    return from_builtins(raw)
+
+
+def from_builtins(raw: Mapping[str, Any]) -> Cluster:
+    _known_keys(raw)
+    try:
+        cluster = msgspec.convert(raw, Cluster, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), raw)) from None
+    for wrong, sentence in _cross_checks(cluster):
+        if wrong:
+            raise ConfigError(sentence)
+    return cluster
+
+
+_TABLES: dict[str, type[_Section]] = {
+    "model": Model, "sites": Site, "link": Link, "links": Link, "syncer": Syncer, "failures": Failures,
+    "quality": Quality, "fixed": Fixed,
+}  # fmt: skip
+_LISTS = ("sites", "links")
+
+
+def _known_keys(raw: Mapping[str, Any]) -> None:
+    for key, value in raw.items():
+        _known(key, list(_TABLES), "", value)
+        rows = value if key in _LISTS else [value]
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            right = f"is a list of tables: write [[{key}]]" if key in _LISTS else f"is a section: write [{key}]"
+            raise ConfigError(f"key {key} = {value!r}: {right}")
+        for number, row in enumerate(rows):
+            where = f"{key}[{number}]." if key in _LISTS else f"{key}."
+            for name, inner in row.items():
+                _known(name, [f for f in _TABLES[key].__struct_fields__ if f != "between" or key == "links"], where, inner)
+                if isinstance(inner, float) and not math.isfinite(inner):
+                    raise ConfigError(f"key {where}{name} = {inner}: must be a finite number")
+
+
+def _known(key: str, there_are: list[str], where: str, value: Any) -> None:
+    if key in there_are:
+        return
+    close = difflib.get_close_matches(key, there_are, n=1)
+    hint = f"did you mean {where}{close[0]}?" if close else f"here there are {', '.join(there_are)}"
+    shown = repr(value) if len(repr(value)) < 60 else "..."
+    raise ConfigError(f"key {where}{key} = {shown}: no such key; {hint}")
+
+
+def _explain(error: str, raw: Any) -> str:
+    what, _, where = error.partition(" - at ")
+    path = where.strip("`").removeprefix("$").removeprefix(".")
+    if missing := re.match(r"Object missing required field `(\w+)`", what):
+        whole = f"{path}.{missing[1]}" if path else missing[1]
+        return f"key {whole}: is missing; {_NEEDED.get(missing[1], 'it is needed')}"
+    value: Any = raw
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+    if "matching regex" in what:
+        what = "must be fp32, bf16, int8, int4, e3m0 or another codec of docs/presets.md"
+    if what.startswith("Invalid enum value"):
+        what = "must be ddp, diloco, async_diloco, streaming or decoupled"
+    what = re.sub(r"Expected `(\w+)(?: \| null)?` ", lambda m: f"must be {_WORDS.get(m[1], m[1])} ", what)
+    what = re.sub(r"Expected `([^`]+)`", r"must be of type \1", what)
+    return f"key {path or '(top)'} = {value!r}: {what[0].lower()}{what[1:]}"
+
+
+_WORDS = {"int": "a whole number", "float": "a number"}
+_NEEDED = {
+    "model": "write [model] with parameters", "sites": "write one [[sites]] a site, with name, chips and step_seconds",
+    "parameters": "how many parameters the model has, such as 1e9", "chips": "how many chips the site has",
+    "step_seconds": "how long one inner step of the whole site takes", "name": "sites are named, for links and for the answer",
+    "gbit": "how fast the link is, each way",
+}  # fmt: skip
+
+
+def _cross_checks(c: Cluster) -> list[tuple[bool, str]]:
+    names = [s.name for s in c.sites]
+    twice = next((n for n in names if names.count(n) > 1), None)
+    found: list[tuple[bool, str]] = [
+        (not c.sites, "key sites = []: a cluster has at least one; write [[sites]]"),
+        (twice is not None, f"key sites: two are named {twice!r}; give each a name of its own, or one of them count = 2"),
+        (sum(s.count for s in c.sites) > 4096, "key sites: more than 4,096 in all; that is what one syncer may have of members"),
+        (bool(c.syncer.site) and c.syncer.site not in names, _unknown("syncer.site", c.syncer.site, names)),
+    ]
+    for number, link in enumerate(c.links):
+        found += _link_checks(f"links[{number}].between", link, c.sites, names)
+    pairs = [tuple(sorted(link.between)) for link in c.links]
+    again = next((p for p in pairs if pairs.count(p) > 1), ("", ""))
+    found.append((again != ("", ""), f"key links: two rows join {' and '.join(again)}; keep one"))
+    gap = _missing_link(c, {frozenset(p) for p in pairs})
+    found.append((gap is not None, f"key links: none between {gap}; add it to [[links]], or give a [link] for all the others"))
+    return found + _fixed_checks(c)
+
+
+def _unknown(key: str, value: str, names: list[str]) -> str:
+    close = difflib.get_close_matches(value, names, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"the sites are {', '.join(names)}"
+    return f"key {key} = {value!r}: no such site; {hint}"
+
+
+def _link_checks(key: str, link: Link, sites: tuple[Site, ...], names: list[str]) -> list[tuple[bool, str]]:
+    found = [(len(link.between) != 2, f"key {key} = {list(link.between)}: must name two sites")]
+    found += [(end not in names, _unknown(key, end, names)) for end in link.between]
+    if len(set(link.between)) == 1:
+        alone = any(s.name == link.between[0] and s.count == 1 for s in sites)
+        found.append((alone, f"key {key} = {list(link.between)}: joins a site with itself, and there is one of it; "
+                             f"sites.inside_gbit says how its chips are joined"))  # fmt: skip
+    return found
+
+
+def _missing_link(c: Cluster, pairs: set[frozenset[str]]) -> str | None:
+    if c.link is not None:
+        return None
+    for i, a in enumerate(c.sites):
+        for b in c.sites[i:]:
+            if (a.name != b.name or a.count > 1) and frozenset((a.name, b.name)) not in pairs:
+                return f"{a.name!r} and {b.name!r}" if a.name != b.name else f"the {a.count} sites of {a.name!r}"
+    return None
+
+
+def _fixed_checks(c: Cluster) -> list[tuple[bool, str]]:
+    f = c.fixed
+    tau, h = f.overlap, f.interval
+    return [
+        (tau is not None and h is not None and tau >= h and f.preset != "async_diloco",
+         f"key fixed.overlap = {tau}: must be below fixed.interval = {h}"),
+        (f.learners is not None and f.learners > c.chips,
+         f"key fixed.learners = {f.learners}: more than the {c.chips} chips; a learner needs at least one"),
+        (f.quorum is not None and f.learners is not None and f.quorum > f.learners,
+         f"key fixed.quorum = {f.quorum}: must be at most fixed.learners = {f.learners}"),
+    ]  # fmt: skip

@@ -1,0 +1,69 @@
+"""`atoll plan` as a user meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PLANS = Path(__file__).parents[2] / "examples" / "plans"
+
+
+def atoll(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "atoll", *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def test_a_plan_is_printed_with_reasons_and_what_would_change_it(tmp_path: Path) -> None:
+    done = atoll("plan", str(PLANS / "one_datacentre.toml"), "--verbose", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("ddp: all 8 chips data-parallel")
+    for word in ("why", "what would change the answer", "token efficiency", "runners-up", "base_percent 0.73"):
+        assert word in done.stdout
+
+
+def test_json_is_one_object_and_the_recipe_is_one_that_atoll_accepts(tmp_path: Path) -> None:
+    plan = str(PLANS / "two_continents.toml")
+    done = atoll("plan", plan, "--json", "--no-what-if", "--out", "recipe.toml", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert {
+        "learners", "interval", "fragments", "overlap", "quorum", "codec_up", "codec_down", "score", "utilisation", "goodput",
+        "token_efficiency", "staleness_steps", "staleness_seconds", "traffic", "memory", "syncer", "choices", "changes",
+        "runners_up", "quality",
+    } <= set(answer)  # fmt: skip
+    shown = atoll("config", "recipe.toml", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    assert f'preset = "{answer["preset"]}"' in shown.stdout
+    assert f"local_steps_per_round = {answer['interval']}" in shown.stdout
+    assert f"overlap = {answer['overlap']}" in shown.stdout
+
+
+def test_a_recipe_that_cannot_be_written_is_refused_before_the_search(tmp_path: Path) -> None:
+    done = atoll("plan", str(PLANS / "spot.toml"), "--out", "nowhere/recipe.toml", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "atoll: --out nowhere/recipe.toml: nowhere is no folder\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("gbit = 0.5", "gbit = 0", "links[0].gbit = 0"),
+        ('["europe", "america"]', '["europe", "africa"]', "'africa': no such site"),
+        ("inside_gbit", "inside_gbits", "did you mean sites[0].inside_gbit?"),
+        ("layers = 48", "layers = 48\n[fixed]\noverlap = 30\ninterval = 24", "fixed.overlap = 30"),
+    ],
+)  # fmt: skip
+def test_nonsense_ends_with_one_sentence_and_exit_code_2(old: str, new: str, says: str, tmp_path: Path) -> None:
+    text = (PLANS / "two_continents.toml").read_text(encoding="utf8")
+    assert old in text
+    (tmp_path / "bad.toml").write_text(text.replace(old, new), encoding="utf8")
+    done = atoll("plan", "bad.toml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("atoll: ")

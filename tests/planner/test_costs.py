@@ -1,0 +1,87 @@
+"""Bytes, memory and the syncer's work against numbers worked out by hand, and against what benchmarks measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.planner import costs, site
+from atoll.planner.score import Candidate, Judge
+from atoll.planner.site import Cluster
+
+
+def pair(parameters: float = 1e9, **more: object) -> Cluster:
+    sites = [{"name": n, "chips": 8, "step_seconds": 2.0} for n in ("a", "b")]
+    return site.from_builtins({"model": {"parameters": parameters, "layers": 24}, "sites": sites, "link": {"gbit": 1.0}, **more})
+
+
+def streaming(fragments: int, interval: int = 100, overlap: int = 1) -> Candidate:
+    return Candidate("streaming", 2, interval, fragments, overlap, 0, "e3m0", "fp32")
+
+
+def test_outer_state_on_the_device_is_five_thirds_of_data_parallel() -> None:
+    assert costs.device_ratio(1.0, momentum=True) == pytest.approx(5 / 3)
+
+
+def test_100b_with_3_of_108_layers_in_flight_needs_2_percent_more() -> None:
+    assert costs.device_ratio(3 / 108, momentum=True) == pytest.approx(1.02, abs=0.002)
+
+
+def test_a_learners_memory_streams_what_is_in_flight_and_keeps_the_rest_on_the_host() -> None:
+    judge = Judge(pair(1e11))
+    kind = judge.divisions[2].kinds[0]
+    need = costs.memory(streaming(36), judge, kind)
+    assert need.device_ratio == pytest.approx(1 + 1 / 36 / 3)
+    assert need.device_gb == pytest.approx(1600 + 400 / 36)
+    assert need.all_on_device_gb == 2400
+    assert need.host_gb == 400
+    assert costs.memory(Candidate("diloco", 2, 100, 1, 0, 0, "fp32", "fp32"), judge, kind).device_gb == pytest.approx(2000)
+    assert costs.memory(Candidate("ddp", 1, 1, 1, 0, 0, "fp32", "fp32"), judge, judge.divisions[1].kinds[0]).host_gb == 0
+
+
+def test_bytes_a_day_are_models_a_day_times_bits() -> None:
+    judge = Judge(pair(link={"gbit": 100.0}))
+    scored = judge.score(streaming(9))
+    spent = costs.costs(scored, judge)
+    steps = 43200 * scored.utilisation * scored.goodput
+    assert spent.steps_day == pytest.approx(steps)
+    assert spent.traffic[1].up_gb_day == pytest.approx(steps / 100 * 4.125 / 8)
+    assert spent.traffic[1].down_gb_day == pytest.approx(steps / 100 * 4)
+    assert spent.traffic[1].peak_gbit == pytest.approx(36.125 / 9 / 2.0)
+    assert spent.staleness_seconds == pytest.approx(scored.step_seconds)
+
+
+def test_a_learner_of_two_sites_pays_for_its_ring() -> None:
+    judge = Judge(pair())
+    scored = judge.score(Candidate("ddp", 1, 1, 1, 0, 0, "fp32", "fp32"))
+    spent = costs.costs(scored, judge)
+    assert spent.syncer is None
+    assert spent.traffic[0].up_gb_day == pytest.approx(spent.steps_day * 4)  # 2 (D-1)/D of 4 GB
+
+
+def test_the_syncers_cores_are_those_of_the_benchmark() -> None:
+    """bench/syncer_load.py: 64 learners, rounds of 262,144 fp32 parameters each half second want 1.05 of a core."""
+    sites = [{"name": "a", "chips": 1, "step_seconds": 0.5, "count": 64}]
+    cluster = site.from_builtins({"model": {"parameters": 24 * 262_144}, "sites": sites, "link": {"gbit": 1.0}})
+    need = costs.syncer_need(Candidate("decoupled", 64, 24, 24, 2, 1, "fp32", "bf16"), Judge(cluster))
+    assert need is not None
+    assert need.cores == pytest.approx(1.05, rel=0.05)
+
+
+@pytest.mark.parametrize(("learners", "budget"), [(5, 2201e6), (9, 2470e6)])
+def test_the_syncers_memory_is_the_benchmarks_budget(learners: int, budget: float) -> None:
+    """bench/syncer_memory.py: 85 million parameters; measured peaks were 2006 and 2145 MB."""
+    sites = [{"name": "a", "chips": 1, "step_seconds": 1.0, "count": learners}]
+    cluster = site.from_builtins({"model": {"parameters": 85.3e6}, "sites": sites, "link": {"gbit": 1.0}})
+    need = costs.syncer_need(Candidate("decoupled", learners, 24, 24, 2, 1, "int4", "bf16"), Judge(cluster))
+    assert need is not None
+    assert need.memory_gb * 1e9 == pytest.approx(budget, rel=0.01)
+
+
+def test_what_does_not_fit_is_left_out() -> None:
+    sites = [{"name": n, "chips": 8, "step_seconds": 2.0, "chip_memory_gb": 2.5} for n in ("a", "b")]
+    judge = Judge(pair(sites=sites))
+    assert costs.fits(streaming(9), judge)  # 16 GB and a little over 8 chips
+    assert not costs.fits(Candidate("streaming", 4, 100, 9, 1, 0, "e3m0", "fp32"), judge)
+    weak = Judge(pair(syncer={"cores": 0.1}))
+    assert not costs.fits(streaming(9, interval=10), weak)
+    assert costs.fits(streaming(9, interval=1000), weak)

@@ -1,0 +1,238 @@
+"""What the planner recommends, held against its own simulators."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atoll.chaos import Plan
+from atoll.config import Config, from_builtins, load
+from atoll.errors import ConfigError
+from atoll.planner import recipe, site
+from atoll.planner.changes import changes
+from atoll.planner.division import divisions, failure_model, pace_share
+from atoll.planner.score import INTERVAL_SIMULATED, Candidate, Judge, Memory
+from atoll.planner.search import Found, neighbours, search, simplest
+from atoll.planner.site import Cluster
+from atoll.sim.decoupled import decoupled, settings_for
+from atoll.sim.run import run_virtual
+
+PLANS = Path(__file__).parents[2] / "examples" / "plans"
+TEXTBOOK = ("one_datacentre", "two_continents", "spot")
+
+
+@cache
+def textbook(name: str) -> tuple[Cluster, Found, Memory]:
+    cluster, memory = site.load(PLANS / f"{name}.toml"), Memory()
+    return cluster, search(cluster, memory), memory
+
+
+def cluster_of(sites: list[dict[str, object]], **more: object) -> Cluster:
+    return site.from_builtins({"model": {"parameters": 1e9, "layers": 12}, "sites": sites, **more})
+
+
+def two_sites(gbit: float = 1.0, **more: object) -> Cluster:
+    sites: list[dict[str, object]] = [{"name": n, "chips": 8, "step_seconds": 1.0, **more} for n in ("a", "b")]
+    return cluster_of(sites, link={"gbit": gbit, "latency_seconds": 0.05})
+
+
+# ---------------------------------------------------------------- the three textbook cases
+
+
+def test_eight_gpus_in_one_datacentre_train_data_parallel() -> None:
+    _, found, _ = textbook("one_datacentre")
+    assert found.best.candidate.preset == "ddp"
+
+
+def test_two_continents_get_a_diloco_with_h_of_100_to_500() -> None:
+    _, found, _ = textbook("two_continents")
+    assert found.best.candidate.preset in ("diloco", "streaming")
+    assert 100 <= found.best.candidate.interval <= 500
+
+
+def test_spot_instances_on_varying_links_get_decoupled() -> None:
+    _, found, _ = textbook("spot")
+    assert found.best.candidate.preset == "decoupled"
+    assert found.best.candidate.learners == 100
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_no_neighbour_is_better_by_2_percent(name: str) -> None:
+    """All of them, scored by the simulators afresh."""
+    cluster, found, _ = textbook(name)
+    judge = Judge(cluster)
+    mine = judge.score(found.best.candidate).score
+    others = neighbours(judge, found.best.candidate)
+    assert others or found.best.candidate.preset == "ddp"
+    assert all(mine >= 0.98 * judge.score(other).score for other in others)
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_no_other_preset_at_its_best_is_better_by_2_percent(name: str) -> None:
+    _, found, _ = textbook(name)
+    assert found.best.score >= 0.98 * max(s.score for s in found.scored.values())
+
+
+def test_what_would_change_the_answer_is_what_the_search_says_there() -> None:
+    cluster, memory = msgspec.structs.replace(two_sites(), fixed=site.Fixed(preset="streaming")), Memory()
+    found = search(cluster, memory)
+    told = [change for change in changes(cluster, found, memory) if change.number == "Slowest link"]
+    assert {change.side for change in told} == {"below", "above"}
+    for change in told:
+        there = search(cluster.changed(rate=change.value), memory, near=found).best.candidate
+        assert there.interval == change.interval
+        assert (there.interval > found.best.candidate.interval) == (change.side == "below")
+        assert f"H {there.interval}" in change.sentence()
+
+
+# ---------------------------------------------------------------- the parts
+
+
+def test_fast_links_join_sites_into_one_learner() -> None:
+    sites: list[dict[str, object]] = [{"name": n, "chips": 6, "step_seconds": 1.0} for n in ("a", "b", "c")]
+    links = [{"between": ["a", "b"], "gbit": 400.0}]
+    found = {d.learners: d for d in divisions(cluster_of(sites, link={"gbit": 1.0}, links=links))}
+    assert set(found) == {1, 2, 3, 6}
+    assert sorted(kind.chips for kind in found[2].kinds) == [6, 12]
+    assert found[1].kinds[0].across is not None
+
+
+def test_who_waits_steps_with_the_slowest_and_sees_the_slow_end_of_a_link() -> None:
+    sites: list[dict[str, object]] = [{"name": "spot", "chips": 1, "count": 10, "step_seconds": 1.0, "speed_spread": 0.5}]
+    cluster = cluster_of(sites, link={"gbit": 1.0, "variation": 0.8}, syncer={"gbit": 5.0})
+    division = {d.learners: d for d in divisions(cluster)}[10]
+    assert pace_share(cluster, division, waits=False) == pytest.approx(1.0)
+    assert pace_share(cluster, division, waits=True) == pytest.approx((1 / 1.5) / ((1 + 1 / 1.5) / 2))
+    assert division.gbit(waits=True, syncer_gbit=None) == pytest.approx(0.2)
+    assert division.gbit(waits=False, syncer_gbit=None) == pytest.approx(0.6)
+    assert division.gbit(waits=False, syncer_gbit=5.0) == pytest.approx(0.5)
+
+
+def test_a_preemption_is_a_failure_of_the_whole_site() -> None:
+    sites: list[dict[str, object]] = [
+        {"name": "s", "chips": 8, "count": 4, "step_seconds": 1.0, "mtbi_hours": 1e9, "preemptions_per_day": 6,
+         "away_minutes": 20}
+    ]
+    cluster = cluster_of(sites, link={"gbit": 96.0})
+    model = failure_model(cluster, {d.learners: d for d in divisions(cluster)}[4].kinds, 1.0)
+    assert model.slice_chips == 8
+    assert model.mtbi_seconds / 8 == pytest.approx(86400 / 6, rel=1e-4)
+    assert model.return_seconds == pytest.approx(1200 + 1.0, rel=1e-3)  # and a second for 12 GB of a peer's state
+    assert model.restart_seconds == pytest.approx(1285, rel=1e-3)
+
+
+@pytest.mark.parametrize("gbit", [0.35, 1.0])
+def test_a_part_of_a_long_interval_answers_for_all_of_it(gbit: float) -> None:
+    candidate = Candidate("decoupled", 3, 96, 24, 2, 1, "int4", "bf16")
+    assert candidate.interval > 2 * INTERVAL_SIMULATED
+    mine = Memory().decoupled(
+        candidate, parameters=1e9, gbit=gbit, latency=0.05, step_seconds=1.0, slow_share=0.0, slow_factor=1.0
+    )
+    layers = {
+        "learners": 3, "protocol": {"local_steps_per_round": 96},
+        "cluster": {"parameters": 10**9, "step_seconds": 1.0, "up_gbit": gbit, "down_gbit": gbit, "latency_seconds": 0.05},
+    }  # fmt: skip
+    whole = decoupled(settings_for("decoupled", layers))
+    assert mine.schedule_kept == pytest.approx(whole.schedule_kept, abs=0.03)
+    assert mine.staleness == pytest.approx(whole.staleness, rel=0.15, abs=0.3)
+
+
+def test_within_a_percent_the_simpler_preset_is_taken() -> None:
+    _, found, _ = textbook("two_continents")
+    scored = list(found.scored.values())
+    assert simplest(scored, 48) == found.best
+    assert simplest([found.families["ddp"], found.families["streaming"]], 48).candidate.preset == "streaming"
+
+
+def test_fixed_knobs_stay_fixed_and_what_no_preset_has_is_refused() -> None:
+    cluster = two_sites()
+    fixed = msgspec.structs.replace(cluster, fixed=site.Fixed(preset="diloco", interval=123, codec_up="int8"))
+    best = search(fixed).best.candidate
+    assert (best.preset, best.interval, best.codec_up) == ("diloco", 123, "int8")
+    delayed = msgspec.structs.replace(cluster, fixed=site.Fixed(preset="async_diloco", overlap=40))
+    assert search(delayed).best.candidate.interval == 40
+    nothing = msgspec.structs.replace(cluster, fixed=site.Fixed(preset="diloco", overlap=2))
+    with pytest.raises(ConfigError, match=r"key fixed \(preset = 'diloco', overlap = 2\): no preset allows"):
+        search(nothing)
+
+
+def test_a_model_that_fits_nowhere_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"chip_memory_gb = 0\.5: a learner of 16 chips holds 1 GB a chip"):
+        search(two_sites(chip_memory_gb=0.5))
+    busy = msgspec.structs.replace(two_sites(), fixed=site.Fixed(preset="streaming", interval=5, overlap=4))
+    with pytest.raises(ConfigError, match=r"syncer\.cores = 4: streaming with 2 learners and H 5 needs \d"):
+        search(busy)
+
+
+# ---------------------------------------------------------------- properties
+
+
+def test_more_bandwidth_never_lowers_the_best_score() -> None:
+    memory = Memory()
+    scores = [search(two_sites(gbit), memory).best.score for gbit in (0.2, 2.0, 200.0)]
+    assert all(b >= 0.985 * a for a, b in itertools.pairwise(scores)), scores
+
+
+def accepted(found: Found, judge: Judge) -> Config:
+    config = recipe.settings(found.best, judge)
+    assert from_builtins(msgspec.to_builtins(config)) == config
+    return config
+
+
+@settings(max_examples=3, deadline=None, derandomize=True)
+@given(
+    kinds=st.lists(
+        st.fixed_dictionaries({
+            "chips": st.sampled_from([1, 3, 15]), "count": st.sampled_from([1, 1, 7]),
+            "step_seconds": st.floats(0.05, 60.0), "mtbi_hours": st.floats(50.0, 1e5),
+            "preemptions_per_day": st.sampled_from([0.0, 0.0, 2.0]), "speed_spread": st.sampled_from([0.0, 0.3]),
+        }),
+        min_size=1, max_size=2,
+    ),
+    parameters=st.floats(1e6, 1e10), layers=st.integers(1, 40), gbit=st.floats(0.01, 500.0), latency=st.floats(0.0, 0.5),
+)  # fmt: skip
+def test_a_plan_for_any_cluster_is_a_config(
+    kinds: list[dict[str, object]], parameters: float, layers: int, gbit: float, latency: float
+) -> None:
+    sites = [{"name": f"s{i}", **kind} for i, kind in enumerate(kinds)]
+    cluster = site.from_builtins({
+        "model": {"parameters": parameters, "layers": layers}, "sites": sites, "link": {"gbit": gbit, "latency_seconds": latency},
+    })  # fmt: skip
+    judge = Judge(cluster)
+    found = search(cluster, judge.memory)
+    assert 0 <= found.best.score <= 1.0001
+    assert math.isfinite(found.best.staleness)
+    accepted(found, judge)
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_the_recipe_is_accepted_as_it_is_written(name: str, tmp_path: Path) -> None:
+    cluster, found, memory = textbook(name)
+    judge = Judge(cluster, memory)
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe.to_toml(found.best, judge, name), encoding="utf8")
+    assert load(path) == accepted(found, judge)
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_the_recipe_trains(name: str, tmp_path: Path) -> None:
+    """30 outer steps of a small model; of a hundred learners three are enough to see it."""
+    cluster, found, memory = textbook(name)
+    path = tmp_path / "recipe.toml"
+    path.write_text(recipe.to_toml(found.best, Judge(cluster, memory), name), encoding="utf8")
+    small = {
+        "outer_steps": 30, "learners": min(3, load(path).learners),
+        "data": {"seq_len": 8, "batch_size": 2, "max_bytes": 200_000, "heldout_batches": 2},
+        "model": {"numbers": {"width": 32, "heads": 2, "mlp": 64}},
+    }  # fmt: skip
+    done = run_virtual(load(path, overrides=small), Plan(), None, tensors=True)
+    assert done.loss_first is not None
+    assert done.loss_final is not None
+    assert done.loss_final < done.loss_first
