@@ -43,7 +43,7 @@ def pair(recipe: Path, chips: int, learners: int, outer_steps: int, seed: int, d
     """(loss with failures, loss without) at equal tokens."""
     failing, sound = FailureModel(), FailureModel(mtbi_seconds=NEVER)
     with_failures, tokens = record(settings(recipe, learners, outer_steps, seed, failing), chips, failing, directory / "failing")
-    whole, most = record(settings(recipe, learners, outer_steps, seed, sound), chips, sound, directory / "whole")
+    _, most = record(settings(recipe, learners, outer_steps, seed, sound), chips, sound, directory / "whole")
     fewer = settings(recipe, learners, round(outer_steps * tokens / most), seed, sound)
     without, equal = record(fewer, chips, sound, directory / "sound")
     losses = []
@@ -72,7 +72,8 @@ def main() -> None:
         costs.append(failing / sound - 1)
         print(f"seed {seed}: held-out loss {failing:.4f} with failures, {sound:.4f} without: {costs[-1]:+.2%}", flush=True)
     mean = statistics.mean(costs)
-    print(f"failures cost {mean:+.2%} on average over {len(costs)} seeds; wanted within 2 %: {'PASS' if abs(mean) <= 0.02 else 'FAIL'}")
+    told = "PASS" if max(map(abs, costs)) <= 0.02 else "FAIL"
+    print(f"failures cost {mean:+.2%} on average over {len(costs)} seeds; wanted within 2 % for each: {told}")
 
 
 if __name__ == "__main__":

@@ -321,7 +321,11 @@ def make_token(secret: bytes, *, run: str = ANY_RUN, expires: datetime | None = 
         raise UserError(f"a token that expires at {_utc(expires)} is dead at birth; choose a later time")
     until = None if expires is None else int(expires.timestamp())
     body = msgspec.msgpack.encode(_Body(run, until, secrets.token_bytes(16)))
-    return _PREFIX + base64.urlsafe_b64encode(body + _mac(secret, b"join", body)).decode().rstrip("=")
+    return _PREFIX + _text(body + _mac(secret, b"join", body))
+
+
+def _text(raw: bytes) -> str:
+    return base64.urlsafe_b64encode(raw).decode().rstrip("=")
 
 
 def check_token(secret: bytes, token: str, run: str, now: datetime | None = None) -> str | None:
@@ -332,6 +336,8 @@ def check_token(secret: bytes, token: str, run: str, now: datetime | None = None
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except ValueError:  # of which binascii.Error is one; a text that is not ASCII is another
+        return "wrong token"
+    if _text(raw) != text:  # decoders take / for _ and forgive spare bits: one token, one spelling
         return "wrong token"
     body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(secret, b"join", body)):
