@@ -17,8 +17,9 @@ test: lint types
 
 # Hugging Face and Lightning beside what is there: the constraint keeps torch as it is.
 test-extras: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,extras]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,extras,eval]"
 	$(BIN)/python -m pytest tests/live/test_examples.py
+	$(BIN)/python -m pytest -m extras tests/unit tests/extras
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check src tests bench
@@ -35,6 +36,9 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/step_overhead.py
 	$(BIN)/python bench/syncer_memory.py
 	$(BIN)/python bench/syncer_load.py
+	$(BIN)/python bench/simulators.py
+	$(BIN)/python bench/synthetic_tape.py
+	$(BIN)/python bench/agreement.py
 
 # torch comes by a pinned constraint, so that a CPU machine does not pull gigabytes of CUDA packages.
 $(INSTALLED): pyproject.toml constraints.txt

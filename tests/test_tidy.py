@@ -14,7 +14,8 @@ BELOW = {"ids", "errors"}
 ROOMS: dict[str, set[str]] = {
     "ids": set(),
     "errors": set(),
-    "config": BELOW,
+    "toml": BELOW,
+    "config": BELOW | {"toml"},
     "rules": BELOW | {"config"},
     "protocol": BELOW | {"config", "rules"},
     "tensors": BELOW | {"config"},

@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
@@ -18,6 +17,9 @@ import msgspec
 from msgspec import Meta
 
 from atoll.errors import ConfigError
+from atoll.toml import parse_assignment
+from atoll.toml import read_recipe as read_recipe
+from atoll.toml import to_toml as to_toml
 
 Positive = Annotated[int, Meta(ge=1, le=10**9)]
 Natural = Annotated[int, Meta(ge=0, le=10**9)]
@@ -111,17 +113,29 @@ class Inner(_Section, frozen=True):
 
 class Model(_Section, frozen=True):
     name: str = "decoder"
-    """`decoder`; `custom`: whatever the first learner brings (atoll.join); or package.module:function, which each
-    learner and the syncer must allow by --allow-model."""
+    """`decoder`; `lenet5`, `resnet18`, `vlm` on pictures (docs/vision.md); `custom`: whatever the first learner brings
+    (atoll.join); or package.module:function, which each learner and the syncer must allow by --allow-model."""
     numbers: dict[str, int | float | bool] = {}
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
 class Data(_Section, frozen=True):
     corpus: str = "stdlib"
-    """`stdlib`: the running interpreter's standard-library sources; or a path to text."""
-    max_bytes: Positive = 4_000_000
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    """`stdlib`: the running interpreter's standard-library sources; or text: a file (plain, JSON lines, Parquet; .xz, .gz,
+    .zst), a folder, a glob, or several separated by commas. See docs/data.md."""
+    field: str = "text"
+    """Of JSON lines and Parquet: where the text is."""
+    heldout: str = ""
+    """Text to evaluate on, named as in `corpus`; empty: every twentieth document of `corpus`, by its hash."""
+    max_bytes: Annotated[int, Meta(ge=0, le=10**12)] = 0
+    """Of text, unpacked. The standard library is cut there, files that hold more are refused. 0: 4 MB of the standard
+    library, 20 GB of files."""
+    tokenizer: str = "bytes"
+    """`bytes`; `bpe`: trained on the corpus; or a Hugging Face tokenizer's JSON file (.xz, .gz, .zst)."""
+    end_of_document: str = ""
+    """The entry of a Hugging Face tokenizer that ends a document; empty: <|endoftext|>, </s> or the like."""
+    cache: str = ""
+    """Folder for encoded text; empty: atoll in $XDG_CACHE_HOME or ~/.cache; `off`: encode in every process."""
     vocab: Positive = 512
     """Entries of the trained BPE; byte-level has 257."""
     seq_len: Positive = 64
@@ -129,6 +143,8 @@ class Data(_Section, frozen=True):
     heldout_batches: Positive = 16
     samples_by_learner: tuple[Positive, ...] = ()
     """Batch size per learner where they differ (empty: `batch_size` for all)."""
+    augment: Literal["none", "crop", "crop_flip"] = "none"
+    """Pictures only: moved by up to an eighth of their side, and mirrored."""
 
 
 class Cluster(_Section, frozen=True):
@@ -279,7 +295,7 @@ def load(
     for layer in (tables, special.get(chosen, {}), overrides or {}):
         _lay_over(raw, layer, "")
     for assignment in assignments:
-        _lay_over(raw, _parse_assignment(assignment), "")
+        _lay_over(raw, parse_assignment(assignment), "")
     if raw["preset"] != chosen:
         raise ConfigError(f"key preset = {raw['preset']!r}: a preset is chosen by --preset or at the top of a recipe")
     return from_builtins(raw)
@@ -307,7 +323,7 @@ def recipe_for(recipe: Path, preset_name: str) -> dict[str, Any]:
 def changed(config: Config, assignments: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> Config:
     """A complete config with some of its keys laid over."""
     raw = msgspec.to_builtins(config)
-    for layer in (overrides or {}, *map(_parse_assignment, assignments)):
+    for layer in (overrides or {}, *map(parse_assignment, assignments)):
         _lay_over(raw, layer, "")
     return from_builtins(raw)
 
@@ -333,48 +349,6 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
             yield from _numbers(inner, path)
     elif isinstance(value, float):
         yield path, value
-
-
-def read_recipe(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        raise ConfigError(f"recipe {path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path}: cannot be read as UTF-8 text ({error})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {path}: not valid TOML: {error}") from None
-
-
-def to_toml(config: Config) -> str:
-    """The complete config as TOML that `atoll train` accepts. A dozen lines here spare a dependency."""
-    tables: dict[str, Any] = msgspec.to_builtins(config)
-    lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
-    for section, keys in tables.items():
-        if isinstance(keys, dict):
-            lines += ["", f"[{section}]"] + [f"{key} = {_toml(value)}" for key, value in keys.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + "}"
-    # TOML's strings, numbers, booleans and arrays are JSON's, but for one control character that JSON leaves bare
-    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
-
-
-def _parse_assignment(text: str) -> dict[str, Any]:
-    key, equals, value = text.partition("=")
-    key = key.strip()
-    if not equals or not key:
-        raise ConfigError(f"--set {text!r}: must be key=value, such as protocol.overlap=2")
-    try:
-        parsed: Any = tomllib.loads(f"v = {value}")["v"]
-    except tomllib.TOMLDecodeError:
-        parsed = value.strip()  # a bare word is a string: --set protocol.merge=mean
-    for part in reversed(key.split(".")):
-        parsed = {part: parsed}
-    return {str(k): v for k, v in parsed.items()}
 
 
 def _lay_over(base: dict[str, Any], layer: Mapping[str, Any], path: str) -> None:
@@ -436,7 +410,7 @@ def _resolved(config: Config) -> Config:
 
 
 def _layer_fragments(config: Config) -> int:
-    layers = config.model.numbers.get("layers", 4 if config.model.name == "decoder" else None)
+    layers = config.model.numbers.get("layers", 4 if config.model.name in ("decoder", "vlm") else None)
     if config.protocol.fragmentation != "layer" or layers is None:
         raise ConfigError(
             "key protocol.fragments = 0: can be derived only with fragmentation = 'layer' and model.numbers.layers; give a number"
@@ -465,6 +439,8 @@ def _cross_checks(c: Config) -> list[tuple[bool, str]]:
          f"key protocol.overlap_by_learner = {p.overlap_by_learner}: needs adopt = 'exact' and {c.learners} numbers"),
         (any(t >= p.local_steps_per_round for t in p.overlap_by_learner),
          f"key protocol.overlap_by_learner = {p.overlap_by_learner}: each must be below H = {p.local_steps_per_round}"),
+        (bool(c.data.end_of_document) and c.data.tokenizer in ("bytes", "bpe"),
+         f"key data.end_of_document = {c.data.end_of_document!r}: is of a Hugging Face tokenizer; leave it empty here"),
         (bool(c.data.samples_by_learner) and len(c.data.samples_by_learner) != c.learners,
          f"key data.samples_by_learner = {c.data.samples_by_learner}: must be empty or hold {c.learners} numbers"),
         (p.contribution == "gradient" and not (p.local_steps_per_round == 1 and p.overlap == 0 and exact_all),

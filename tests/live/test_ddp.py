@@ -67,6 +67,18 @@ def test_two_processes_train_what_the_virtual_preset_trains(trained: Any, tmp_pa
         assert torch.linalg.vector_norm(tensor - simulated[name]) <= 1e-5 * torch.linalg.vector_norm(simulated[name]), name
 
 
+def test_ranks_merge_the_statistics_of_batch_norm_as_the_virtual_preset_does(tmp_path: Path) -> None:
+    data, model = {"corpus": "digits", "batch_size": 4}, {"name": "resnet18", "numbers": {"width": 4, "depth": 1}}
+    config = tiny(3, data=data, model=model)
+    outcome = run_ddp(config, tmp_path / "live", threads=1)
+    virtual = run_virtual(config, Plan(), tmp_path / "virtual", tensors=True)
+    live, simulated = (load_file(tmp_path / kind / "theta.safetensors") for kind in ("live", "virtual"))
+    for name, tensor in live.items():
+        torch.testing.assert_close(tensor, simulated[name], rtol=1e-3, atol=1e-4, msg=name)
+    assert int(live["stem_norm.num_batches_tracked"]) == 6  # two micro-batches in each of three steps
+    assert summary_of(config, outcome, tmp_path).accuracy == pytest.approx(virtual.accuracy, abs=0.02)
+
+
 def test_outcome_adds_up_and_fits_a_summary(trained: Any) -> None:
     directory, outcome, told = trained
     config = tiny()

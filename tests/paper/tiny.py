@@ -70,9 +70,11 @@ class Sent:
 class Run:
     """A cluster that trains; everything that was sent and every effect, to look at afterwards."""
 
-    def __init__(self, config: Config, build: Build = mlp, plan: Plan | None = None) -> None:
+    def __init__(
+        self, config: Config, build: Build = mlp, plan: Plan | None = None, bench: Workbench | None = None
+    ) -> None:
         self.config = config
-        self.bench = tiny_bench(config, build)
+        self.bench = bench or tiny_bench(config, build)
         self.hands = TensorHands(self.bench)
         self.sent: list[Sent] = []
         self.log: list[tuple[Nanos, WorkerId, Event, Sequence[Effect]]] = []

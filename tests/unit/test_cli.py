@@ -84,7 +84,7 @@ def test_config_printed_for_a_preset_is_a_recipe_that_loads_as_itself(tmp_path: 
         (["train", "--chaos", "missing.toml"], "no such file"),
         (["sim", "--chaos", "random:1:x:3"], "must be random:SEED:COUNT:SECONDS"),
         (["train", "--set", "data.corpus=missing.txt"], "missing.txt"),
-        (["train", "--set", "protocol.fragments=4000"], "section protocol: fragments = 4000 is more than the 39"),
+        (["train", "--set", "protocol.fragments=4000"], "section protocol: fragments = 4000 is more than the 47"),
         (["replay", "missing"], "no such file"),
         (["strip", "missing"], "no such file"),
         (["compare", "nope"], "no such preset"),

@@ -11,6 +11,8 @@ import typer
 
 from atoll import __version__, config
 from atoll.cli import live, running
+from atoll.cli.evaluate import evaluate
+from atoll.cli.export import export
 from atoll.cli.plan import plan
 from atoll.cli.shared import (
     JsonOption,
@@ -34,8 +36,9 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Atoll trains one model on many islands of compute that never wait for each other.",
 )  # fmt: skip
-for command in (running.train, running.sim, running.compare, plan):
+for command in (running.train, running.sim, running.compare, plan, export):
     app.command()(command)
+app.command("eval")(evaluate)
 app.add_typer(simulate, name="simulate")
 
 

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -38,12 +38,32 @@ InsecureOption = Annotated[
     bool, typer.Option("--insecure", help="Talk in the clear on an address others can reach. Tokens are still asked for.")
 ]
 
+SAY_EVERY_SECONDS = 5.0
+
 
 def log_to_stderr(verbose: bool = False) -> None:
     logging.basicConfig(
         level=logging.INFO if verbose else logging.WARNING, stream=sys.stderr, force=True,
         format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S",
     )  # fmt: skip
+
+
+def built(settings: Config, allowed: Collection[str], say: Callable[[str], None]) -> Workbench:
+    """What cannot be built, what was left out of the data and what takes long is said before anything is started."""
+    from atoll.executor.tasks import workbench_for
+
+    said_at = time.monotonic()
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at > SAY_EVERY_SECONDS:
+            said_at = time.monotonic()
+            say(f"{what}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+    bench = workbench_for(settings, allowed, progress)
+    for note in bench.notes:
+        say(f"warning: {note}")
+    return bench
 
 
 def run_syncer(
@@ -54,7 +74,6 @@ def run_syncer(
         os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
-    from atoll.executor.workbench import language_workbench
     from atoll.runtime.home import Home
     from atoll.runtime.syncer import SyncerProcess
     from atoll.transport import server_credentials
@@ -69,7 +88,8 @@ def run_syncer(
             logging.getLogger("atoll.syncer").warning(warning)
         credentials = server_credentials(found.certificate, found.key, found.ca)
     use_threads(threads)
-    bench = None if settings.model.name == CUSTOM else language_workbench(settings, allowed)
+    say = logging.getLogger("atoll.syncer").warning
+    bench = None if settings.model.name == CUSTOM else built(settings, allowed, say)
     home = Home(directory, settings, bench, keys=keys, resume=resume)
     process = SyncerProcess(home, listen, credentials)
 
@@ -152,11 +172,10 @@ def cluster_summary(
     settings: Config, plan: Plan, directory: Path, threads: int, device: str, allowed: list[str],
     resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
 ) -> Summary:  # fmt: skip
-    from atoll.executor.workbench import language_workbench
     from atoll.runtime.cluster import LocalCluster
     from atoll.runtime.verdict import verdict
 
-    bench = language_workbench(settings, allowed)  # what cannot be built is said before anything is started
+    bench = built(settings, allowed, progress.say)
 
     def watch(record: Record) -> None:
         view(record.now, record.worker, record.event, record.effects)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -167,19 +168,26 @@ def run_virtually(settings: Config, plan: Plan, directory: Path | None, *, tenso
     use_threads(threads)
     directory = directory or new_directory(settings.preset, settings.seed)
     view = RunView(settings.learners)
+    with RunProgress(settings, view, quiet, "virtual ") as observer, readable_tape(directory):
+        bench = live.built(settings, (), observer.say) if tensors else None
+        done = run_virtual(settings, plan, directory, tensors=tensors, observers=[view, observer], bench=bench)
+    return virtual_summary(settings, view, done, directory)
+
+
+@contextmanager
+def readable_tape(directory: Path) -> Iterator[None]:
+    """Ctrl-C ends a virtual run and leaves its tape."""
     try:
-        with RunProgress(settings, view, quiet, "virtual ") as observer:
-            done = run_virtual(settings, plan, directory, tensors=tensors, observers=[view, observer])
+        yield
     except KeyboardInterrupt:
         err.print(f"atoll: interrupted; {directory / 'run.tape'} is readable up to its last whole record", soft_wrap=True)
         raise typer.Exit(130) from None
-    return virtual_summary(settings, view, done, directory)
 
 
 def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: Path) -> Summary:
     summary = summarise(
         settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final,
-        theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory),
+        theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory), accuracy=done.accuracy,
     )  # fmt: skip
     write_summary(directory, summary)
     return summary
@@ -200,8 +208,10 @@ def run_on_tape(
     use_threads(threads)
     directory = directory or new_directory(f"{settings.preset}-on-tape", settings.seed)
     view = RunView(settings.learners)
-    with RunProgress(settings, view, quiet, "virtual ") as progress:
+    with RunProgress(settings, view, quiet, "virtual ") as progress, readable_tape(directory):
         done = train_on_tape(tape, settings, directory, observers=[view, progress])
+    if tape.cut:
+        err.print(f"the history did not end: {tape.path} stops after record {tape.whole_records}", soft_wrap=True)
     return virtual_summary(settings, view, done, directory)
 
 

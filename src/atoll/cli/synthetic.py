@@ -9,7 +9,7 @@ import typer
 
 from atoll.chaos import Plan
 from atoll.cli import goodput_options as o
-from atoll.cli.running import virtual_summary
+from atoll.cli.running import readable_tape, virtual_summary
 from atoll.cli.shared import (
     JsonOption,
     LearnersOption,
@@ -73,6 +73,6 @@ def record(settings: Config, chips: int, model: FailureModel, directory: Path, q
 
     slices = SliceHardware(settings, chips, model, settings.seed)
     view = RunView(settings.learners)
-    with RunProgress(settings, view, quiet, "virtual ") as progress:
+    with RunProgress(settings, view, quiet, "virtual ") as progress, readable_tape(directory):
         done = run_virtual(settings, Plan(), directory, tensors=False, slices=slices, observers=[view, progress])
     show(virtual_summary(settings, view, done, directory), quiet)

@@ -58,9 +58,10 @@ class StateShelf(Protocol):
 class TensorLearner:
     def __init__(
         self, bench: Workbench, learner: LearnerId, shelf: StateShelf | None = None, *, model: torch.nn.Module | None = None,
-        optimizer: torch.optim.Optimizer | None = None, device: torch.device | None = None,
+        optimizer: torch.optim.Optimizer | None = None, device: torch.device | None = None, resident: bool = False,
     ) -> None:  # fmt: skip
-        """`model` and `optimizer` where a user brings their own; they are changed in place, never replaced or moved."""
+        """`model` and `optimizer` where a user brings their own; they are changed in place, never replaced or moved.
+        `resident`: the syncer's tensors lie on the same device, so nothing is staged through the host."""
         self._bench = bench
         self._config = bench.config
         self._learner = learner
@@ -76,7 +77,7 @@ class TensorLearner:
         self.optimizer = optimizer if optimizer is not None else build_optimizer(self._config, self.model.parameters())
         self._cuda: CudaSide | None = None
         gpu = cuda_device_of(self._tensors)
-        if gpu is not None:
+        if gpu is not None and not resident:
             self._device = gpu
             self._cuda = CudaSide(gpu, self._fragments, self.optimizer, self._config.inner.accumulate)
         self.anchors: list[Tensor | None] = [None] * len(self._fragments)

@@ -132,23 +132,33 @@ class Disk:
         return digest([v.theta for v in self.newest()] + [v.buffers for v in self.newest()])
 
 
-def initial_versions(bench: Workbench) -> list[Version]:
-    """Version 0 of every fragment: the model as it is built."""
+def initial_versions(bench: Workbench, device: torch.device | None = None) -> list[Version]:
+    """Version 0 of every fragment: the model as it is built. `device`: for runs whose tensors all stay there."""
     tensors = named_tensors(bench.build())
     rule = outer_rule(bench.config)
     versions = []
     for fragment in bench.layout.fragments:
-        theta = read_params(tensors, fragment)
-        outer = initial_state(rule, fragment.numel) if rule else None
-        versions.append(Version(theta, read_buffers(tensors, fragment), outer, None, theta, None))
+        theta = read_params(tensors, fragment).to(device)
+        outer = initial_state(rule, fragment.numel, device=device) if rule else None
+        versions.append(Version(theta, read_buffers(tensors, fragment).to(device), outer, None, theta, None))
     return versions
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
-        sha.update(tensor.contiguous().numpy().data)
+        if tensor.is_cuda:  # a copy to the host each round would cost more than the round
+            sha.update(_folded(tensor).to_bytes(8, "little", signed=True))
+        else:
+            sha.update(tensor.contiguous().numpy().data)
     return sha.hexdigest()
+
+
+def _folded(tensor: Tensor) -> int:
+    """All bits of a tensor in one number, worked out where it lies: each element times its own odd factor, modulo 2^64."""
+    bits = tensor.contiguous().view(torch.int32).to(torch.int64)
+    factors = torch.arange(bits.numel(), device=tensor.device) * 2654435761 * 2 + 1
+    return int((bits.reshape(-1) * factors).sum())
 
 
 def outer_rule(config: Config) -> OuterRule | None:

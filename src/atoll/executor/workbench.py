@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,12 +18,13 @@ from atoll.errors import ConfigError
 from atoll.ids import LearnerId
 from atoll.tensors.access import named_tensors, write_buffers, write_params
 from atoll.tensors.layout import Layout, build_layout
-from atoll.workload.bpe import ByteTokenizer, Tokenizer, train_bpe, training_sample
-from atoll.workload.corpus import Corpus, split_documents, stdlib_corpus, text_corpus
+from atoll.workload.bpe import Tokenizer
+from atoll.workload.corpus import Progress
 from atoll.workload.evaluate import heldout_loss
 from atoll.workload.model import SIZES, build_model, language_model_loss
 from atoll.workload.seeds import generator
-from atoll.workload.stream import Stream, heldout_batches, token_data
+from atoll.workload.stream import Stream, heldout_batches
+from atoll.workload.tokens import text_data
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,18 @@ class Workbench:
     evaluate: Callable[[nn.Module], float]
     layout: Layout
     fingerprint: str
+    accuracy: Callable[[nn.Module], float] | None = None
+    """The share of held-out answers that are right, where a task has right answers."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the data: each a sentence, such as what was left out."""
+    tokenizer: Tokenizer | None = None
 
     def evaluate_theta(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> float:
         """Held-out loss of the outer parameters, not of a replica."""
         return self.evaluate(self.model_of(params, buffers))
+
+    def accuracy_of_theta(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> float | None:
+        return None if self.accuracy is None else self.accuracy(self.model_of(params, buffers))
 
     def model_of(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
         model = self.build()
@@ -69,24 +77,17 @@ def layout_for(config: Config, model: nn.Module) -> Layout:
     return layout
 
 
-def language_workbench(config: Config, allowed: Collection[str] = ()) -> Workbench:
+def language_workbench(config: Config, allowed: Collection[str] = (), progress: Progress | None = None) -> Workbench:
     """The default task: next-token prediction on real text. A model of the user's own is named package.module:function,
     is imported only where it was `allowed`, and maps a batch of tokens to logits as the decoder does."""
-    maker = _model_maker(config.model.name, allowed)
+    _model_maker(config.model.name, allowed)  # a name that is refused is told before the text is read
     d = config.data
-    corpus = stdlib_corpus(d.max_bytes) if d.corpus == "stdlib" else text_corpus(Path(d.corpus), d.max_bytes)
-    tokenizer = _tokenizer(config, corpus)
-    data = token_data(corpus, tokenizer)
+    text = text_data(d, progress)
+    data, tokenizer = text.tokens, text.tokenizer
+    build = model_builder(config, tokenizer, allowed)
     sizes = d.samples_by_learner or (d.batch_size,)
     stream = Stream(data, config.seed, config.learners, max(sizes), d.seq_len)
     heldout = heldout_batches(data, d.batch_size, d.seq_len, d.heldout_batches)
-    numbers = dict(SIZES["nano"]) | {"vocab": tokenizer.vocab_size, "context": d.seq_len} | config.model.numbers
-    if int(numbers["vocab"]) < tokenizer.vocab_size:
-        raise ConfigError(f"key model.numbers.vocab = {numbers['vocab']}: the tokenizer has {tokenizer.vocab_size} entries")
-    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-
-    def build() -> nn.Module:
-        return maker(numbers, config.seed).to(dtype)
 
     def batch(learner: LearnerId, stream_id: LearnerId, position: int) -> Tensor:
         whole = stream.batch(stream_id, position)
@@ -95,7 +96,19 @@ def language_workbench(config: Config, allowed: Collection[str] = ()) -> Workben
     return Workbench(
         config, build, batch, language_model_loss, lambda b: (b.shape[0] * (b.shape[1] - 1), b.shape[0]),
         lambda model: heldout_loss(model, heldout), layout_for(config, build()), data.fingerprint,
+        notes=text.notes, tokenizer=tokenizer,
     )  # fmt: skip
+
+
+def model_builder(config: Config, tokenizer: Tokenizer, allowed: Collection[str] = ()) -> Callable[[], nn.Module]:
+    """Makes the language model a config names, with its initial weights. Without a size of its own it is `nano`."""
+    maker = _model_maker(config.model.name, allowed)
+    given = {"vocab": tokenizer.vocab_size, "context": config.data.seq_len}
+    numbers = dict(SIZES["nano"]) | given | config.model.numbers
+    if int(numbers["vocab"]) < tokenizer.vocab_size:
+        raise ConfigError(f"key model.numbers.vocab = {numbers['vocab']}: the tokenizer has {tokenizer.vocab_size} entries")
+    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    return lambda: maker(numbers, config.seed).to(dtype)
 
 
 def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, int | float | bool], int], nn.Module]:
@@ -103,7 +116,8 @@ def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, 
         return lambda numbers, seed: build_model("decoder", dict(numbers), seed)
     module, colon, function = name.partition(":")
     if not colon:
-        raise ConfigError(f"key model.name = {name!r}: must be 'decoder', 'custom' or package.module:function")
+        known = "'decoder', 'lenet5', 'resnet18', 'vlm', 'custom'"
+        raise ConfigError(f"key model.name = {name!r}: must be {known} or package.module:function")
     if name not in allowed:
         raise ConfigError(f"key model.name = {name!r}: is code of yours; allow it here with --allow-model {name}")
     try:
@@ -119,9 +133,3 @@ def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, 
         return model
 
     return make
-
-
-def _tokenizer(config: Config, corpus: Corpus) -> Tokenizer:
-    if config.data.tokenizer == "bytes":
-        return ByteTokenizer()
-    return train_bpe(training_sample(split_documents(corpus).train), config.data.vocab)

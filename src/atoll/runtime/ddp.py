@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -35,12 +35,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atoll.config import Config, load, to_toml
 from atoll.errors import AtollError, ConfigError, NotFinite, RunFailed, UserError
+from atoll.executor.cuda_learner import to_device
 from atoll.executor.environment import use_threads
 from atoll.executor.inner import build_optimizer, optimizer_step
 from atoll.executor.syncer import digest
-from atoll.executor.workbench import Workbench, language_workbench
+from atoll.executor.tasks import workbench_for
+from atoll.executor.workbench import Workbench
 from atoll.ids import LearnerId, Nanos, seconds
-from atoll.tensors.access import named_tensors, read_buffers, read_params
+from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers
+from atoll.tensors.merge import merge_buffers
 from atoll.views.run import Summary, Tokens
 from atoll.workload.seeds import generator
 
@@ -87,6 +90,7 @@ class RankReport(msgspec.Struct, frozen=True, tag=True):
     theta_sha256: str
     loss_first: float | None
     loss_final: float | None
+    accuracy: float | None = None
 
 
 @dataclass(frozen=True)
@@ -294,7 +298,7 @@ def summary_of(config: Config, outcome: DdpOutcome, run_dir: Path) -> Summary:
         participants=outcome.participants, tokens=Tokens(outcome.tokens, outcome.tokens, 0, 0, {}), recoveries=[],
         bytes_up=outcome.bytes_up, bytes_down=outcome.bytes_down, loss_first=outcome.loss_first,
         loss_final=outcome.loss_final, theta_sha256=outcome.theta_sha256, tape=None, run_dir=str(run_dir),
-        clock="wall", seconds=round(outcome.seconds, 6), fragments=1,
+        clock="wall", seconds=round(outcome.seconds, 6), fragments=1, accuracy=outcome.ranks[0].accuracy,
     )  # fmt: skip
 
 
@@ -340,7 +344,7 @@ def _train(bench: Workbench, rank: LearnerId, device: torch.device, channel: Bin
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # its new name is not in torch 2.11
         parallel = DistributedDataParallel(model, broadcast_buffers=False)
     parallel.register_comm_hook(reduction, lambda state, bucket: state.start(bucket))
-    tokens, waited = 0, 0
+    tokens, waited, gathered = 0, 0, 0
     dist.all_reduce(meeting := torch.zeros(1, device=device))
     meeting.item()  # everybody is here, on the GPU too: the clock starts for all alike
     first = ended = time.monotonic_ns()
@@ -350,7 +354,7 @@ def _train(bench: Workbench, rank: LearnerId, device: torch.device, channel: Bin
         for micro in range(count):
             batch = bench.batch(rank, rank, step * count + micro)
             with parallel.no_sync() if micro + 1 < count else contextlib.nullcontext():
-                loss = bench.loss(parallel, batch.to(device))
+                loss = bench.loss(parallel, to_device(batch, device))
                 (loss / count if count > 1 else loss).backward()
             tokens += bench.count(batch)[0]
             total += float(loss.detach())
@@ -364,15 +368,30 @@ def _train(bench: Workbench, rank: LearnerId, device: torch.device, channel: Bin
         with torch.no_grad():
             for name, master in masters.items():
                 tensors[name].copy_(master)
+        gathered += _merge_buffers(bench, tensors)
         waited, ended = waited + reduced - ready, time.monotonic_ns()
         _say(channel, Stepped(step, began, ready, reduced, ended, total / count))
     params = [read_params(theta, fragment).cpu() for fragment in bench.layout.fragments]
     buffers = [read_buffers(theta, fragment).cpu() for fragment in bench.layout.fragments]
-    sent = round(reduction.gradient_bytes * 2 * (config.learners - 1) / config.learners)
+    sent = round(reduction.gradient_bytes * 2 * (config.learners - 1) / config.learners) + gathered
     return RankReport(
         rank, str(device), config.outer_steps, tokens, seconds(ended - first - waited), seconds(waited), sent,
         digest(params + buffers), loss_first, bench.evaluate(model) if rank == 0 else None,
+        bench.accuracy(model) if rank == 0 and bench.accuracy is not None else None,
     ), model  # fmt: skip
+
+
+def _merge_buffers(bench: Workbench, tensors: Mapping[str, Tensor]) -> int:
+    """Statistics of batch norm, merged after each step as the syncer of the virtual preset does. Returns the bytes sent."""
+    ranks, sent = bench.config.learners, 0
+    for fragment in bench.layout.fragments:
+        if fragment.buffers:
+            own = read_buffers(tensors, fragment)
+            everybodys = [torch.empty_like(own) for _ in range(ranks)]
+            dist.all_gather(everybodys, own)
+            write_buffers(tensors, fragment, merge_buffers(everybodys, [1.0] * ranks, fragment))
+            sent += own.numel() * own.element_size() * (ranks - 1)
+    return sent
 
 
 def _say(channel: BinaryIO, word: Stepped | RankReport) -> None:
@@ -383,8 +402,7 @@ def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
     job = msgspec.json.decode((directory / "ddp.json").read_bytes(), type=Job)
     use_threads(job.threads)
     config, device = load(directory / "config.toml"), torch.device(job.devices[rank])
-    bench = language_workbench(config)
-    assert not any(fragment.buffers for fragment in bench.layout.fragments), "ranks do not average buffers"
+    bench = workbench_for(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # All ranks are of this machine: the loopback needs no name to resolve. A file needs no port that is free.

@@ -13,7 +13,8 @@ from atoll.executor.durable import DurableDisk
 from atoll.executor.shelf import Shelf
 from atoll.executor.snapshots import load_learner
 from atoll.executor.syncer import Disk, TensorHands, initial_versions
-from atoll.executor.workbench import Workbench, language_workbench
+from atoll.executor.tasks import workbench_for
+from atoll.executor.workbench import Workbench
 from atoll.ids import LearnerId, OuterStep
 from atoll.tape.format import Record
 from atoll.tape.replay import Machine, replay
@@ -33,13 +34,13 @@ def verdict(
     outcome = replay(open_run(directory), progress=progress, observe=observe)
     if outcome.fates is None or not outcome.fates.add_up():
         raise RunFailed(f"the fates of tokens in {directory} do not add up: {outcome.fates}")
-    bench = bench or language_workbench(config)
+    bench = bench or workbench_for(config)
     disk = DurableDisk.open(directory / "syncer", read_only=True)
     first = bench.evaluate_theta(*_start(directory, bench).theta())
     return summarise(
         config, view, outcome.fates, loss_first=first, loss_final=bench.evaluate_theta(*disk.theta()),
         theta_sha256=disk.theta_sha256(), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory), clock="wall",
-        faults=faults,
+        faults=faults, accuracy=bench.accuracy_of_theta(*disk.theta()),
     )  # fmt: skip
 
 

@@ -20,7 +20,8 @@ from atoll.config import CUSTOM, Config, from_builtins
 from atoll.errors import UserError
 from atoll.executor.environment import code_version, cpu_capability, use_threads
 from atoll.executor.learner import TensorLearner
-from atoll.executor.workbench import Workbench, language_workbench
+from atoll.executor.tasks import workbench_for
+from atoll.executor.workbench import Workbench
 from atoll.ids import SECOND
 from atoll.protocol.vocabulary import Resumed, StepDone
 from atoll.runtime.learner import Address, LiveLearner, Loop, ask_for_place, own_directory
@@ -76,7 +77,7 @@ def run_worker(options: WorkerOptions) -> None:
 def _workbench(config: Config, placement: Placement, allowed: Collection[str]) -> Workbench:
     if config.model.name == CUSTOM:
         raise UserError("this run's model is brought by its learners: join it from your own loop with atoll.join(...)")
-    bench = language_workbench(config, allowed)
+    bench = workbench_for(config, allowed)
     if bench.layout.fingerprint != placement.layout:
         raise UserError("the model built here has other tensors than the syncer's: install the same atoll and torch")
     if bench.fingerprint != placement.data_fingerprint:

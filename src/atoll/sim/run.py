@@ -16,7 +16,8 @@ from atoll.config import Config, changed, from_builtins, to_toml
 from atoll.errors import UserError
 from atoll.executor.environment import code_version, cpu_capability, mismatches
 from atoll.executor.syncer import TensorHands
-from atoll.executor.workbench import Workbench, language_workbench
+from atoll.executor.tasks import workbench_for
+from atoll.executor.workbench import Workbench
 from atoll.protocol.ledger import Fates
 from atoll.sim.cluster import Cluster, Observer
 from atoll.sim.slices import SliceHardware
@@ -35,6 +36,7 @@ class Outputs:
     loss_first: float | None
     loss_final: float | None
     theta_sha256: str | None
+    accuracy: float | None = None
 
 
 def header_for(config: Config, plan: Plan, bench: Workbench | None, hardware: dict[str, Any] | None = None) -> Header:
@@ -53,7 +55,7 @@ def run_virtual(
     """`limit_seconds` bounds virtual time; by default ten times what an undisturbed run would take, and the plan's length.
     `slices`: learners made of chips that fail, for a synthetic history."""
     if tensors and bench is None:
-        bench = language_workbench(config)
+        bench = workbench_for(config)
     hands = TensorHands(bench) if bench else None
     first = bench.evaluate_theta(*hands.disk.theta()) if bench and hands else None
     header = header_for(config, plan, bench, slices.describe() if slices else None)
@@ -69,12 +71,13 @@ def run_virtual(
     return Outputs(
         cluster.syncer.fates(), directory / "run.tape" if directory else None, first, final,
         hands.disk.theta_sha256() if hands else None,
+        bench.accuracy_of_theta(*hands.disk.theta()) if bench and hands else None,
     )  # fmt: skip
 
 
 def train_on_tape(tape: Tape, config: Config, directory: Path, observers: Sequence[Observer] = ()) -> Outputs:
     """The tape's history under real weights; leaves a run of its own, which replays like any other."""
-    bench = language_workbench(config)
+    bench = workbench_for(config)
     hands = TensorHands(bench)
     first = bench.evaluate_theta(*hands.disk.theta())
     plan = msgspec.convert({"faults": tape.header.plan}, Plan)
@@ -83,8 +86,8 @@ def train_on_tape(tape: Tape, config: Config, directory: Path, observers: Sequen
     if outcome.fates is None:
         raise UserError(f"tape {tape.path}: holds no syncer, so there is nothing to train on")
     _save_theta(directory / "theta.safetensors", bench, hands)
-    final = bench.evaluate_theta(*hands.disk.theta())
-    return Outputs(outcome.fates, directory / "run.tape", first, final, hands.disk.theta_sha256())
+    final, accuracy = bench.evaluate_theta(*hands.disk.theta()), bench.accuracy_of_theta(*hands.disk.theta())
+    return Outputs(outcome.fates, directory / "run.tape", first, final, hands.disk.theta_sha256(), accuracy)
 
 
 DECIDED = ("preset", "learners", "outer_steps", "protocol", "cluster", "limits")
@@ -151,7 +154,7 @@ def replay_run(
     that a difference finds its explanation beside it."""
     if weights and not tape.header.tensors:
         raise UserError(f"tape {tape.path}: holds no training of ours (atoll sim, or a loop of yours); replay without --weights")
-    bench = language_workbench(msgspec.convert(tape.header.config, Config), allowed) if weights else None
+    bench = workbench_for(msgspec.convert(tape.header.config, Config), allowed) if weights else None
     doubts = doubts_about(tape, bench)
     if doubt is not None:
         for sentence in doubts:

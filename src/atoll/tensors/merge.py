@@ -121,6 +121,8 @@ def squared_norms(rows: Tensor) -> Tensor:
     torch splits a reduction to one number among its threads, but never one leaf of many: so leaves of 1024 first, then
     at most 1024 leaves, which is too few for torch to split. Batches bound the float64 copy to 8 MiB.
     """
+    if rows.is_cuda:  # its reductions do not depend on threads of ours, and one launch is what counts there
+        return rows.to(torch.float64).square_().sum(-1)
     count, width = rows.shape
     total = torch.zeros(count, dtype=torch.float64, device=rows.device)
     for left in range(0, width, _BATCH):

@@ -33,6 +33,8 @@ def run_table(s: Summary) -> Table:
         rows.append(("", f"and {len(s.recoveries) - 12} more recoveries"))
     if s.loss_first is not None and s.loss_final is not None:
         rows.append(("held-out loss", f"{s.loss_first:.4f} at first, {s.loss_final:.4f} at the end"))
+    if s.accuracy is not None:
+        rows.append(("held-out accuracy", f"{s.accuracy:.2%}"))
     if s.twin_loss and s.loss_final:
         rows.append(("twin without faults", f"{s.twin_loss:.4f}: this run ends {s.loss_final / s.twin_loss - 1:+.2%} from it"))
     if s.theta_sha256:
@@ -55,8 +57,9 @@ def comparison_table(summaries: Sequence[Summary], reference: str = "ddp") -> Ta
     """Presets line by line on the same recipe."""
     base = next((s for s in summaries if s.preset == reference), None)
     table = Table(title="held-out loss of Theta at equal outer steps")
-    columns = ("preset", "first", "final", "ratio", f"over {reference}", "tokens", "MB up + down", "goodput", "waited")
-    for column in columns:
+    columns = ["preset", "first", "final", "ratio", f"over {reference}", "tokens", "MB up + down", "goodput", "waited"]
+    judged = any(s.accuracy is not None for s in summaries)
+    for column in columns + ["accuracy"] * judged:
         table.add_column(column, justify="left" if column == "preset" else "right", no_wrap=True)
     for s in summaries:
         over = ""
@@ -66,6 +69,7 @@ def comparison_table(summaries: Sequence[Summary], reference: str = "ddp") -> Ta
         table.add_row(
             s.preset, _loss(s.loss_first), _loss(s.loss_final), ratio, over, f"{tokens_trained(s):,}",
             megabytes(s.bytes_up + s.bytes_down), f"{s.goodput:.1%}", f"{s.waited_seconds:,.0f} s",
+            *(["" if s.accuracy is None else f"{s.accuracy:.2%}"] * judged),
         )  # fmt: skip
     return table
 

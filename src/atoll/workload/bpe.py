@@ -35,16 +35,23 @@ class Tokenizer(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def fingerprint(self) -> str: ...
+    @property
+    def end_of_document(self) -> int: ...
     def encode(self, text: bytes) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[bytes]) -> list[list[int]]: ...
     def decode(self, ids: Iterable[int]) -> bytes: ...
 
 
 class ByteTokenizer:
     vocab_size: int = BYTE_VOCAB
     fingerprint: str = hashlib.sha256(b"atoll byte tokenizer, 256 ends a document").hexdigest()
+    end_of_document: int = END_OF_DOCUMENT
 
     def encode(self, text: bytes) -> list[int]:
         return list(text)
+
+    def encode_batch(self, texts: Sequence[bytes]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> bytes:
         """The end of a document is no byte: it decodes to nothing."""
@@ -56,6 +63,8 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
+    end_of_document: int = END_OF_DOCUMENT
+
     def __init__(self, merges: Sequence[Pair]) -> None:
         self.merges = tuple(merges)
         self._ranks = {pair: rank for rank, pair in enumerate(self.merges)}
@@ -82,6 +91,9 @@ class BpeTokenizer:
             ids += known
         return ids
 
+    def encode_batch(self, texts: Sequence[bytes]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Iterable[int]) -> bytes:
         """The end of a document is no byte: it decodes to nothing."""
         pieces = []
@@ -103,14 +115,32 @@ class BpeTokenizer:
         return ids
 
 
+class Sampler:
+    """Documents in the order of their hashes until max_bytes are full: the first ones by name would all be alike.
+
+    Of what was seen only as much is kept as the sample may need.
+    """
+
+    def __init__(self, max_bytes: int = SAMPLE_BYTES) -> None:
+        self._max = max_bytes
+        self._kept: list[tuple[int, bytes]] = []  # a heap, the greatest hash first
+        self._bytes = 0
+
+    def see(self, key: bytes, document: bytes) -> None:
+        heapq.heappush(self._kept, (-int.from_bytes(key, "big"), document[: self._max]))
+        self._bytes += min(len(document), self._max)
+        while self._bytes - len(self._kept[0][1]) >= self._max:
+            self._bytes -= len(heapq.heappop(self._kept)[1])
+
+    def sample(self) -> bytes:
+        return b"".join(document for _, document in sorted(self._kept, reverse=True))[: self._max]
+
+
 def training_sample(documents: Sequence[bytes], max_bytes: int = SAMPLE_BYTES) -> bytes:
-    """Documents in the order of their hashes until max_bytes are full: the first ones by name would all be alike."""
-    sample = bytearray()
-    for document in sorted(documents, key=lambda document: hashlib.sha256(document).digest()):
-        sample += document[: max_bytes - len(sample)]
-        if len(sample) >= max_bytes:
-            break
-    return bytes(sample)
+    sampler = Sampler(max_bytes)
+    for document in documents:
+        sampler.see(hashlib.sha256(document).digest(), document)
+    return sampler.sample()
 
 
 def train_bpe(sample: bytes, vocab_size: int) -> BpeTokenizer:

@@ -1,7 +1,8 @@
 """Text to train on. The default is the running interpreter's own standard library: real text on every machine.
 
-A corpus is a tuple of whole documents in a fixed order with a fingerprint over their names and contents. What was left
-out is named, with its reason: a corpus that quietly shrank would make two runs differ for no visible cause.
+Texts are whole documents in a fixed order with a fingerprint over their names and contents: in memory (`Corpus`) or in
+files (`documents.py`). What was left out is counted and named, with its reason: a corpus that quietly shrank would make
+two runs differ for no visible cause.
 """
 
 from __future__ import annotations
@@ -9,19 +10,28 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, TypeAlias
 
 from atoll.errors import DataError
 
 STDLIB_BYTES_MAX: Final = 8_000_000
-TEXT_BYTES_MAX: Final = 256_000_000
-"""Tokens are packed in memory, by Python: beyond this a corpus needs another tool than this one."""
+STDLIB_BYTES: Final = 4_000_000
+"""What a run takes of the standard library unless it says otherwise."""
+TEXT_BYTES_MAX: Final = 20_000_000_000
+"""Of files, which are read as streams; their tokens are on disk and mapped into memory."""
 HELDOUT_SHARE: Final = 0.05
 CUT_BYTES: Final = 4096
 """A lone text file is cut into documents of at least this size, so that some of them can be held out."""
+
+NAMED_MAX: Final = 20
+"""Documents left out that are named; the rest is counted."""
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""(what is being done, bytes done, bytes in all)"""
 
 _OUTSIDE: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "__pycache__"})
 _BUILD_DIR: Final = "config-"
@@ -35,8 +45,42 @@ class Skipped:
     reason: str
 
 
+class Skips:
+    """What was left out: all of it counted, the first few named."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.named: list[Skipped] = []
+
+    def add(self, path: str, reason: str) -> None:
+        self.counts[reason] += 1
+        if len(self.named) < NAMED_MAX:
+            self.named.append(Skipped(path, reason))
+
+    def sentence(self, key: str) -> str | None:
+        if not self.counts:
+            return None
+        total = self.counts.total()
+        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.counts.items()))
+        more = f" and {total - len(self.named)} more" if total > len(self.named) else ""
+        return f"{key}: left out {total} ({reasons}): " + ", ".join(skip.path for skip in self.named) + more
+
+
+class Texts(Protocol):
+    """Documents that can be read again and again, always the same in the same order."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def fingerprint(self) -> str: ...
+    def read(self, skips: Skips | None = None, progress: Progress | None = None) -> Iterator[bytes]: ...
+    def check_unchanged(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Corpus:
+    """Texts in memory."""
+
     name: str
     documents: tuple[bytes, ...]
     fingerprint: str
@@ -49,6 +93,12 @@ class Corpus:
     @property
     def size_bytes(self) -> int:
         return sum(map(len, self.documents))
+
+    def read(self, skips: Skips | None = None, progress: Progress | None = None) -> Iterator[bytes]:
+        return iter(self.documents)
+
+    def check_unchanged(self) -> None:
+        """What is in memory stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +116,7 @@ def stdlib_corpus(max_bytes: int = STDLIB_BYTES_MAX) -> Corpus:
     kept: list[tuple[str, bytes]] = []
     skipped: list[Skipped] = []
     total, full = 0, False
-    for relative in _files_under(root, (".py",), _OUTSIDE):
+    for relative in files_under(root, (".py",), _OUTSIDE):
         name = relative.split("/")[-1]
         if name.startswith(_BUILD_FILE) or relative.startswith(_BUILD_DIR):
             continue
@@ -91,97 +141,66 @@ def stdlib_corpus(max_bytes: int = STDLIB_BYTES_MAX) -> Corpus:
     return _corpus("stdlib", kept, skipped)
 
 
-def text_corpus(path: str | Path, max_bytes: int = TEXT_BYTES_MAX) -> Corpus:
-    """A plain text file, or every .txt and .py file under a folder. The user's own data, so nothing is forgiven."""
-    root = Path(path)
-    if root.is_file():
-        sources = [(root.name, root)]
-    elif root.is_dir():
-        sources = [(relative, root / relative) for relative in _files_under(root, (".txt", ".py"), frozenset())]
-        if not sources:
-            raise DataError(f"the corpus folder {root} has no .txt or .py file: put text there, or name another folder")
-    else:
-        raise DataError(f"the corpus {root} does not exist: name a text file, or a folder of .txt or .py files")
-    kept: list[tuple[str, bytes]] = []
-    skipped: list[Skipped] = []
-    total = 0
-    for name, file in sources:
-        content = _read_text(file)
-        total += len(content)
-        if total > max_bytes:
-            raise DataError(f"the corpus {root} holds more than {max_bytes} bytes: give less text")
-        if content:
-            kept.append((name, content))
-        else:
-            skipped.append(Skipped(name, "empty"))
-    if not kept:
-        raise DataError(f"the corpus {root} is empty: it must hold some text")
-    if len(kept) == 1:
-        name, content = kept[0]
-        kept = [(f"{name}#{index}", piece) for index, piece in enumerate(_cut(content))]
-    return _corpus(root.name, kept, skipped)
+class HashSplit:
+    """Which documents are held out, by the hash of their content; every document must be seen before any is asked for.
+
+    By content, so that a document that is there twice falls on one side both times, and so that adding or removing
+    documents never moves another one across. Each side gets at least one.
+    """
+
+    def __init__(self, share: float = HELDOUT_SHARE) -> None:
+        self._limit = int(share * 2**64)
+        self._least = self._greatest = b""
+        self._out = self._in = False
+
+    def see(self, key: bytes) -> None:
+        out = self._by_share(key)
+        self._out, self._in = self._out or out, self._in or not out
+        self._least = min(self._least or key, key)
+        self._greatest = max(self._greatest, key)
+
+    def check(self, name: str) -> None:
+        if self._least == self._greatest:
+            raise DataError(
+                f"the corpus {name} has only one distinct document, but training and held-out text need one "
+                f"each: give more text (a lone file is cut into documents of about {CUT_BYTES} bytes), or data.heldout"
+            )
+
+    def heldout(self, key: bytes) -> bool:
+        if not self._out:
+            return key == self._least
+        if not self._in:
+            return key != self._greatest
+        return self._by_share(key)
+
+    def _by_share(self, key: bytes) -> bool:
+        return int.from_bytes(key[:8], "big") < self._limit
+
+
+def document_key(document: bytes) -> bytes:
+    return hashlib.sha256(document).digest()
 
 
 def split_documents(corpus: Corpus, heldout_share: float = HELDOUT_SHARE) -> Split:
-    """Train and held-out documents, chosen by the hash of each document's content.
-
-    By content, so that a document that is in the corpus twice falls on one side both times, and so that adding or
-    removing documents never moves another one across.
-    """
-    keys = [hashlib.sha256(document).digest() for document in corpus.documents]
-    limit = int(heldout_share * 2**64)
-    out = {key for key in keys if int.from_bytes(key[:8], "big") < limit} or {min(keys)}
-    if len(out) == len(set(keys)):
-        if len(out) == 1:
-            raise DataError(
-                f"the corpus {corpus.name} has only one distinct document, but training and held-out text need one "
-                f"each: give more text (a lone file is cut into documents of about {CUT_BYTES} bytes)"
-            )
-        out.remove(max(out))
+    split = HashSplit(heldout_share)
+    keys = [document_key(document) for document in corpus.documents]
+    for key in keys:
+        split.see(key)
+    split.check(corpus.name)
     pairs = list(zip(keys, corpus.documents, strict=True))
     return Split(
-        train=tuple(document for key, document in pairs if key not in out),
-        heldout=tuple(document for key, document in pairs if key in out),
+        train=tuple(document for key, document in pairs if not split.heldout(key)),
+        heldout=tuple(document for key, document in pairs if split.heldout(key)),
     )
 
 
-def _files_under(root: Path, suffixes: tuple[str, ...], outside: frozenset[str]) -> Iterator[str]:
+def files_under(root: Path, suffixes: tuple[str, ...], outside: frozenset[str] = frozenset()) -> Iterator[str]:
     """Relative paths with forward slashes, sorted as text: the same order on every file system."""
     found: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in outside]
         found += [(Path(folder) / name).relative_to(root).as_posix() for name in files if name.endswith(suffixes)]
     return iter(sorted(found))
-
-
-def _read_text(file: Path) -> bytes:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise DataError(f"the corpus file {file} cannot be read: {error.strerror}") from error
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"the corpus file {file} is not utf-8 (byte {error.start} is 0x{content[error.start]:02x}): convert it"
-        ) from error
-    return content
-
-
-def _cut(content: bytes) -> list[bytes]:
-    """Pieces that join up to the content, cut after a blank line where one comes soon, else after a line."""
-    pieces, start = [], 0
-    while len(content) - start > 2 * CUT_BYTES:
-        least = start + CUT_BYTES
-        blank = content.find(b"\n\n", least, least + CUT_BYTES)
-        end = blank + 2 if blank >= 0 else content.find(b"\n", least) + 1
-        if end <= 0:
-            break
-        pieces.append(content[start:end])
-        start = end
-    if start < len(content):
-        pieces.append(content[start:])
-    return pieces
 
 
 def _corpus(name: str, named: Sequence[tuple[str, bytes]], skipped: Sequence[Skipped]) -> Corpus:

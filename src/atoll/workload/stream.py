@@ -1,4 +1,4 @@
-"""Tokens packed in memory, and the streams of batches cut from them.
+"""Packed tokens, and the streams of batches cut from them.
 
 A batch is a pure function of (seed, stream, position). A stream has no cursor to lose: a learner that restarts, or a
 peer that takes over its data, asks for the next position and gets the next batch, and a round of few steps cannot
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import DataError
-from atoll.workload.bpe import END_OF_DOCUMENT, Tokenizer
+from atoll.workload.bpe import Tokenizer
 from atoll.workload.corpus import HELDOUT_SHARE, Corpus, split_documents
 from atoll.workload.seeds import generator
 
@@ -53,7 +53,7 @@ def pack(documents: Sequence[bytes], tokenizer: Tokenizer) -> Tensor:
     tokens = array("h" if compact else "i")
     for document in documents:
         tokens.extend(tokenizer.encode(document))
-        tokens.append(END_OF_DOCUMENT)
+        tokens.append(tokenizer.end_of_document)
     if not tokens:  # torch refuses an empty buffer
         return torch.empty(0, dtype=torch.int16)
     return torch.frombuffer(tokens, dtype=torch.int16 if compact else torch.int32).clone()

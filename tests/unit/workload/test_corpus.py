@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import DataError
-from atoll.workload.corpus import CUT_BYTES, Corpus, split_documents, stdlib_corpus, text_corpus
+from atoll.workload.corpus import NAMED_MAX, Corpus, Skips, split_documents, stdlib_corpus
 
 TOPICS = [f"document {index}\n".encode() * 3 for index in range(200)]
 
@@ -88,54 +88,21 @@ def test_stdlib_corpus_where_nothing_fits_says_so(monkeypatch: pytest.MonkeyPatc
         stdlib_corpus(2)
 
 
-def test_fingerprint_when_a_name_or_a_content_changes_differs(tmp_path: Path) -> None:
-    prints = set()
-    for number, files in enumerate(
-        [{"a.txt": b"xy", "b.txt": b"z"}, {"a.txt": b"x", "b.txt": b"yz"}, {"a.txt": b"xy", "c.txt": b"z"}]
-    ):
-        write(tmp_path / str(number), files)
-        prints.add(text_corpus(tmp_path / str(number)).fingerprint)
-    assert len(prints) == 3
+def test_skips_count_everything_and_name_the_first_few() -> None:
+    skips = Skips()
+    assert skips.sentence("data.corpus") is None
+    for line in range(NAMED_MAX + 5):
+        skips.add(f"a.jsonl line {line}", "empty" if line else "blank line")
+    sentence = skips.sentence("data.corpus")
+    assert sentence is not None
+    assert sentence.startswith(f"data.corpus: left out {NAMED_MAX + 5} (1 blank line, {NAMED_MAX + 4} empty): a.jsonl line 0, ")
+    assert sentence.endswith(f"a.jsonl line {NAMED_MAX - 1} and 5 more")
 
 
-def test_text_corpus_of_a_folder_takes_txt_and_py_in_order_of_name(tmp_path: Path) -> None:
-    write(tmp_path, {"b.txt": b"two", "a/x.py": b"one", "c.bin": b"\xff", "d.txt": b""})
-    corpus = text_corpus(tmp_path)
-    assert corpus.documents == (b"one", b"two")
-    assert [skip.path for skip in corpus.skipped_files] == ["d.txt"]
-
-
-def test_text_corpus_of_one_file_is_cut_at_lines_without_losing_a_byte(tmp_path: Path) -> None:
-    content = b"".join(b"line %d of a long file\n" % index + b"\n" * (index % 50 == 0) for index in range(4000))
-    write(tmp_path, {"book": content})
-    corpus = text_corpus(tmp_path / "book")
-    assert b"".join(corpus.documents) == content
-    assert len(corpus.documents) > 10
-    assert all(len(document) >= CUT_BYTES and document.endswith(b"\n") for document in corpus.documents[:-1])
-
-
-def test_text_corpus_of_one_endless_line_stays_one_document(tmp_path: Path) -> None:
-    write(tmp_path, {"line": b"x" * 50_000})
-    assert text_corpus(tmp_path / "line").documents == (b"x" * 50_000,)
-
-
-@pytest.mark.parametrize(
-    ("files", "sentence"),
-    [
-        ({}, "data does not exist: name a text file, or a folder of .txt or .py files"),
-        ({"data/a.bin": b"x"}, "data has no .txt or .py file"),
-        ({"data/a.txt": b""}, "data is empty: it must hold some text"),
-        ({"data": b""}, "data is empty: it must hold some text"),
-        ({"data/a.txt": b"ok\xff"}, r"a.txt is not utf-8 \(byte 2 is 0xff\): convert it"),
-        ({"data": b"x" * 101}, "data holds more than 100 bytes: give less text"),
-    ],
-)
-def test_text_corpus_that_cannot_be_used_says_what_would_be_right(
-    tmp_path: Path, files: dict[str, bytes], sentence: str
-) -> None:
-    write(tmp_path, files)
-    with pytest.raises(DataError, match=sentence):
-        text_corpus(tmp_path / "data", max_bytes=100)
+def test_corpus_in_memory_is_read_again_and_again() -> None:
+    corpus = corpus_of(TOPICS)
+    assert list(corpus.read()) == list(corpus.read()) == TOPICS
+    corpus.check_unchanged()
 
 
 def test_split_holds_out_about_a_twentieth_and_never_overlaps() -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from atoll.errors import DataError
 from atoll.workload.evaluate import heldout_loss
-from atoll.workload.model import DecoderShape, build_decoder, language_model_loss
+from atoll.workload.model import Z_LOSS, DecoderShape, build_decoder, language_model_loss
 
 
 class Biased(nn.Module):
@@ -47,10 +47,12 @@ def test_heldout_loss_when_the_model_fails_still_puts_the_mode_back() -> None:
     assert model.training
 
 
-def test_heldout_loss_of_one_batch_is_the_training_loss_and_leaves_no_gradient() -> None:
+def test_heldout_loss_of_one_batch_is_the_training_loss_without_z_loss_and_leaves_no_gradient() -> None:
     model = build_decoder(DecoderShape(257, 32, 2, 2, 64), 0)
     batch = torch.randint(0, 257, (4, 17), generator=torch.Generator().manual_seed(0))
-    assert heldout_loss(model, [batch]) == pytest.approx(language_model_loss(model, batch).item(), abs=1e-5)
+    z_loss = Z_LOSS * torch.logsumexp(model(batch[:, :-1]), dim=-1).square().mean()
+    assert z_loss > 1e-3
+    assert heldout_loss(model, [batch]) == pytest.approx((language_model_loss(model, batch) - z_loss).item(), abs=1e-5)
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

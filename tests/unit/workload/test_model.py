@@ -35,10 +35,10 @@ def same_weights(one: nn.Module, two: nn.Module) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[key], right[key]) for key in left)
 
 
-def test_decoder_has_nine_tensors_a_block_and_no_persistent_buffers() -> None:
+def test_decoder_has_eleven_tensors_a_block_and_no_persistent_buffers() -> None:
     model = build_decoder(NANO, 0)
     names = [name for name, _ in model.named_parameters()]
-    assert len([name for name in names if name.startswith("blocks.")]) == 9 * 4
+    assert len([name for name in names if name.startswith("blocks.")]) == 11 * 4
     assert {name for name in names if not name.startswith("blocks.")} == {
         "embedding.weight",
         "norm.weight",

@@ -1,0 +1,53 @@
+"""TOML in and out: recipes, configs, and the key=value of --set."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from atoll.errors import ConfigError
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf8"))
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path}: cannot be read as UTF-8 text ({error})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"recipe {path}: not valid TOML: {error}") from None
+
+
+def to_toml(config: msgspec.Struct) -> str:
+    """The complete config as TOML that `atoll train` accepts. A dozen lines here spare a dependency."""
+    tables: dict[str, Any] = msgspec.to_builtins(config)
+    lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
+    for section, keys in tables.items():
+        if isinstance(keys, dict):
+            lines += ["", f"[{section}]"] + [f"{key} = {_toml(value)}" for key, value in keys.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + "}"
+    # TOML's strings, numbers, booleans and arrays are JSON's, but for one control character that JSON leaves bare
+    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+
+
+def parse_assignment(text: str) -> dict[str, Any]:
+    key, equals, value = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise ConfigError(f"--set {text!r}: must be key=value, such as protocol.overlap=2")
+    try:
+        parsed: Any = tomllib.loads(f"v = {value}")["v"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()  # a bare word is a string: --set protocol.merge=mean
+    for part in reversed(key.split(".")):
+        parsed = {part: parsed}
+    return {str(k): v for k, v in parsed.items()}

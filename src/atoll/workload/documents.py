@@ -1,0 +1,306 @@
+"""Documents from the user's files: plain text, JSON lines and Parquet, packed or not, by path, folder or glob.
+
+Files are read as streams, once to survey them and once to encode them, so that text larger than memory is no matter.
+The data is the user's own, so nothing is forgiven: what cannot be read ends the run with the file and the line. What is
+merely empty is left out, counted and named.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+
+from atoll.errors import DataError
+from atoll.workload.corpus import CUT_BYTES, Progress, Skips, files_under
+from atoll.workload.packing import PACKED, importing, opened
+
+DOCUMENT_BYTES_MAX: Final = 1 << 28
+ROWS_AT_ONCE: Final = 256
+_BLOCK: Final = 1 << 20
+
+_LINES: Final = (".jsonl", ".ndjson", ".json")
+_PARQUET: Final = ".parquet"
+_PLAIN: Final = (".txt", ".py")
+IN_FOLDERS: Final = (*(suffix + packed for suffix in (*_PLAIN, *_LINES) for packed in ("", *PACKED)), _PARQUET)
+
+
+@dataclass(frozen=True)
+class Source:
+    path: Path
+    name: str
+    """Without the folders that differ from machine to machine: it enters the fingerprint, the path does not."""
+
+    @property
+    def bare(self) -> str:
+        """The name without what it was packed with."""
+        return next((self.path.name.removesuffix(packed) for packed in PACKED if self.path.name.endswith(packed)), self.path.name)
+
+    @property
+    def is_lines(self) -> bool:
+        return self.bare.endswith(_LINES)
+
+    @property
+    def is_parquet(self) -> bool:
+        return self.path.name.endswith(_PARQUET)
+
+    @property
+    def is_text(self) -> bool:
+        return not self.is_lines and not self.is_parquet
+
+
+class FileTexts:
+    """The documents of the files that a key of the recipe names.
+
+    A text file is one document. A lone one may be cut (`cut`), because a split needs more than one. A line of JSON lines
+    or a row of Parquet is one document, its text in `field`.
+    """
+
+    def __init__(self, wanted: str, field: str, key: str = "data.corpus", *, cut: bool = True) -> None:
+        self.key = key
+        self.name = wanted
+        self._field = field
+        self.sources, self._twice = find_sources(wanted, key)
+        filled = [source for source in self.sources if _stat(source.path)[0] > 0]
+        self._cut = cut and len(filled) == 1 and filled[0].is_text
+        self._before = self._stats()
+        digest = hashlib.sha256(f"texts cut={self._cut} field={field}\n".encode("utf-8", "surrogateescape"))
+        for source in self.sources:
+            name = source.name.encode("utf-8", "surrogateescape")
+            digest.update(len(name).to_bytes(8, "little") + name + _file_digest(source.path))
+        self.fingerprint = digest.hexdigest()
+
+    def read(self, skips: Skips | None = None, progress: Progress | None = None) -> Iterator[bytes]:
+        skips = skips if skips is not None else Skips()
+        for path in self._twice:
+            skips.add(str(path), "named twice and read once")
+        done, total = 0, sum(size for size, _ in self._before)
+        for source, (size, _) in zip(self.sources, self._before, strict=True):
+            yield from self._documents(source, skips)
+            done += size
+            if progress is not None:
+                progress("reading text", done, total)
+
+    def check_unchanged(self) -> None:
+        if self._stats() != self._before:
+            changed = next(s.path for s, old in zip(self.sources, self._before, strict=True) if _stat(s.path) != old)
+            raise DataError(f"{self.key}: {changed} changed while it was read: start again when it is complete")
+
+    def _stats(self) -> list[tuple[int, int]]:
+        return [_stat(source.path) for source in self.sources]
+
+    def _documents(self, source: Source, skips: Skips) -> Iterator[bytes]:
+        if source.is_parquet:
+            yield from _rows(source.path, self._field, skips)
+            return
+        with opened(source.path) as stream:
+            if source.is_lines:
+                yield from _lines(stream, source.path, self._field, skips)
+            else:
+                yield from _texts(stream, source.path, self._cut, skips)
+
+
+def find_sources(wanted: str, key: str) -> tuple[list[Source], list[Path]]:
+    """Files in the order of the parts between commas, sorted within a folder or a glob; and what was named twice.
+
+    A path that exists is that path, whatever characters are in it.
+    """
+    parts = [wanted] if _exists(wanted) else [part.strip() for part in wanted.split(",")]
+    found: dict[Path, Source] = {}
+    twice: list[Path] = []
+    for part in parts:
+        for source in _matching(part, key):
+            same = source.path.resolve()
+            if same in found:
+                twice.append(source.path)
+            else:
+                found[same] = source
+    return list(found.values()), twice
+
+
+def _exists(part: str) -> bool:
+    try:
+        return bool(part) and Path(part).expanduser().exists()
+    except (OSError, ValueError, RuntimeError):  # a name too long, with a NUL, or of nobody's home
+        return False
+
+
+def _matching(part: str, key: str) -> Sequence[Source]:
+    if not part:
+        raise DataError(f"{key}: a name is missing; give a path, a glob, or several separated by commas")
+    if _exists(part):
+        path = Path(part).expanduser()
+        if path.is_file():
+            return [Source(path, path.name)]
+        if not path.is_dir():
+            raise DataError(f"{key}: {path} is neither a file nor a folder, and text is read more than once: name a file")
+        inside = [Source(path / relative, relative) for relative in files_under(path, IN_FOLDERS)]
+        if not inside:
+            kinds = ", ".join((*_PLAIN, *_LINES, _PARQUET))
+            raise DataError(f"{key}: the folder {path} has no {kinds} file: put text there, or name another folder")
+        return inside
+    if glob.has_magic(part):
+        names = sorted(glob.glob(os.path.expanduser(part), recursive=True))
+        files = [Source(Path(name), Path(name).name) for name in names if Path(name).is_file()]
+        if not files:
+            raise DataError(f"{key}: no file matches {part}: check the glob, relative to {Path.cwd()}")
+        return files
+    raise DataError(f"{key}: {part} does not exist: name a file of text, JSON lines or Parquet, a folder of them, or a glob")
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise DataError(f"the file {path} cannot be read: {error.strerror}") from error
+    return found.st_size, found.st_mtime_ns
+
+
+def _file_digest(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").digest()
+    except OSError as error:
+        raise DataError(f"the file {path} cannot be read: {error.strerror}") from error
+
+
+# ---------------------------------------------------------------- plain text
+
+
+def _texts(stream: BinaryIO, path: Path, cut: bool, skips: Skips) -> Iterator[bytes]:
+    lines, done = 1, 0
+    for piece in _pieces(stream, path) if cut else _whole(stream, path):
+        try:
+            piece.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line, byte = lines + piece.count(b"\n", 0, error.start), done + error.start
+            raise DataError(
+                f"the file {path} is not utf-8 (line {line}, byte {byte} of the file is 0x{piece[error.start]:02x}): convert it"
+            ) from error
+        lines, done = lines + piece.count(b"\n"), done + len(piece)
+        yield piece
+    if not done:
+        skips.add(str(path), "empty")
+
+
+def _whole(stream: BinaryIO, path: Path) -> Iterator[bytes]:
+    content = stream.read(DOCUMENT_BYTES_MAX + 1)
+    if len(content) > DOCUMENT_BYTES_MAX:
+        raise DataError(f"the file {path} is one document of more than {DOCUMENT_BYTES_MAX} bytes: split it, or give JSON lines")
+    if content:
+        yield content
+
+
+def _pieces(stream: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Pieces that join up to the file, cut after a blank line where one comes soon, else after a line."""
+    buffer, start, ended = b"", 0, False
+    while True:
+        while not ended and len(buffer) - start <= 2 * CUT_BYTES:
+            block = stream.read(_BLOCK)
+            buffer, start, ended = buffer[start:] + block, 0, not block
+        if len(buffer) - start <= 2 * CUT_BYTES:
+            break
+        least = start + CUT_BYTES
+        blank = buffer.find(b"\n\n", least, least + CUT_BYTES)
+        end = blank + 2 if blank >= 0 else buffer.find(b"\n", least) + 1
+        if end <= 0:
+            if ended:
+                break
+            rest = b"".join(_until_newline(stream, path))
+            ended = not rest.endswith(b"\n")
+            buffer, start = buffer[start:] + rest, 0
+            continue
+        yield buffer[start:end]
+        start = end
+    if start < len(buffer):
+        yield buffer[start:]
+
+
+def _until_newline(stream: BinaryIO, path: Path) -> Iterator[bytes]:
+    """At least to the next newline, or to the end of the file."""
+    total = 0
+    while True:
+        part = stream.readline(_BLOCK)
+        yield part
+        total += len(part)
+        if not part or part.endswith(b"\n"):
+            return
+        if total > DOCUMENT_BYTES_MAX:
+            raise DataError(f"the file {path} has a line of more than {DOCUMENT_BYTES_MAX} bytes: break it up")
+
+
+# ---------------------------------------------------------------- JSON lines and Parquet
+
+
+def _lines(stream: BinaryIO, path: Path, field: str, skips: Skips) -> Iterator[bytes]:
+    # Only the one field is built: the others are passed over without making objects of them.
+    shape = msgspec.defstruct("Line", [("text", str)], rename={"text": field})
+    decoder = msgspec.json.Decoder(shape)
+    number = 0
+    while line := stream.readline(DOCUMENT_BYTES_MAX + 1):
+        number += 1
+        if len(line) > DOCUMENT_BYTES_MAX:
+            raise DataError(f"the file {path} has a line {number} of more than {DOCUMENT_BYTES_MAX} bytes: split the document")
+        if number == 1:
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if line.isspace():
+            skips.add(f"{path} line {number}", "blank line")
+            continue
+        try:
+            document: bytes = getattr(decoder.decode(line), "text").encode()  # noqa: B009
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(f"the file {path}, line {number}: {_flaw(line, field, error)}") from error
+        if document:
+            yield document
+        else:
+            skips.add(f"{path} line {number}", "empty")
+    if number == 0:
+        skips.add(str(path), "empty")
+
+
+def _flaw(line: bytes, field: str, error: Exception) -> str:
+    try:
+        line.decode("utf-8")
+    except UnicodeDecodeError as wrong:
+        return f"is not utf-8 (byte {wrong.start} of the line is 0x{line[wrong.start]:02x}): convert it"
+    what = str(error)
+    if not isinstance(error, msgspec.ValidationError):
+        return f"is not valid JSON ({what[0].lower()}{what[1:]}); JSON lines hold one object a line"
+    if "missing required field" in what:
+        return f"has no field {field!r}: name the one that holds the text with data.field"
+    if "$" in what:
+        got = what.partition("got ")[2].partition(" ")[0].strip("`")
+        return f"its field {field!r} holds {got}, not a string"
+    return f"is not an object but {what.rpartition('got ')[2].strip('`')}; JSON lines hold one object a line"
+
+
+def _rows(path: Path, field: str, skips: Skips) -> Iterator[bytes]:
+    parquet = importing("pyarrow.parquet", f"to read {path}", "pyarrow", "parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            columns = file.schema_arrow.names
+            if field not in columns:
+                raise DataError(f"the file {path} has no column {field!r} but {', '.join(columns)}: name one with data.field")
+            row = 0
+            for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=[field]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    if not isinstance(value, str):
+                        got = "null" if value is None else type(value).__name__
+                        raise DataError(f"the file {path}, row {row}: its column {field!r} holds {got}, not a string")
+                    if value:
+                        yield value.encode()
+                    else:
+                        skips.add(f"{path} row {row}", "empty")
+            if row == 0:
+                skips.add(str(path), "empty")
+    except OSError as error:
+        raise DataError(f"the file {path} cannot be read: {error}") from error
+    except ValueError as error:  # pyarrow's own errors are ValueErrors
+        raise DataError(f"the file {path} is damaged or no Parquet ({str(error).splitlines()[0]})") from error

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import lzma
+import sys
+from pathlib import Path
+
+import pytest
+from small_tokenizer import saved, trained
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import Unigram, WordLevel
+
+from atoll.errors import DataError
+from atoll.workload.tokenizer_json import JsonTokenizer
+
+
+def test_ids_are_those_of_the_package_and_round_trip(tmp_path: Path) -> None:
+    theirs = trained()
+    ours = JsonTokenizer(saved(tmp_path, theirs))
+    assert ours.vocab_size == theirs.get_vocab_size()
+    assert ours.end_of_document == theirs.token_to_id("<|endoftext|>")
+    for text in ("", "the fox", "für 日本\n\n  x", " " * 50):
+        assert ours.encode(text.encode()) == theirs.encode(text).ids
+        assert ours.decode(ours.encode(text.encode())) == text.encode()
+    texts = [b"the end", b"", b"of the story"]
+    assert ours.encode_batch(texts) == [ours.encode(text) for text in texts]
+
+
+def test_end_of_document_decodes_to_nothing_and_unknown_tokens_are_named(tmp_path: Path) -> None:
+    ours = JsonTokenizer(saved(tmp_path, trained()))
+    assert ours.decode([*ours.encode(b"a"), ours.end_of_document, *ours.encode(b"b")]) == b"ab"
+    with pytest.raises(DataError, match=f"token {ours.vocab_size} is not in the vocabulary of {ours.vocab_size}"):
+        ours.decode([ours.vocab_size])
+
+
+def test_text_that_spells_the_end_of_a_document_does_not_end_it(tmp_path: Path) -> None:
+    ours = JsonTokenizer(saved(tmp_path, trained()))
+    ids = ours.encode(b"a <|endoftext|> b")
+    assert ours.end_of_document not in ids
+    assert ours.decode(ids) == b"a <|endoftext|> b"
+
+
+def test_truncation_padding_and_dropout_of_the_file_are_switched_off(tmp_path: Path) -> None:
+    theirs = trained()
+    plain = JsonTokenizer(saved(tmp_path, theirs)).encode(b"the quick brown fox jumps")
+    theirs.enable_truncation(max_length=2)
+    theirs.enable_padding(length=50)
+    model = json.loads(theirs.to_str())["model"] | {"dropout": 0.9}
+    ours = JsonTokenizer(saved(tmp_path, theirs, "tuned.json", model=model))
+    assert [ours.encode(b"the quick brown fox jumps") for _ in range(5)] == [plain] * 5
+
+
+def test_packed_file_and_folder_are_the_same_tokenizer(tmp_path: Path) -> None:
+    path = saved(tmp_path, trained(), "tokenizer.json")
+    (tmp_path / "packed.json.xz").write_bytes(lzma.compress(path.read_bytes()))
+    prints = {JsonTokenizer(place).fingerprint for place in (path, tmp_path, tmp_path / "packed.json.xz")}
+    assert len(prints) == 1
+
+
+@pytest.mark.parametrize("end", ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>"])
+def test_usual_names_of_the_end_are_found(tmp_path: Path, end: str) -> None:
+    theirs = trained(end)
+    assert JsonTokenizer(saved(tmp_path, theirs)).end_of_document == theirs.token_to_id(end)
+
+
+def test_end_may_be_chosen_and_is_part_of_the_fingerprint(tmp_path: Path) -> None:
+    theirs = trained()
+    theirs.add_special_tokens([AddedToken("<stop>")])
+    path = saved(tmp_path, theirs)
+    chosen = JsonTokenizer(path, "<stop>")
+    assert chosen.end_of_document == theirs.token_to_id("<stop>") == chosen.vocab_size - 1
+    assert chosen.fingerprint != JsonTokenizer(path).fingerprint
+
+
+def test_vocabularies_of_other_models_are_counted_too(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"a": 0, "</s>": 7}, unk_token="a"))
+    assert JsonTokenizer(saved(tmp_path, words)).vocab_size == 8
+    pieces = Tokenizer(Unigram([("<unk>", 0.0), ("</s>", -1.0), ("a", -2.0)], unk_id=0, byte_fallback=False))
+    assert JsonTokenizer(saved(tmp_path, pieces)).end_of_document == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "end", "sentence"),
+    [
+        (None, "", r"data.tokenizer = '.*t.json': must be 'bytes', 'bpe' or a Hugging Face tokenizer's JSON file, and there"),
+        (b"", "", "t.json is no Hugging Face tokenizer"),
+        (b"[1]", "", "t.json is no Hugging Face tokenizer"),
+        (b'{"model": {}}', "", "t.json is no Hugging Face tokenizer"),
+        (b'{"model": {"vocab": {"a": "b"}}}', "", "its entries are not numbered from 0"),
+        (b'{"model": {"vocab": {}}}', "", "t.json has no entry"),
+        (b'{"model": {"vocab": {"a": 0}}}', "", r"t.json has none of <\|endoftext\|>, .*: say with data.end_of_document"),
+        (b'{"model": {"vocab": {"a": 0}}}', "b", "data.end_of_document = 'b': the tokenizer .* has no such entry"),
+    ],
+)
+def test_file_that_is_no_tokenizer_says_what_would_be_right(
+    tmp_path: Path, content: bytes | None, end: str, sentence: str
+) -> None:
+    if content is not None:
+        (tmp_path / "t.json").write_bytes(content)
+    with pytest.raises(DataError, match=sentence):
+        JsonTokenizer(tmp_path / "t.json", end)
+
+
+def test_file_the_package_refuses_is_told_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_bytes(b'{"model": {"type": "Magic", "vocab": {"</s>": 0}}}')
+    with pytest.raises(DataError, match=r"t.json is refused by the package tokenizers: "):
+        JsonTokenizer(tmp_path / "t.json").encode(b"x")
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="takes utf-8 text only"):
+        JsonTokenizer(saved(tmp_path, trained())).encode(b"\xff")
+
+
+def test_without_the_package_a_run_learns_all_but_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    ours = JsonTokenizer(saved(tmp_path, trained()))
+    assert (ours.vocab_size, ours.end_of_document) == (280, 0)
+    with pytest.raises(DataError, match=r"to use .*tok.json the package tokenizers is needed: pip install 'atoll\[hf\]'"):
+        ours.encode(b"x")
