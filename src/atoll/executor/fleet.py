@@ -1,0 +1,215 @@
+"""Several learners of one virtual run on one device: their inner steps as one batched product.
+
+A learner's step is only queued when the machine asks for it. It runs when somebody first needs its result: then all that are
+queued run together, because in virtual time learners step side by side. Everything else (staging, encoding, merging, adopting) is
+`TensorLearner`'s and `TensorSyncer`'s, on tensors that stay on the device.
+
+The loss of a step is told with the learner's next one: asking sooner would wait for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from atoll.codecs import encode_with_feedback
+from atoll.errors import ConfigError, NotFinite
+from atoll.executor.cuda_learner import leading
+from atoll.executor.hands import Blob, Hands
+from atoll.executor.learner import TensorLearner
+from atoll.executor.null import batch_size
+from atoll.executor.shelf import Shelf as MemoryShelf
+from atoll.executor.stacked_adamw import StackedAdamW
+from atoll.executor.syncer import Disk, TensorSyncer, initial_versions
+from atoll.executor.workbench import Workbench
+from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, OuterStep, WorkerId
+from atoll.protocol.vocabulary import (
+    NO_VERSION,
+    Contribution,
+    Effect,
+    Event,
+    InnerStep,
+    Keep,
+    Send,
+    Stage,
+    StateTransfer,
+    StepDone,
+    Unstage,
+)  # fmt: skip
+from atoll.tensors.access import read_buffers, read_params
+from atoll.workload.model import Decoder
+from atoll.workload.stacked import stacked_loss
+
+
+class Fleet:
+    """The weights of `learners` learners, [M, ...] each, and the steps that are queued on them."""
+
+    def __init__(self, bench: Workbench, learners: int, device: torch.device, *, compiled: bool = False) -> None:
+        template = bench.build()
+        if not isinstance(template, Decoder):
+            raise ConfigError(f"model.name = {bench.config.model.name!r}: only the decoder runs as a fleet")
+        if template.shape.experts:
+            raise ConfigError(f"model.numbers.experts = {template.shape.experts}: a fleet runs dense decoders only")
+        self._bench, self._device, self._learners = bench, device, learners
+        self._shape = template.shape
+        self._initial = {name: p.detach().to(device) for name, p in template.named_parameters()}
+        self._weights = {name: torch.stack([p] * learners).requires_grad_() for name, p in self._initial.items()}
+        self._grads = {name: torch.zeros_like(w) for name, w in self._weights.items()}
+        self._cos, self._sin = template.cos.to(device), template.sin.to(device)
+        self._moments = StackedAdamW(bench.config, self._weights, self._grads, compiled=compiled)
+        self._queue: dict[LearnerId, tuple[InnerStep, torch.optim.Optimizer]] = {}
+        self._told: list[float | None] = [None] * learners
+        self._untold: tuple[list[LearnerId], Tensor] | None = None
+        self._loss: Callable[..., Tensor] = torch.compile(stacked_loss, dynamic=False) if compiled else stacked_loss
+
+    def module(self, learner: LearnerId) -> nn.Module:
+        """A model with the initial weights whose parameters are this learner's slices of the stacked ones."""
+        self._queue.pop(learner, None)
+        model = self._bench.build()
+        own = {id(p): self._slice(name, learner) for name, p in model.named_parameters()}
+        for part in model.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None:  # tied ones become one again
+                    part._parameters[name] = own[id(parameter)]
+        return model
+
+    def _slice(self, name: str, learner: LearnerId) -> nn.Parameter:
+        stacked = self._weights[name].detach()[learner]
+        stacked.copy_(self._initial[name])
+        return nn.Parameter(stacked)
+
+    # ------------------------------------------------------------ stepping
+
+    def queue(self, learner: LearnerId, step: InnerStep, optimizer: torch.optim.Optimizer) -> float | None:
+        """Returns the loss of an earlier step, once it is known."""
+        if learner in self._queue:
+            self.flush()
+        self._queue[learner] = (step, optimizer)
+        return self._told[learner]
+
+    def settle(self, learner: LearnerId) -> None:
+        """Somebody needs this learner's weights as they are after its step."""
+        if learner in self._queue:
+            self.flush()
+
+    def flush(self) -> None:
+        queued, self._queue = self._queue, {}
+        self._hear_losses()
+        who = sorted(queued)
+        config = self._bench.config
+        taking_part = self._upload([1.0 if m in queued else 0.0 for m in range(self._learners)], torch.float32)
+        total = torch.zeros(self._learners, device=self._device)
+        for name, weight in self._weights.items():
+            self._grads[name].zero_()
+            weight.grad = self._grads[name]
+        for micro in range(config.inner.accumulate):
+            batch, samples = self._batch({m: step for m, (step, _) in queued.items()}, micro)
+            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+                losses = self._loss(self._shape, self._weights, batch, samples, self._cos, self._sin)
+            (losses * taking_part / config.inner.accumulate).sum().backward()
+            total += losses.detach() / config.inner.accumulate
+        self._untold = (who, total)
+        self._moments.step({m: (step.outer_step, optimizer) for m, (step, optimizer) in queued.items()})
+
+    def _batch(self, steps: dict[LearnerId, InnerStep], micro: int) -> tuple[Tensor, Tensor]:
+        """[M, B, T + 1], and how many of the B are each learner's; who is not stepping has none."""
+        count = self._bench.config.inner.accumulate
+        d = self._bench.config.data
+        most = max(d.samples_by_learner or (d.batch_size,))
+        whole = torch.zeros(self._learners, most, d.seq_len + 1, dtype=torch.int64, device=self._device)
+        samples = [0] * self._learners
+        for m, step in steps.items():
+            position = step.batch * count + micro
+            row = self._bench.batch(m, step.stream, position)
+            row = leading(row, step.share, position) if step.share < 1.0 else row
+            whole[m, : row.shape[0]].copy_(row, non_blocking=True)
+            samples[m] = row.shape[0]
+        return whole, self._upload(samples, torch.int64)
+
+    def _upload(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        """From pinned memory: from elsewhere a copy would wait for the device."""
+        here = torch.tensor(values, dtype=dtype)
+        return (here.pin_memory() if self._device.type == "cuda" else here).to(self._device, non_blocking=True)
+
+    def _hear_losses(self) -> None:
+        if self._untold is not None:
+            who, losses = self._untold
+            values = losses.tolist()
+            for m in who:
+                self._told[m] = values[m]
+            self._untold = None
+
+
+class FleetLearner(TensorLearner):
+    def __init__(self, bench: Workbench, learner: LearnerId, fleet: Fleet, shelf: MemoryShelf, device: torch.device) -> None:
+        super().__init__(bench, learner, shelf, model=fleet.module(learner), device=device, resident=True)
+        self._fleet = fleet
+        self._raw: dict[tuple[FragmentId, OuterStep], tuple[Stage, Tensor, Tensor]] = {}
+
+    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+        if isinstance(effect, Unstage):
+            self._raw.pop((effect.fragment, effect.slot), None)
+        elif not isinstance(effect, InnerStep | Keep | Send):  # those do not touch the weights
+            self._fleet.settle(self._learner)
+        return super().execute(effect, blob)
+
+    def _forget_work(self) -> None:
+        super()._forget_work()
+        self._raw.clear()
+
+    def blob_for(self, send: Send) -> Blob | None:
+        body = send.envelope.body
+        if isinstance(body, Contribution):
+            for key in ((body.fragment, body.outer_step), (body.fragment, NO_VERSION)):
+                if key in self._raw:
+                    self._encode(key)
+                    break
+        elif isinstance(body, StateTransfer):
+            self._fleet.settle(self._learner)
+        return super().blob_for(send)
+
+    def _stage(self, effect: Stage) -> Sequence[Event]:
+        """Only the difference is taken now. It is encoded, and checked, if it is pulled: few of those staged are."""
+        difference = self._difference(effect.fragment)
+        buffers = read_buffers(self._tensors, self._fragments[effect.fragment])
+        self._raw[effect.fragment, effect.slot] = (effect, difference, buffers)
+        self._staged.pop((effect.fragment, effect.slot), None)
+        if effect.restart:
+            self._round_start[effect.fragment] = read_params(self._tensors, self._fragments[effect.fragment])
+        return ()
+
+    def _encode(self, key: tuple[FragmentId, OuterStep]) -> None:
+        effect, difference, buffers = self._raw.pop(key)
+        rng, residual = self._rounding(effect), None
+        with suppress(NotFinite):  # then there is nothing to send, and the syncer sends this learner into recovery
+            if self._config.protocol.error_feedback:
+                packet, residual = encode_with_feedback(self._codec, difference, self._residuals.get(key[0]), rng=rng)
+            else:
+                packet = self._codec.encode(difference, rng=rng)
+            self._staged[key] = (packet, buffers, residual)
+
+    def _inner_step(self, effect: InnerStep) -> StepDone:
+        tokens, samples = batch_size(self._config, self._learner, effect.batch, effect.share)
+        return StepDone(tokens, samples, 0, self._fleet.queue(self._learner, effect, self.optimizer))
+
+
+class FleetHands:
+    """Hands for every worker of a virtual run whose learners share a device."""
+
+    def __init__(self, bench: Workbench, device: torch.device, *, learners: int | None = None, compiled: bool = False) -> None:
+        if bench.config.protocol.contribution == "gradient":
+            raise ConfigError("preset ddp: a fleet has nothing to average; one learner with the whole batch trains the same")
+        self.bench, self._device = bench, device
+        self.fleet = Fleet(bench, learners or bench.config.learners, device, compiled=compiled)
+        self.disk = Disk(initial_versions(bench, device))
+        self.shelf = MemoryShelf(self.disk)
+        self.learners: dict[LearnerId, FleetLearner] = {}
+
+    def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Hands:
+        if worker == SYNCER:
+            return TensorSyncer(self.bench.config, self.bench.layout.fragments, self.disk, self.shelf)
+        self.learners[worker] = FleetLearner(self.bench, worker, self.fleet, self.shelf, self._device)
+        return self.learners[worker]
