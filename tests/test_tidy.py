@@ -26,7 +26,7 @@ ROOMS: dict[str, set[str]] = {
     "executor": BELOW | {"config", "rules", "protocol", "tensors", "codecs", "workload"},
     "transport": BELOW,
     "sim": BELOW | {"config", "rules", "protocol", "tape", "chaos", "executor", "tensors"},
-    "planner": BELOW | {"config", "rules", "sim", "executor"},
+    "planner": BELOW | {"toml", "config", "rules", "sim", "executor"},
     "runtime": BELOW
     | {"config", "rules", "protocol", "tape", "chaos", "executor", "tensors", "codecs", "transport", "workload", "views"},
     "views": BELOW | {"config", "protocol", "tape"},

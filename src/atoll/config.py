@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from atoll.errors import ConfigError
 from atoll.toml import parse_assignment
-from atoll.toml import read_recipe as read_recipe
+from atoll.toml import read_toml as read_toml
 from atoll.toml import to_toml as to_toml
 
 Positive = Annotated[int, Meta(ge=1, le=10**9)]
@@ -303,7 +303,7 @@ def load(
 
 def _recipe_tables(recipe: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What all presets share, and the [for.PRESET] tables."""
-    tables = read_recipe(recipe)
+    tables = read_toml(recipe)
     special = tables.pop("for", {})
     if not isinstance(special, dict) or not all(isinstance(v, dict) for v in special.values()):
         raise ConfigError(f"key for in {recipe}: holds one table per preset, such as [for.diloco.protocol]")

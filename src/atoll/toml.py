@@ -11,15 +11,16 @@ import msgspec
 from atoll.errors import ConfigError
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
+def read_toml(path: Path, what: str = "recipe") -> dict[str, Any]:
+    """`what` it is to whoever wrote it."""
     try:
         return tomllib.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
-        raise ConfigError(f"recipe {path}: no such file") from None
+        raise ConfigError(f"{what} {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"recipe {path}: cannot be read as UTF-8 text ({error})") from None
+        raise ConfigError(f"{what} {path}: cannot be read as UTF-8 text ({error})") from None
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"recipe {path}: not valid TOML: {error}") from None
+        raise ConfigError(f"{what} {path}: not valid TOML: {error}") from None
 
 
 def to_toml(config: msgspec.Struct) -> str:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.config import ALL, PRESETS, Config, from_builtins, load, preset, read_recipe, to_toml, warnings
+from atoll.config import ALL, PRESETS, Config, from_builtins, load, preset, read_toml, to_toml, warnings
 from atoll.errors import ConfigError
 
 
@@ -280,24 +280,24 @@ def test_recipe_with_a_preset_that_is_no_word_is_refused(tmp_path: Path) -> None
 
 def test_recipe_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.toml: no such file"):
-        read_recipe(tmp_path / "gone.toml")
+        read_toml(tmp_path / "gone.toml")
 
 
 def test_recipe_that_is_a_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        read_recipe(tmp_path)
+        read_toml(tmp_path)
 
 
 def test_recipe_that_is_no_toml_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not valid TOML"):
-        read_recipe(recipe(tmp_path, "learners == 3\n"))
+        read_toml(recipe(tmp_path, "learners == 3\n"))
 
 
 def test_recipe_that_is_no_text_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="UTF-8"):
-        read_recipe(path)
+        read_toml(path)
 
 
 # ---------------------------------------------------------------- --set

@@ -16,7 +16,6 @@ from __future__ import annotations
 import difflib
 import math
 import re
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,6 +25,7 @@ from msgspec import Meta
 
 from atoll.config import CodecName
 from atoll.errors import ConfigError
+from atoll.toml import read_toml
 
 Count = Annotated[int, Meta(ge=1, le=10**7)]
 Above0 = Annotated[float, Meta(gt=0.0, le=1e15)]
@@ -187,15 +187,7 @@ class Cluster(_Section, frozen=True):
 
 
 def load(path: Path) -> Cluster:
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf8"))
-    except FileNotFoundError:
-        raise ConfigError(f"cluster {path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cluster {path}: cannot be read as UTF-8 text ({error})") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"cluster {path}: not valid TOML: {error}") from None
-    return from_builtins(raw)
+    return from_builtins(read_toml(path, "cluster"))
 
 
 def from_builtins(raw: Mapping[str, Any]) -> Cluster:
