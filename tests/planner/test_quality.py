@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import itertools
 import math
-from pathlib import Path
 
 import pytest
 
 from atoll.planner import quality
 from atoll.planner.site import Quality
+from atoll.sim.published import COMPRESSION, QUALITY, SIZES
 
-REFERENCE = Path(__file__).parents[3] / "shared" / "reference"
-SIZES = {"35M": 35e6, "100M": 1e8, "200M": 2e8, "300M": 3e8, "500M": 5e8, "1B": 1e9, "4B": 4e9}
-needs_tables = pytest.mark.skipif(not REFERENCE.is_dir(), reason="the published tables are not here")
 Q = Quality()
-
-
-def rows(name: str) -> list[dict[str, str]]:
-    with (REFERENCE / name).open(encoding="utf8") as file:
-        return list(csv.DictReader(file))
 
 
 def published() -> list[tuple[float, float, float]]:
     """(parameters, H, per cent over data-parallel) of every row that has an H."""
-    table = rows("quality_streaming.csv")
-    alone = {r["size"]: float(r["eval_loss"]) for r in table if r["method"] == "data_parallel"}
-    return [(SIZES[r["size"]], float(r["H"]), 100 * (float(r["eval_loss"]) / alone[r["size"]] - 1)) for r in table if r["H"]]
+    alone = {size: loss for size, method, _, loss in QUALITY if method == "data_parallel"}
+    return [(SIZES[size][0], h, 100 * (loss / alone[size] - 1)) for size, _, h, loss in QUALITY if h is not None]
 
 
 def two(parameters: float, interval: float) -> float:
@@ -36,7 +26,6 @@ def two(parameters: float, interval: float) -> float:
     )
 
 
-@needs_tables
 def test_base_and_exponents_are_the_least_squares_fit() -> None:
     points = published()
 
@@ -54,25 +43,20 @@ def test_base_and_exponents_are_the_least_squares_fit() -> None:
     assert sum(abs(two(n, h) - p) for n, h, p in points) / len(points) < 0.2
 
 
-@needs_tables
 def test_the_slope_is_that_of_loss_over_compute_from_size_to_size() -> None:
-    tokens = {r["scale"]: float(r["tokens"]) for r in rows("models_chinchilla.csv")}
     points = [
-        (math.log(SIZES[r["size"]] * tokens[r["size"]]), math.log(float(r["eval_loss"])))
-        for r in rows("quality_streaming.csv") if r["method"] == "data_parallel"
-    ]  # fmt: skip
+        (math.log(math.prod(SIZES[size])), math.log(loss)) for size, method, _, loss in QUALITY if method == "data_parallel"
+    ]
     mx, my = (sum(p[i] for p in points) / len(points) for i in (0, 1))
     slope = sum((x - mx) * (y - my) for x, y in points) / sum((x - mx) ** 2 for x, _ in points)
     assert pytest.approx(-slope, abs=0.0005) == Q.loss_slope
 
 
-@needs_tables
 def test_four_bits_cost_what_is_published() -> None:
-    table = {int(r["bits"]): float(r["relative_val_loss_percent"]) for r in rows("compression.csv")}
-    assert quality.codec_percent("int4", Q) == table[4]
-    assert quality.codec_percent("bf16", Q) == table[16] == 0
-    assert quality.codec_percent("int2", Q) == table[2]
-    assert quality.codec_percent("int1", Q) == table[1]
+    assert quality.codec_percent("int4", Q) == COMPRESSION[4]
+    assert quality.codec_percent("bf16", Q) == COMPRESSION[16] == 0
+    assert quality.codec_percent("int2", Q) == COMPRESSION[2]
+    assert quality.codec_percent("int1", Q) == COMPRESSION[1]
 
 
 def test_eight_learners_cost_as_published_against_two() -> None:

@@ -80,3 +80,22 @@ UPTIME: Final[dict[tuple[int, bool], dict[int, int]]] = {
     (16, True): {150_000: 100, 300_000: 100, 600_000: 100, 1_200_000: 100, 2_400_000: 99},
 }
 """Per cent of the time in which at least one learner trains."""
+
+# ---------------------------------------------------------------- quality
+
+QUALITY: Final[tuple[tuple[str, str, int | None, float], ...]] = (
+    ("35M", "data_parallel", None, 3.51), ("35M", "diloco", 30, 3.54), ("35M", "streaming", 30, 3.53),
+    ("35M", "streaming", 100, 3.56),
+    ("100M", "data_parallel", None, 3.19), ("100M", "diloco", 30, 3.21), ("100M", "streaming", 30, 3.21),
+    ("100M", "streaming", 100, 3.22), ("200M", "data_parallel", None, 2.97), ("200M", "streaming", 30, 2.98),
+    ("500M", "data_parallel", None, 2.67), ("500M", "streaming", 30, 2.67), ("1B", "data_parallel", None, 2.49),
+    ("1B", "streaming", 30, 2.48), ("4B", "data_parallel", None, 2.25), ("4B", "streaming", 100, 2.26),
+)  # fmt: skip
+"""Streaming DiLoCo, Table 5: size, method (streaming overlaps and sends 4 bits), H, held-out loss. Two replicas."""
+SIZES: Final[dict[str, tuple[float, float]]] = {
+    "35M": (35e6, 0.7e9), "100M": (1e8, 1.5e9), "200M": (2e8, 3.5e9), "300M": (3e8, 6e9), "500M": (5e8, 11e9), "1B": (1e9, 25e9),
+    "4B": (4e9, 83e9),
+}  # fmt: skip
+"""Streaming DiLoCo, Table 2: parameters and training tokens."""
+COMPRESSION: Final[dict[int, float]] = {16: 0.0, 4: 0.09, 2: 32.0, 1: 83.0}
+"""Decoupled DiLoCo, Table 10: validation loss over that of 16 bits, in per cent, by bits."""
