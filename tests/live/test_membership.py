@@ -8,6 +8,7 @@ from pathlib import Path
 
 from harness import effects_of, judge, learner_argv, retrain, run, small
 
+from atoll.chaos import Scavenge
 from atoll.executor.snapshots import found, verify
 from atoll.protocol.vocabulary import Goodbye, Membership, Received, Recovered, Resumed, StepDone
 from atoll.runtime.cluster import LocalCluster
@@ -65,6 +66,16 @@ def test_twenty_joins_and_polite_leaves(tmp_path: Path) -> None:
     assert len(sources) >= 20
     summary = verdict(config, tmp_path)
     assert summary.waited_seconds == 0 and summary.tokens.merged > 0
+
+
+def test_plan_scavenges_a_learner_that_joins_trains_and_leaves(tmp_path: Path) -> None:
+    config = small(2, outer_steps=250)
+    run(tmp_path, config, Scavenge(0.5, 2, 3.0))
+    judge(tmp_path, config)
+    records = list(open_run(tmp_path).records())
+    assert sum(r.worker == 2 and isinstance(r.event, StepDone) for r in records) > 10
+    assert any(isinstance(r.event, Received) and isinstance(r.event.envelope.body, Goodbye) for r in records)
+    assert [r.learner for r in effects_of(tmp_path, Recovered) if r.learner == 2] == [2]
 
 
 def test_run_resumed_from_a_snapshot_with_other_numbers_of_learners(tmp_path: Path) -> None:

@@ -63,6 +63,11 @@ def test_synthetic_tape_is_an_ordinary_run(tmp_path: Path) -> None:
     assert told.exit_code == 0 and "every decision as taped" in told.stdout
 
 
+def test_folder_without_a_virtual_tape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"holds no run\.tape of a virtual run"):
+        CliRunner().invoke(app, ["train", "--tape", str(tmp_path)], catch_exceptions=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -202,6 +202,8 @@ def run_on_tape(
     from atoll.sim.run import config_on_tape, train_on_tape
     from atoll.tape.format import Tape
 
+    if path.is_dir() and not (path / "run.tape").exists():
+        raise UserError(f"--tape {path}: holds no run.tape of a virtual run; atoll simulate tape and --virtual write one")
     tape = Tape(path / "run.tape" if path.is_dir() else path)
     tables = config.recipe_for(recipe, tape.header.config["preset"]) if recipe is not None else {}
     settings = config_on_tape(tape, tables | ({} if seed is None else {"seed": seed}), assignments)
