@@ -790,7 +790,7 @@ class Vitals:
             self._over.wait(0.25)
 
     def look(self) -> None:
-        with contextlib.suppress(OSError, IndexError):
+        with contextlib.suppress(OSError, IndexError, StopIteration):  # it has ended, or is ending: no memory is left to tell
             status = Path(f"/proc/{self._pid}/status").read_text()
             rss = next(line for line in status.splitlines() if line.startswith("VmRSS"))
             self.rss.append(int(rss.split()[1]) / 1024)
