@@ -85,8 +85,7 @@ def simulate(
 class _Cluster:
     def __init__(self, chips: int, learners: int, model: FailureModel, elastic: bool, seed: int) -> None:
         self._chips, self._model, self._elastic = chips, model, elastic
-        streams = np.random.default_rng([seed, chips, learners]).spawn(learners)
-        self._learners = [Learner(n, model, rng, elastic=elastic) for n, rng in zip(deal(chips, learners), streams, strict=True)]
+        self._learners = learners_of(chips, learners, model, seed, elastic=elastic)
         self._histories: list[list[Stretch]] = [[] for _ in self._learners]
 
     def run(self, until: float, progress: Callable[[float], None] | None) -> Answer:
@@ -118,6 +117,12 @@ class _Cluster:
         live = tuple(float(share) for share in 100 * shares[order][at])
         weights = lasts * np.array([chips for chips, _ in owned])
         return float(100 * np.average(shares, weights=weights)), live
+
+
+def learners_of(chips: int, learners: int, model: FailureModel, seed: int, *, elastic: bool = True) -> list[Learner]:
+    """Each with its share of the chips and a random stream of its own."""
+    streams = np.random.default_rng([seed, chips, learners]).spawn(learners)
+    return [Learner(n, model, rng, elastic=elastic) for n, rng in zip(deal(chips, learners), streams, strict=True)]
 
 
 def deal(chips: int, learners: int) -> list[int]:

@@ -10,12 +10,10 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import numpy as np
-
 from atoll.config import Config
 from atoll.ids import LearnerId, Nanos, nanos, seconds
-from atoll.sim.failures import FailureModel, Learner
-from atoll.sim.goodput import check, deal
+from atoll.sim.failures import FailureModel
+from atoll.sim.goodput import check, learners_of
 from atoll.sim.hardware import Boundary, Hardware
 
 
@@ -24,9 +22,7 @@ class SliceHardware(Hardware):
         super().__init__(config)
         self._told = {"chips": chips, "seed": seed, "model": asdict(model)}
         check(chips, config.learners, model)
-        streams = np.random.default_rng([seed, chips, config.learners]).spawn(config.learners)
-        dealt = deal(chips, config.learners)
-        self._slices = [Learner(n, model, rng) for n, rng in zip(dealt, streams, strict=True)]
+        self._slices = learners_of(chips, config.learners, model, seed)
         for slices in self._slices:  # the run begins on a cluster that has been failing for a while
             slices.advance(2 * model.return_seconds)
         self._begun = [slices.now for slices in self._slices]
