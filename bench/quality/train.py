@@ -2,9 +2,11 @@
 
     python bench/quality/train.py --name m8 --preset decoupled --learners 8 --tokens 200e6 --data DIR --out results.jsonl
 
-`--data` holds the corpora and the tokenizer named below. The batch of a step, `--step-tokens`, is dealt to the learners, so
-all runs of equal `--tokens` take equal steps. A line of JSON is appended to `--out`: the keys of `atoll train --json`, the
-name, and what it took. data_parallel is one learner with the whole batch, whose merges change nothing (outer SGD, rate 1).
+`--data` holds the corpora and the tokenizer, by default those named below. The batch of a step, `--step-tokens`, is dealt to the
+learners. All runs of equal `--tokens` train equally many: where slices fail, learners come and go or rounds spin, a rehearsal
+without tensors finds the number of outer steps. A line of JSON is appended to `--out`: the keys of `atoll train --json`, the
+name, the config, and what it took. data_parallel is one learner with the whole batch, whose merges change nothing (outer SGD,
+rate 1). Texts without files, to try things out: `--corpus stdlib --heldout "" --tokenizer bytes`.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,36 +24,44 @@ import msgspec
 import torch
 
 from atoll.chaos import Plan, Scavenge
-from atoll.config import Config, changed, load
+from atoll.config import ALL, Config, changed, load
 from atoll.executor.fleet import FleetHands
 from atoll.executor.workbench import Workbench, language_workbench
-from atoll.ids import SYNCER, Nanos, WorkerId
-from atoll.protocol.vocabulary import Effect, Event, FixParticipants
-from atoll.sim.cluster import Cluster
+from atoll.ids import SYNCER, LearnerId, Nanos, WorkerId
+from atoll.protocol.vocabulary import Effect, Event, FixParticipants, StepDone
+from atoll.sim.cluster import Cluster, HandsFor, Observer
 from atoll.sim.failures import FailureModel
 from atoll.sim.slices import SliceHardware
 from atoll.views.run import RunView, summarise
 from atoll.workload.model import SIZES
 
-TRAIN = ("wiki-train.jsonl.xz", "gutenberg-train-0*.jsonl.xz")
-HELDOUT = ("wiki-val.jsonl.xz", "gutenberg-val.jsonl.xz")
+TRAIN = "wiki-train.jsonl.xz,gutenberg-train-0*.jsonl.xz"
+HELDOUT = "wiki-val.jsonl.xz,gutenberg-val.jsonl.xz"
 TOKENIZER = "bpe32k.json.xz"
-SEQ_LEN = 512
+WORDS = ("", "stdlib", "bytes", "bpe")
+"""What the data section knows without a file."""
+DATA_PARALLEL = "data_parallel"
+OWN_SIZES: dict[str, dict[str, int | float | bool]] = {
+    "10M": {"width": 256, "layers": 4, "heads": 4, "mlp": 1024, "tied": True},
+}
+REHEARSALS = 6
+NEAR = 1e-3
 
 
-def settings(chosen: argparse.Namespace) -> Config:
+def settings(chosen: argparse.Namespace, outer_steps: int) -> Config:
     """What all runs share; the preset's own numbers and --set lie over it."""
-    def files(names: Sequence[str]) -> str:
-        return ",".join(str(chosen.data / name) for name in names)
+    def files(names: str) -> str:
+        return ",".join(name if name in WORDS else str(chosen.data / name) for name in names.split(","))
 
-    dp = chosen.preset == "data_parallel"
+    dp = chosen.preset == DATA_PARALLEL
     learners = 1 if dp else chosen.learners
     overrides = {
-        "learners": learners, "seed": chosen.seed, "outer_steps": round(chosen.tokens / chosen.step_tokens),
-        "model": {"numbers": dict(SIZES[chosen.size])},
+        "learners": learners, "seed": chosen.seed, "outer_steps": outer_steps,
+        "model": {"numbers": numbers(chosen.size)},
         "data": {
-            "corpus": files(TRAIN), "heldout": files(HELDOUT), "tokenizer": str(chosen.data / TOKENIZER), "seq_len": SEQ_LEN,
-            "batch_size": chosen.step_tokens // SEQ_LEN // learners, "heldout_batches": chosen.heldout_batches,
+            "corpus": files(chosen.corpus), "heldout": files(chosen.heldout), "tokenizer": files(chosen.tokenizer),
+            "seq_len": chosen.seq_len, "batch_size": chosen.step_tokens // chosen.seq_len // learners,
+            "heldout_batches": chosen.heldout_batches,
         },
         "inner": {"learning_rate": 2e-3, "weight_decay": 0.1, "betas": [0.9, 0.95], "warmup_share": 0.05, "final_share": 0.1},
         "cluster": {"step_seconds": 5.0, "step_noise": 0.02, "up_gbit": 100.0, "down_gbit": 100.0, "parameters": 35_000_000},
@@ -60,6 +71,14 @@ def settings(chosen: argparse.Namespace) -> Config:
     return changed(load(preset_name="fedavg" if dp else chosen.preset, overrides=overrides), chosen.set)
 
 
+def numbers(size: str) -> dict[str, int | float | bool]:
+    """A size by its name, or width=256,layers=4,heads=4,mlp=1024,tied=1."""
+    if "=" not in size:
+        return dict((SIZES | OWN_SIZES)[size])
+    given = dict(part.split("=") for part in size.split(","))
+    return {key: bool(int(value)) if key == "tied" else int(value) for key, value in given.items()}
+
+
 def plan_for(chosen: argparse.Namespace, config: Config) -> Plan:
     """--scavenge F: F times as many learners more, there for every second quarter of the run."""
     extra = round(chosen.scavenge * config.learners)
@@ -67,6 +86,43 @@ def plan_for(chosen: argparse.Namespace, config: Config) -> Plan:
     return Plan(tuple(
         Scavenge(start * quarter, config.learners + m, quarter) for start in (1, 3) for m in range(extra)
     ))  # fmt: skip
+
+
+def cluster_for(chosen: argparse.Namespace, config: Config, hands: HandsFor | None, observers: Sequence[Observer]) -> Cluster:
+    slices = SliceHardware(config, chosen.chips, FailureModel(), config.seed) if chosen.chips else None
+    return Cluster(config, plan=plan_for(chosen, config), hands_for=hands, observers=observers, hardware=slices)
+
+
+def run(cluster: Cluster) -> None:
+    cluster.run(until_seconds=100 * cluster.config.outer_steps * cluster.config.cluster.step_seconds)
+
+
+def trained_tokens(cluster: Cluster) -> int:
+    return cluster.syncer.fates().trained // cluster.config.protocol.fragments
+
+
+def at_equal_tokens(chosen: argparse.Namespace) -> Config:
+    """A run ends by its outer step, but the comparison is at equal tokens: with smaller batches it has to go on for longer, with
+    more learners it ends sooner, and where K = 1 and nothing sets the pace an outer step is one learner's. The machines decide
+    alike without tensors, so a few rehearsals tell what comes of how many outer steps; the nearest is taken."""
+    steps, found = round(chosen.tokens / chosen.step_tokens), dict[int, int]()
+    wanted = steps * chosen.step_tokens
+    if is_regular(chosen, settings(chosen, steps)):
+        return settings(chosen, steps)
+    while steps not in found and len(found) < REHEARSALS:
+        rehearsal = cluster_for(chosen, settings(chosen, steps), None, ())
+        run(rehearsal)
+        found[steps] = trained_tokens(rehearsal)
+        if abs(found[steps] / wanted - 1) < NEAR:
+            break
+        steps = max(1, round(steps * wanted / found[steps]))
+    return settings(chosen, min(found, key=lambda n: abs(found[n] - wanted)))
+
+
+def is_regular(chosen: argparse.Namespace, config: Config) -> bool:
+    """Every outer step is one step of everybody, but for a few at the edges: nothing to rehearse."""
+    paced = config.protocol.pace >= 1.0 or config.protocol.quorum == ALL
+    return paced and not (chosen.chips or chosen.scavenge or config.cluster.slow_share)
 
 
 class Pace:
@@ -83,47 +139,85 @@ class Pace:
                     print(f"{self._name}: {effect.outer_step} of {self._steps}, {time.time() - self._begun:.0f} s", flush=True)
 
 
+class Steps:
+    """Inner steps by learner, and their tokens."""
+
+    def __init__(self) -> None:
+        self.of: Counter[LearnerId] = Counter()
+        self.tokens = 0
+        self.smallest = 0
+
+    def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        if isinstance(event, StepDone):
+            self.of[worker] += 1
+            self.tokens += event.tokens
+            self.smallest = min(self.smallest or event.tokens, event.tokens)
+
+    def told(self) -> dict[str, object]:
+        return {
+            "inner_steps": self.of.total(), "steps": max(self.of.values()),
+            "tokens_per_inner_step": self.tokens / self.of.total(), "smallest_inner_step": self.smallest,
+        }  # fmt: skip
+
+
 def train(chosen: argparse.Namespace) -> dict[str, object]:
-    device = torch.device(chosen.device)
-    config = settings(chosen)
+    """`inner_steps` are all learners' together, `steps` the most that one of them took."""
+    device, begun = torch.device(chosen.device), time.time()
+    config = at_equal_tokens(chosen)
     bench = language_workbench(config)
     on_device: Workbench = dataclasses.replace(bench, evaluate=lambda model: bench.evaluate(model.to(device)))
-    plan = plan_for(chosen, config)
-    total = config.learners + len({f.learner for f in plan.faults if isinstance(f, Scavenge)})
+    total = config.learners + len({f.learner for f in plan_for(chosen, config).faults if isinstance(f, Scavenge)})
     hands = FleetHands(on_device, device, learners=total, compiled=chosen.compiled)
-    slices = SliceHardware(config, chosen.chips, FailureModel(), config.seed) if chosen.chips else None
-    view, begun = RunView(total), time.time()
+    prepared = time.time()
+    view, steps = RunView(total), Steps()
     first = on_device.evaluate_theta(*hands.disk.theta())
-    cluster = Cluster(config, plan=plan, hands_for=hands, observers=[view, Pace(chosen.name, config)], hardware=slices)
-    cluster.run(until_seconds=100 * config.outer_steps * config.cluster.step_seconds)
+    cluster = cluster_for(chosen, config, hands, [view, steps, Pace(chosen.name, config)])
+    run(cluster)
+    trained = time.time()
     final = on_device.evaluate_theta(*hands.disk.theta())
+    hands.fleet.settle(0)
+    replica = on_device.evaluate(hands.learners[0].model)
     summary = summarise(config, view, cluster.syncer.fates(), loss_first=first, loss_final=final)
-    told: dict[str, object] = msgspec.to_builtins(summary)
-    tokens = summary.tokens.trained // config.protocol.fragments
-    more = {"name": chosen.name, "size": chosen.size, "trained_tokens": tokens, "wall_seconds": round(time.time() - begun, 1)}
-    return more | {"settings": chosen.set, "chips": chosen.chips, "scavenge": chosen.scavenge} | told
+    sizes = [fragment.numel for fragment in bench.layout.fragments]
+    keys: dict[str, object] = msgspec.to_builtins(summary)
+    return {
+        "name": chosen.name, "method": chosen.preset, "size": chosen.size, "settings": chosen.set, "chips": chosen.chips,
+        "scavenge": chosen.scavenge, "trained_tokens": trained_tokens(cluster), "loss_replica": replica,
+        "parameters": sum(sizes), "fragment_sizes": sizes, "wall_seconds": round(time.time() - begun, 1),
+        "rehearsal_seconds": round(prepared - begun, 1), "train_seconds": round(trained - prepared, 1),
+        "config": msgspec.to_builtins(config),
+    } | steps.told() | keys  # fmt: skip
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", required=True)
     parser.add_argument("--preset", default="decoupled", help="a preset of atoll's, or data_parallel")
     parser.add_argument("--learners", type=int, default=8)
-    parser.add_argument("--size", default="35M")
+    parser.add_argument("--size", default="35M", help="a size's name, or its numbers: width=256,layers=4,heads=4,mlp=1024,tied=1")
     parser.add_argument("--tokens", type=float, default=200e6)
     parser.add_argument("--step-tokens", type=int, default=65_536)
+    parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--heldout-batches", type=int, default=10**6, help="at most so many; by default all of the text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--chips", type=int, default=0, help="failures of so many chips")
     parser.add_argument("--scavenge", type=float, default=0.0)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--data", type=Path, default=Path(), help="the folder of the three that follow")
+    parser.add_argument("--corpus", default=TRAIN, help="file names and globs with commas, or stdlib")
+    parser.add_argument("--heldout", default=HELDOUT, help="the same; empty: a twentieth of the corpus")
+    parser.add_argument("--tokenizer", default=TOKENIZER, help="a file name, bytes or bpe")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compiled", action="store_true")
-    chosen = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    chosen = options().parse_args()
     torch.set_float32_matmul_precision("high")
-    torch.set_num_threads(2)
+    torch.set_num_threads(chosen.threads)
     told = train(chosen)
     with chosen.out.open("a", encoding="utf8") as file:
         file.write(json.dumps(told) + "\n")

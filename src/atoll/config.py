@@ -96,11 +96,16 @@ class Outer(_Section, frozen=True):
 
 
 class Inner(_Section, frozen=True):
-    optimizer: Literal["AdamW", "Adam", "SGD"] = "AdamW"
+    optimizer: Literal["AdamW", "Adam", "SGD", "Muon"] = "AdamW"
+    """Muon: hidden matrices by the orthogonal factor of their momentum, the rest by AdamW; learners then differ less."""
     learning_rate: Annotated[float, Meta(gt=0.0, le=1e3)] = 3e-3
     weight_decay: NonNegative = 0.01
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     momentum: Share = 0.0
+    """SGD's."""
+    muon_momentum: Share = 0.95
+    muon_except: str = "*head*"
+    """Globs, separated by commas: matrices that Muon leaves to AdamW besides the embeddings."""
     clip_norm: NonNegative = 1.0
     """0 switches clipping off."""
     schedule: Literal["cosine", "constant"] = "cosine"

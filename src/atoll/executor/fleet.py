@@ -19,10 +19,11 @@ from atoll.codecs import encode_with_feedback
 from atoll.errors import ConfigError, NotFinite
 from atoll.executor.cuda_learner import leading
 from atoll.executor.hands import Blob, Hands
+from atoll.executor.inner import turned_names
 from atoll.executor.learner import TensorLearner
 from atoll.executor.null import batch_size
 from atoll.executor.shelf import Shelf as MemoryShelf
-from atoll.executor.stacked_adamw import StackedAdamW
+from atoll.executor.stacked_optimizer import StackedOptimizer
 from atoll.executor.syncer import Disk, TensorSyncer, initial_versions
 from atoll.executor.workbench import Workbench
 from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, OuterStep, WorkerId
@@ -39,6 +40,7 @@ from atoll.protocol.vocabulary import (
     StepDone,
     Unstage,
 )  # fmt: skip
+from atoll.rules import Schedule
 from atoll.tensors.access import read_buffers, read_params
 from atoll.workload.model import Decoder
 from atoll.workload.stacked import stacked_loss
@@ -54,12 +56,12 @@ class Fleet:
         if template.shape.experts:
             raise ConfigError(f"model.numbers.experts = {template.shape.experts}: a fleet runs dense decoders only")
         self._bench, self._device, self._learners = bench, device, learners
-        self._shape = template.shape
+        self._shape, self._schedule = template.shape, Schedule(bench.config)
         self._initial = {name: p.detach().to(device) for name, p in template.named_parameters()}
         self._weights = {name: torch.stack([p] * learners).requires_grad_() for name, p in self._initial.items()}
-        self._grads = {name: torch.zeros_like(w) for name, w in self._weights.items()}
         self._cos, self._sin = template.cos.to(device), template.sin.to(device)
-        self._moments = StackedAdamW(bench.config, self._weights, self._grads, compiled=compiled)
+        turned = turned_names(bench.config, bench.layout.fragments) if bench.config.inner.optimizer == "Muon" else frozenset()
+        self._moments = StackedOptimizer(bench.config, self._weights, turned, compiled=compiled)
         self._queue: dict[LearnerId, tuple[InnerStep, torch.optim.Optimizer]] = {}
         self._told: list[float | None] = [None] * learners
         self._untold: tuple[list[LearnerId], Tensor] | None = None
@@ -98,40 +100,49 @@ class Fleet:
     def flush(self) -> None:
         queued, self._queue = self._queue, {}
         self._hear_losses()
-        who = sorted(queued)
         config = self._bench.config
-        taking_part = self._upload([1.0 if m in queued else 0.0 for m in range(self._learners)], torch.float32)
-        total = torch.zeros(self._learners, device=self._device)
-        for name, weight in self._weights.items():
-            self._grads[name].zero_()
-            weight.grad = self._grads[name]
+        taking_part = self._upload(torch.tensor([float(m in queued) for m in range(self._learners)]))
+        total, grads = torch.zeros(self._learners, device=self._device), None
         for micro in range(config.inner.accumulate):
             batch, samples = self._batch({m: step for m, (step, _) in queued.items()}, micro)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
                 losses = self._loss(self._shape, self._weights, batch, samples, self._cos, self._sin)
-            (losses * taking_part / config.inner.accumulate).sum().backward()
+            scalar = (losses * taking_part / config.inner.accumulate).sum()
+            # Not backward(): adding to gradients that were zeroed reads and writes each of them twice more.
+            found = torch.autograd.grad(scalar, list(self._weights.values()))
+            grads = list(found if grads is None else torch._foreach_add(grads, found))
             total += losses.detach() / config.inner.accumulate
-        self._untold = (who, total)
-        self._moments.step({m: (step.outer_step, optimizer) for m, (step, optimizer) in queued.items()})
+        assert grads is not None
+        self._untold = (sorted(queued), total)
+        who = {m: (step.outer_step, optimizer) for m, (step, optimizer) in queued.items()}
+        if config.protocol.freeze_not_due:
+            self._moments.step_some(who, grads, {m: self._due_next(outer_step) for m, (outer_step, _) in who.items()})
+        else:
+            self._moments.step(who, grads)
+
+    def _due_next(self, outer_step: OuterStep) -> list[int]:
+        """FedPart: the tensors, by number, of what is due next; only those train."""
+        due = self._schedule.due(self._schedule.next_due(outer_step + 1))
+        names = {slot.name for p in due for slot in self._bench.layout.fragments[p].params}
+        return [at for at, name in enumerate(self._weights) if name in names]
 
     def _batch(self, steps: dict[LearnerId, InnerStep], micro: int) -> tuple[Tensor, Tensor]:
         """[M, B, T + 1], and how many of the B are each learner's; who is not stepping has none."""
         count = self._bench.config.inner.accumulate
         d = self._bench.config.data
         most = max(d.samples_by_learner or (d.batch_size,))
-        whole = torch.zeros(self._learners, most, d.seq_len + 1, dtype=torch.int64, device=self._device)
+        whole = torch.zeros(self._learners, most, d.seq_len + 1, dtype=torch.int64)
         samples = [0] * self._learners
         for m, step in steps.items():
             position = step.batch * count + micro
             row = self._bench.batch(m, step.stream, position)
             row = leading(row, step.share, position) if step.share < 1.0 else row
-            whole[m, : row.shape[0]].copy_(row, non_blocking=True)
+            whole[m, : row.shape[0]] = row
             samples[m] = row.shape[0]
-        return whole, self._upload(samples, torch.int64)
+        return self._upload(whole), self._upload(torch.tensor(samples))
 
-    def _upload(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+    def _upload(self, here: Tensor) -> Tensor:
         """From pinned memory: from elsewhere a copy would wait for the device."""
-        here = torch.tensor(values, dtype=dtype)
         return (here.pin_memory() if self._device.type == "cuda" else here).to(self._device, non_blocking=True)
 
     def _hear_losses(self) -> None:
@@ -190,6 +201,11 @@ class FleetLearner(TensorLearner):
             else:
                 packet = self._codec.encode(difference, rng=rng)
             self._staged[key] = (packet, buffers, residual)
+
+    def _rounding(self, effect: Stage) -> torch.Generator | None:
+        """Numbers are drawn where the difference lies."""
+        rng = super()._rounding(effect)
+        return rng if rng is None or self._device.type == "cpu" else torch.Generator(self._device).manual_seed(rng.initial_seed())
 
     def _inner_step(self, effect: InnerStep) -> StepDone:
         tokens, samples = batch_size(self._config, self._learner, effect.batch, effect.share)

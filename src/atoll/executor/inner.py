@@ -3,19 +3,33 @@ data-parallel training uses it on Theta."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
 from atoll.config import Config
+from atoll.executor.muon import Muon
 from atoll.ids import OuterStep
 from atoll.rules import learning_rate
+from atoll.tensors.layout import Fragment
 
 
-def build_optimizer(config: Config, params: Iterable[Tensor]) -> torch.optim.Optimizer:
+def turned_names(config: Config, fragments: Iterable[Fragment]) -> frozenset[str]:
+    """What Muon steps by an orthogonal factor: matrices, and stacks of them, that are neither embeddings nor excepted by name."""
+    excepted = [glob.strip() for glob in config.inner.muon_except.split(",")]
+    slots = [slot for fragment in fragments for slot in fragment.params]
+    return frozenset(
+        slot.name for slot in slots
+        if len(slot.shape) in (2, 3) and not slot.embedding and not any(fnmatchcase(slot.name, glob) for glob in excepted)
+    )  # fmt: skip
+
+
+def build_optimizer(config: Config, named: Mapping[str, Tensor], fragments: Iterable[Fragment]) -> torch.optim.Optimizer:
+    """`named`: the parameters by name, those that train; `fragments` know which are embeddings."""
     inner = config.inner
-    params = list(params)
+    params = list(named.values())
     fused = all(p.dtype == torch.float32 for p in params)
     match inner.optimizer:
         case "AdamW":
@@ -30,6 +44,12 @@ def build_optimizer(config: Config, params: Iterable[Tensor]) -> torch.optim.Opt
             return torch.optim.SGD(
                 params, lr=inner.learning_rate, momentum=inner.momentum, weight_decay=inner.weight_decay, fused=fused
             )
+        case "Muon":
+            turned = turned_names(config, fragments)
+            return Muon(
+                params, [p for name, p in named.items() if name in turned], lr=inner.learning_rate, momentum=inner.muon_momentum,
+                betas=inner.betas, weight_decay=inner.weight_decay,
+            )  # fmt: skip
 
 
 def optimizer_step(config: Config, optimizer: torch.optim.Optimizer, outer_step: OuterStep) -> None:

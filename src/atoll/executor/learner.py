@@ -74,7 +74,7 @@ class TensorLearner:
         self.model = model if model is not None else bench.build().to(self._device)
         self._tensors = named_tensors(self.model)
         self._fragments = bench.layout.fragments
-        self.optimizer = optimizer if optimizer is not None else build_optimizer(self._config, self.model.parameters())
+        self.optimizer = optimizer or build_optimizer(self._config, dict(self.model.named_parameters()), self._fragments)
         self._cuda: CudaSide | None = None
         gpu = cuda_device_of(self._tensors)
         if gpu is not None and not resident:

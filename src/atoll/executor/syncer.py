@@ -302,7 +302,7 @@ class TensorSyncer:
     ) -> tuple[Tensor, dict[str, Any]]:
         """Data-parallel: the inner optimiser on Theta, tensor by tensor as each rank would."""
         params = [nn.Parameter(_slot(previous.theta, s.offset, s.shape, s.numel).clone()) for s in fragment.params]
-        optimizer = build_optimizer(self._config, params)
+        optimizer = build_optimizer(self._config, {s.name: p for s, p in zip(fragment.params, params, strict=True)}, (fragment,))
         if previous.inner is not None:
             optimizer.load_state_dict(copy.deepcopy(previous.inner))
         for param, s in zip(params, fragment.params, strict=True):

@@ -339,7 +339,7 @@ def _train(bench: Workbench, rank: LearnerId, device: torch.device, channel: Bin
     # As the syncer of the virtual preset does, the optimiser steps on fp32; bf16 weights are the cast of it.
     masters = {n: nn.Parameter(t.detach().float()) for n, t in tensors.items() if t.requires_grad and t.dtype != torch.float32}
     theta = tensors | masters
-    optimizer = build_optimizer(config, [t for t in theta.values() if t.requires_grad])
+    optimizer = build_optimizer(config, {n: t for n, t in theta.items() if t.requires_grad}, bench.layout.fragments)
     reduction = _AllReduce(device)
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # its new name is not in torch 2.11
         parallel = DistributedDataParallel(model, broadcast_buffers=False)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atoll.workload.model import NORM_EPS, DecoderShape, _rotate, token_losses
+from atoll.workload.model import NORM_EPS, Z_LOSS, DecoderShape, _rotate
 
 Weights = Mapping[str, Tensor]
 """By `Decoder`'s own names, each [M, *shape]."""
@@ -22,9 +22,18 @@ def stacked_loss(shape: DecoderShape, weights: Weights, batch: Tensor, samples: 
     """[M]: each learner's mean loss over its first `samples` [M] of batch [M, B, T + 1]; the others are padding."""
     m, b, time = batch.shape[0], batch.shape[1], batch.shape[2] - 1
     logits = stacked_logits(shape, weights, batch[:, :, :-1], cos[:time], sin[:time])
-    losses = token_losses(logits.flatten(0, 1), batch[:, :, 1:].reshape(-1)).view(m, b, time).mean(dim=2)
+    losses = _token_losses(logits.flatten(0, 1), batch[:, :, 1:].reshape(-1)).view(m, b, time).mean(dim=2)
     valid = torch.arange(b, device=batch.device) < samples[:, None]
     return (losses * valid).sum(dim=1) / samples.clamp(min=1)
+
+
+def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """`model.token_losses`, its target picked by comparing: a gather's gradient is a table of zeros as large as the logits,
+    gigabytes here, while a comparison is fused with the softmax in both directions."""
+    logits = logits.float()
+    log_z = torch.logsumexp(logits, dim=-1)
+    target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
+    return log_z - torch.where(target, logits, 0.0).sum(dim=-1) + Z_LOSS * log_z.square()
 
 
 def stacked_logits(shape: DecoderShape, weights: Weights, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -23,11 +23,11 @@ from atoll.workload.stacked import stacked_loss
 CPU = torch.device("cpu")
 
 
-def settings(**sections: dict[str, object]) -> Config:
+def settings(preset: str = "decoupled", **sections: dict[str, object]) -> Config:
     data = {"seq_len": 16, "batch_size": 4, "max_bytes": 200_000, "heldout_batches": 2} | sections.pop("data", {})
     protocol = {"fragments": 6, "local_steps_per_round": 6} | sections.pop("protocol", {})
     top = {"learners": 3, "outer_steps": 24, "data": data, "protocol": protocol}
-    return load(preset_name="decoupled", overrides=top | sections)
+    return load(preset_name=preset, overrides=top | sections)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -74,10 +74,22 @@ def both(config: Config, plan: Plan | None = None, chips: int = 0) -> tuple[list
 
 @pytest.mark.parametrize(
     "sections", [{}, {"inner": {"accumulate": 2}}, {"cluster": {"slow_share": 0.34, "slow_factor": 2.0}},
-                 {"data": {"samples_by_learner": [4, 2, 3]}}]
+                 {"data": {"samples_by_learner": [4, 2, 3]}}, {"protocol": {"freeze_not_due": True}},
+                 {"protocol": {"codec_up": "random_drop:0.3"}}, {"inner": {"optimizer": "Muon"}},
+                 {"inner": {"optimizer": "Muon"}, "protocol": {"freeze_not_due": True}}]
 )  # fmt: skip
 def test_fleet_takes_the_same_course_to_the_same_loss(sections: dict[str, dict[str, object]]) -> None:
     alone, together, loss, fleet_loss = both(settings(**sections))
+    assert alone == together
+    assert fleet_loss == pytest.approx(loss, rel=2e-3)
+
+
+@pytest.mark.parametrize("preset, protocol", [
+    ("diloco", {}), ("async_diloco", {"overlap": 6}), ("streaming", {"fragments": 0}), ("decoupled_ramp", {"ramp": 0.4}),
+    ("decoupled", {"quorum": "all", "adopt": "exact", "overlap_by_learner": [1, 2, 4]}),
+])  # fmt: skip
+def test_fleet_takes_the_course_of_every_preset(preset: str, protocol: dict[str, object]) -> None:
+    alone, together, loss, fleet_loss = both(settings(preset, protocol=protocol))
     assert alone == together
     assert fleet_loss == pytest.approx(loss, rel=2e-3)
 

@@ -1,0 +1,312 @@
+"""Groups of quality runs, so many at a time, as processes of train.py.
+
+    python bench/quality/study.py main --data DIR --out main.jsonl --jobs 4 --compiled --seeds 0,1,2 --skip-done
+    python bench/quality/study.py ablations --list
+
+Each run has a log beside `--out` and appends its line there when it is done. A run that fails is told at the end, and does not
+stop the others; after `--time-limit` seconds none is started, and those that still run are ended. Whatever follows `--` goes to
+train.py as it is: `-- --device cpu --corpus stdlib --heldout= --tokenizer bytes`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+TRAIN = Path(__file__).with_name("train.py")
+DATA_PARALLEL = "data_parallel"
+CHIPS = 1_200_000
+
+SETTINGS: dict[str, Any] = {
+    "inner": {"learning_rate": 2e-3},
+    "outer": {2: (0.7, 0.5), 4: (0.55, 0.6), 8: (0.4, 0.7)},
+    "runs": {},
+}
+"""What a sweep found: keys of `inner` for all; (rate, momentum) of the outer Nesterov by the number of learners; and for single
+runs, by name, --set lines that lie over both, such as {"async_diloco_m8_h30": ["outer.outer_momentum=0.5"]}."""
+
+
+class Run(NamedTuple):
+    name: str
+    arguments: tuple[str, ...]
+
+
+def run(name: str, preset: str, learners: int, *assignments: str, more: Sequence[str] = ()) -> Run:
+    """One run under the common settings. data_parallel has no outer optimiser to tune."""
+    lines = [f"inner.{key}={value}" for key, value in SETTINGS["inner"].items()]
+    if preset != DATA_PARALLEL:
+        rate, momentum = SETTINGS["outer"][learners]
+        lines += [f"outer.outer_learning_rate={rate}", f"outer.outer_momentum={momentum}"]
+    lines += [*assignments, *SETTINGS["runs"].get(name, ())]
+    sets = [word for line in lines for word in ("--set", line)]
+    return Run(name, ("--preset", preset, "--learners", str(learners), *more, *sets))
+
+
+def sized(runs: Sequence[Run], size: str, tokens: float, step_tokens: int) -> list[Run]:
+    scale = ("--size", size, "--tokens", f"{tokens:g}", "--step-tokens", str(step_tokens))
+    return [Run(name, (*scale, *arguments)) for name, arguments in runs]
+
+
+# ---------------------------------------------------------------- the methods against each other
+
+
+def main_runs() -> list[Run]:
+    failing = ("--chips", str(CHIPS))
+    every_30 = "protocol.local_steps_per_round=30"
+    decoupled = [run(f"decoupled_m{m}", "decoupled", m) for m in (2, 4, 8)]
+    hurt = [run(f"decoupled_m{m}_failures", "decoupled", m, more=failing) for m in (2, 4, 8)]
+    return sized([
+        run("data_parallel", DATA_PARALLEL, 1),
+        run("data_parallel_failures", DATA_PARALLEL, 1, more=failing),
+        run("diloco_m8_h30", "diloco", 8, every_30),
+        run("async_diloco_m8_h30", "async_diloco", 8, every_30, "protocol.overlap=30"),
+        run("streaming_m8_h30", "streaming", 8, every_30),
+        run("streaming_m8_h100", "streaming", 8, "protocol.local_steps_per_round=100"),
+        *decoupled, *hurt,
+        run("decoupled_m8_scavenged", "decoupled", 8, more=("--scavenge", "0.5")),
+        run("decoupled_ramp_m8", "decoupled_ramp", 8),
+    ], "35M", 200e6, 65_536)  # fmt: skip
+
+
+# ---------------------------------------------------------------- looking for settings
+
+MUON = ("inner.optimizer=Muon", "inner.betas=[0.9,0.99]")
+H12 = ("protocol.local_steps_per_round=12", "protocol.fragments=12", "protocol.codec_down=int8")
+"""Twice as often as every 24 steps, and at int4 up, int8 down still 3.1 % of bf16 data-parallel's bytes."""
+
+
+def sweep_runs() -> list[Run]:
+    """Muon inside, at full length. Small models showed (docs/results.md): learners then differ less, a plain mean is no worse
+    than RDA, and a wider second moment helps what is left to AdamW."""
+    mean = ("protocol.merge=mean", "protocol.embedding_merge=mean", "outer.outer_learning_rate=1.0", "outer.outer_momentum=0.5")
+    return sized([
+        run("dp_muon_3e-3", DATA_PARALLEL, 1, *MUON, "inner.learning_rate=3e-3"),
+        run("m8_muon_rda", "decoupled", 8, *MUON, *H12, "inner.learning_rate=4e-3", "protocol.embedding_merge=rda"),
+        run("m8_muon_mean", "decoupled", 8, *MUON, *H12, "inner.learning_rate=4e-3", *mean),
+        run("m2_muon_mean", "decoupled", 2, *MUON, *H12, "inner.learning_rate=3e-3", *mean, "outer.outer_learning_rate=0.7"),
+        run("dp_adamw", DATA_PARALLEL, 1),
+    ], "35M", 200e6, 65_536)  # fmt: skip
+
+
+# ---------------------------------------------------------------- one choice at a time
+
+SPARSE = 0.0645
+"""Of the values: with index and value, 64 bits each, as many bytes as int4."""
+EXACT = ("protocol.adopt=exact", "protocol.quorum=all", "protocol.grace=none", "protocol.pace=0")
+"""Everybody waits for a result that is not back tau steps after its pull: only so is tau what it says. On arrival, over links as
+fast as these, a result is adopted at the next step boundary whatever tau is; and tau = 0 must wait."""
+UNEVEN = ("cluster.slow_share=0.25", "cluster.slow_factor=1.5")
+
+
+def ablation_runs() -> list[Run]:
+    groups = (_codecs(), _merges(), _overlaps(), _uneven(), _fragments(), _others())
+    found = [run(name, "decoupled", 8, *lines) for group in groups for name, lines in group.items()]
+    return sized([run("data_parallel", DATA_PARALLEL, 1), run("base", "decoupled", 8), *found], "10M", 50e6, 32_768)
+
+
+def _codecs() -> dict[str, list[str]]:
+    """int4 is the base."""
+    names = ("fp32", "bf16", "int8", "int2", "int1", "e3m0")
+    plain = {f"codec_{name}": [f"protocol.codec_up={name}"] for name in names}
+    dropping = {f"codec_{name}": [f"protocol.codec_up={name}:{SPARSE}"] for name in ("top_k", "random_drop")}
+    return plain | {"codec_int4_feedback": ["protocol.error_feedback=true"]} | dropping
+
+
+def _merges() -> dict[str, list[str]]:
+    """model_embedding; rda_mean is the base."""
+    pairs = (("rda", "rda"), ("mean", "mean"), ("mean", "rda"))
+    return {f"merge_{m}_{e}": [f"protocol.merge={m}", f"protocol.embedding_merge={e}"] for m, e in pairs}
+
+
+def _overlaps() -> dict[str, list[str]]:
+    even = {f"overlap_{tau}": [*EXACT, f"protocol.overlap={tau}"] for tau in (0, 1, 2, 5, 10)}
+    by_learner = "protocol.overlap_by_learner=[1,1,1,1,6,6,6,6]"
+    return even | {"overlap_1_and_6": [*EXACT, "protocol.overlap=6", by_learner]}
+
+
+def _uneven() -> dict[str, list[str]]:
+    """A quarter of the learners takes half as long again; and the papers' bad case, one learner merged a round."""
+    no_grace = "protocol.grace=none"
+    bad = [no_grace, "protocol.pace=0", "protocol.quorum=1"]
+    return {"uneven": [*UNEVEN], "uneven_no_grace": [*UNEVEN, no_grace], "uneven_bad": [*UNEVEN, *bad], "even_bad": bad}
+
+
+def _fragments() -> dict[str, list[str]]:
+    """balanced, 24 of them, is the base. Of a model with 4 layers, 2 and 3 layers a fragment are the same two fragments."""
+    def by_layer(order: str, layers: int) -> list[str]:
+        keys = {"fragmentation": "layer", "fragments": 0, "layer_order": order, "layers_per_fragment": layers}
+        return [f"protocol.{key}={value}" for key, value in keys.items()]
+
+    layered = {f"layer_{order}_{n}": by_layer(order, n) for order, n in
+               (("strided", 1), ("strided", 2), ("sequential", 2), ("strided", 4))}  # fmt: skip
+    return layered | {kind: [f"protocol.fragmentation={kind}"] for kind in ("tensor", "sub_tensor")}
+
+
+def _others() -> dict[str, list[str]]:
+    """Freezing stands beside overlap_0. On arrival, with a fragment due in each step, it learns nothing at all: what is due next
+    is pulled while the step that trains it still runs, from the copy of the boundary before, and then overwritten."""
+    freezing = [*EXACT, "protocol.overlap=0", "protocol.freeze_not_due=true"]
+    # A fragment that is due after two steps of the warm-up grows a hundredfold by its next turn: no poison, and yet refused.
+    h48 = ["protocol.local_steps_per_round=48", "limits.outlier_factor=1000"]
+    return {"freezing": freezing, "h12": ["protocol.local_steps_per_round=12"], "h48": h48}
+
+
+GROUPS = {"main": main_runs, "sweep": sweep_runs, "ablations": ablation_runs}
+
+# ---------------------------------------------------------------- running them
+
+
+@dataclass(frozen=True)
+class Job:
+    run: Run
+    seed: int
+    out: Path
+
+    @property
+    def name(self) -> str:
+        return f"{self.run.name}.s{self.seed}"
+
+    def beside(self, suffix: str) -> Path:
+        return self.out.with_name(f"{self.out.stem}.{self.name}{suffix}")
+
+
+class Desk:
+    """Starts jobs, passes on what they tell, and appends their lines. One thread a job; `until` is on the monotonic clock."""
+
+    def __init__(self, common: Sequence[str], until: float) -> None:
+        self._common, self._until, self._lock = list(common), until, threading.Lock()
+        self.failures: dict[str, str] = {}
+
+    def __call__(self, job: Job) -> None:
+        if time.monotonic() >= self._until:
+            why = "not started, the time is up"
+        else:
+            job.beside(".line").unlink(missing_ok=True)
+            why = self._carry_out(job)
+        with self._lock:
+            if why:
+                self.failures[job.name] = why
+                print(f"{job.name}: {why}", flush=True)
+            else:
+                append(job)
+
+    def _carry_out(self, job: Job) -> str:
+        own = ["--name", job.run.name, "--seed", str(job.seed), "--out", str(job.beside(".line"))]
+        words = [sys.executable, str(TRAIN), *job.run.arguments, *self._common, *own]
+        with subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        ) as process, job.beside(".log").open("w", encoding="utf8") as log:  # fmt: skip
+            ending = threading.Timer(self._until - time.monotonic(), end, [process])
+            ending.daemon = True
+            ending.start()
+            last = self._listen(job, process, log)
+            code = process.wait()
+            ending.cancel()
+        if code == 0:
+            return ""
+        return "ended, the time is up" if time.monotonic() >= self._until else f"exit {code}, {last} (see {job.beside('.log')})"
+
+    def _listen(self, job: Job, process: subprocess.Popen[str], log: Any) -> str:
+        """Everything into the log; what train.py says of itself also here, with the seed."""
+        assert process.stdout is not None
+        last = ""
+        for line in process.stdout:
+            log.write(line)
+            log.flush()
+            last = line.strip() or last
+            if line.startswith(f"{job.run.name}: "):
+                with self._lock:
+                    print(f"{job.name}{line.rstrip().removeprefix(job.run.name)}", flush=True)
+        return last
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """With whatever it started: a session of its own holds no more than that."""
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def append(job: Job) -> None:
+    line = json.loads(job.beside(".line").read_text(encoding="utf8"))
+    with job.out.open("a", encoding="utf8") as file:
+        file.write(json.dumps(line | {"arguments": list(job.run.arguments)}) + "\n")
+    job.beside(".line").unlink()
+
+
+def done(out: Path) -> set[tuple[str, int, tuple[str, ...]]]:
+    """By name, seed and settings: what was run under others is not done."""
+    if not out.exists():
+        return set()
+    lines = [json.loads(line) for line in out.read_text(encoding="utf8").splitlines()]
+    return {(line["name"], line["seed"], tuple(line.get("arguments", ()))) for line in lines}
+
+
+def jobs_of(chosen: argparse.Namespace) -> Iterator[Job]:
+    """All runs of one seed before the next one: whatever is left undone, what is done can be compared."""
+    runs = GROUPS[chosen.group]()
+    wanted = set(filter(None, chosen.only.split(",")))
+    unknown = wanted - {each.name for each in runs}
+    if unknown:
+        raise SystemExit(f"--only {','.join(sorted(unknown))}: no such run in {chosen.group}; --list names them")
+    scale = [word for key in ("size", "tokens", "step_tokens") if (value := getattr(chosen, key)) is not None
+             for word in (f"--{key.replace('_', '-')}", f"{value}")]  # fmt: skip
+    already = done(chosen.out) if chosen.skip_done else set()
+    for seed in map(int, chosen.seeds.split(",")):
+        for each in runs:
+            scaled = Run(each.name, (*each.arguments, *scale))
+            if (not wanted or each.name in wanted) and (each.name, seed, scaled.arguments) not in already:
+                yield Job(scaled, seed, chosen.out)
+
+
+def options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("group", choices=GROUPS)
+    parser.add_argument("--data", type=Path, default=Path())
+    parser.add_argument("--out", type=Path, default=Path("study.jsonl"))
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", default="", help="names with commas")
+    parser.add_argument("--seeds", default="0", help="numbers with commas")
+    parser.add_argument("--size")
+    parser.add_argument("--tokens", type=float)
+    parser.add_argument("--step-tokens", type=int)
+    parser.add_argument("--time-limit", type=float, default=1e9, help="seconds")
+    parser.add_argument("--skip-done", action="store_true", help="leave out what --out has under the same settings")
+    parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    return parser
+
+
+def main(words: Sequence[str]) -> int:
+    at = words.index("--") if "--" in words else len(words)
+    chosen = options().parse_args(words[:at])
+    jobs = list(jobs_of(chosen))
+    if chosen.list:
+        for job in jobs:
+            print(f"{job.name}: {' '.join(job.run.arguments)}")
+        return 0
+    common = ["--data", str(chosen.data), *(["--compiled"] if chosen.compiled else []), *words[at + 1 :]]
+    desk = Desk(common, time.monotonic() + chosen.time_limit)
+    with ThreadPoolExecutor(chosen.jobs) as pool:
+        list(pool.map(desk, jobs))
+    return tell(desk.failures, len(jobs))
+
+
+def tell(failures: Mapping[str, str], jobs: int) -> int:
+    print(f"{jobs - len(failures)} of {jobs} runs are done")
+    for name, why in failures.items():
+        print(f"failed: {name}: {why}")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

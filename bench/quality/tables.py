@@ -1,0 +1,243 @@
+"""Tables and a figure from the lines that train.py and study.py left.
+
+    python bench/quality/tables.py main.jsonl [more.jsonl ...] [--step-seconds 0.1] [--figure out.svg]
+
+One row a name; the newest line of a name and seed counts.
+
+* loss: held-out, of Theta; mean and sample standard deviation over the seeds. "over data-parallel" is against the mean of the run
+  named data_parallel, "replica" is the loss of learner 0's own weights.
+* bytes: what a learner sent and received, joining included, per inner step; 100 % is data-parallel in bf16, which sends and
+  receives 2 bytes a parameter in every step. Data-parallel runs are 100 % by definition: their one learner exchanges with nobody.
+* peak: the highest load on a learner's link, the busier direction, if each exchange is spread evenly over the time that its
+  method leaves for it: tau steps from the pull to the adoption (H of Async DiLoCo), and one step where tau is 0. Up and down each
+  have all of that time. Everybody takes part in every round.
+* hours at 1 Gbit/s: the run's steps, at the step time, over the utilisation that the simulators (docs/simulators.md) find on
+  links of 1 Gbit/s: the graph, where a reduction takes as long as the larger of what goes up and down, bits as the codecs have
+  them; for decoupled presets the machines, and of computing time and schedule kept the smaller. No failures, no latency.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from atoll.codecs import codec
+from atoll.config import Config, from_builtins
+from atoll.executor.null import wire_bits
+from atoll.rules import Schedule
+from atoll.sim.decoupled import decoupled, settings_for
+from atoll.sim.utilisation import Compute, Exchange, utilisation
+from atoll.views.figures import GOOD, INK, OTHER, REFERENCE, empty_figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DATA_PARALLEL = "data_parallel"
+BF16_BYTES, BF16_BITS = 2, 16.0
+Line = Mapping[str, Any]
+
+# ---------------------------------------------------------------- arithmetic
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    losses: tuple[float, ...]
+    replicas: tuple[float, ...]
+    excess: float | None
+    """Of the mean loss over data-parallel's, a share; None: there is no data-parallel run."""
+    excess_deviation: float
+    share: float
+    """Of data-parallel's bytes."""
+    peak_gbit: float
+    hours: float
+    failing: bool
+
+    @property
+    def loss(self) -> float:
+        return statistics.mean(self.losses)
+
+
+def deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def newest(paths: Sequence[Path]) -> dict[str, list[Line]]:
+    """By name, in the order in which names first come; of each seed the last line."""
+    found: dict[str, dict[int, Line]] = {}
+    for path in paths:
+        for text in path.read_text(encoding="utf8").splitlines():
+            line = json.loads(text)
+            found.setdefault(line["name"], {})[line["seed"]] = line
+    return {name: list(by_seed.values()) for name, by_seed in found.items()}
+
+
+def bytes_share(line: Line) -> float:
+    if line["method"] == DATA_PARALLEL:
+        return 1.0
+    each = (line["bytes_up"] + line["bytes_down"]) / line["inner_steps"]
+    return float(each / (2 * BF16_BYTES * line["parameters"]))
+
+
+def peak_gbit(line: Line, step_seconds: float) -> float:
+    if line["method"] == DATA_PARALLEL:
+        return float(line["parameters"]) * BF16_BITS / step_seconds / 1e9
+    config = from_builtins(line["config"])
+    ways = codec(config.protocol.codec_up), codec(config.protocol.codec_down)
+    sizes = [max(way.nbytes(numel) for way in ways) for numel in line["fragment_sizes"]]
+    rounds_a_step = line["outer_steps"] * config.cluster.step_seconds / line["seconds"]
+    return 8 * _busiest(config, sizes, max(1.0, rounds_a_step)) / step_seconds / 1e9
+
+
+def _busiest(config: Config, sizes: Sequence[int], rounds_a_step: float) -> float:
+    """Bytes in the busiest step. `rounds_a_step`: 1, but for K = 1 where nothing sets the pace."""
+    schedule = Schedule(config)
+    load = [0.0] * (config.outer_steps + 1)
+    for t in range(1, config.outer_steps + 1):
+        window = max(1, min((schedule.policy(t).overlap, *config.protocol.overlap_by_learner)))
+        rounds = max(1, round(window * rounds_a_step))
+        for later in range(t, min(t + rounds, config.outer_steps + 1)):
+            load[later] += sum(sizes[p] for p in schedule.due(t)) / window
+    return max(load)
+
+
+def hours(line: Line, step_seconds: float, gbit: float = 1.0) -> float:
+    config = from_builtins(line["config"])
+    if config.preset.startswith("decoupled"):
+        used = _by_the_machines(config, line["parameters"], step_seconds, gbit)
+    else:
+        compute = Compute(int(config.model.numbers["layers"]), line["parameters"], step_seconds)
+        used = float(utilisation(compute, exchange_for(line["method"], config), [gbit], line["steps"])[0])
+    return float(line["steps"]) * step_seconds / used / 3600
+
+
+def exchange_for(method: str, config: Config) -> Exchange:
+    """Through a syncer, which is a reduction between two: each sends its bits once and gets the result once."""
+    p = config.protocol
+    bits = max(wire_bits(p.codec_up), wire_bits(p.codec_down))
+    if method == DATA_PARALLEL:
+        return Exchange("data_parallel", bits=BF16_BITS)
+    if method == "async_diloco":
+        return Exchange("async_diloco", p.local_steps_per_round, bits=bits)
+    if method == "streaming":
+        return Exchange("streaming", p.local_steps_per_round, p.overlap, p.layers_per_fragment, None, p.layer_order, bits)
+    return Exchange("diloco", p.local_steps_per_round, bits=bits)
+
+
+def _by_the_machines(config: Config, parameters: int, step_seconds: float, gbit: float) -> float:
+    links = {"up_gbit": gbit, "down_gbit": gbit, "latency_seconds": 0.0}
+    cluster = {"step_seconds": step_seconds, "parameters": parameters, **links}
+    layers = {"learners": config.learners, "protocol": msgspec.to_builtins(config.protocol), "cluster": cluster}
+    return decoupled(settings_for(config.preset, layers)).utilisation
+
+
+def rows(paths: Sequence[Path], step_seconds: float, reference: str = DATA_PARALLEL) -> list[Row]:
+    runs = newest(paths)
+    base = statistics.mean(line["loss_final"] for line in runs[reference]) if reference in runs else None
+    return [_row(name, lines, step_seconds, base) for name, lines in runs.items()]
+
+
+def _row(name: str, lines: Sequence[Line], step_seconds: float, base: float | None) -> Row:
+    """What seeds hardly change, the peak and the hours, is the first one's."""
+    losses = tuple(line["loss_final"] for line in lines)
+    return Row(
+        name, losses, tuple(line["loss_replica"] for line in lines), statistics.mean(losses) / base - 1 if base else None,
+        deviation(losses) / base if base else 0.0, statistics.mean(map(bytes_share, lines)),
+        peak_gbit(lines[0], step_seconds), hours(lines[0], step_seconds), bool(lines[0]["chips"]),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- tables
+
+
+def table(found: Sequence[Row]) -> str:
+    head = ("run", "held-out loss", "over data-parallel, %", "seeds", "replica", "bytes", "peak Gbit/s", "hours at 1 Gbit/s")
+    lines = [head, tuple("---" for _ in head), *map(_cells, found)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    several = len(row.losses) > 1
+    excess = "" if row.excess is None else f"{100 * row.excess:+.2f}"
+    over = excess + (f" ± {100 * row.excess_deviation:.2f}" if excess and several else "")
+    return (
+        row.name, f"{row.loss:.4f}" + (f" ± {deviation(row.losses):.4f}" if several else ""), over, str(len(row.losses)),
+        f"{statistics.mean(row.replicas):.4f}", f"{100 * row.share:.3g} %", f"{row.peak_gbit:.3g}", f"{row.hours:.3g}",
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the figure
+
+LINE_POINTS = 11.0
+"""Height of a label."""
+LETTER_POINTS = 5.0
+
+
+def draw(found: Sequence[Row]) -> Figure:
+    figure = empty_figure(10.0, 6.0)
+    axes = figure.subplots()
+    shown = [row for row in found if row.excess is not None]
+    for row in shown:
+        color = REFERENCE if row.share == 1.0 else GOOD if row.failing else OTHER
+        x, y = 100 * row.share, 100 * (row.excess or 0.0)
+        axes.errorbar(x, y, yerr=100 * row.excess_deviation or None, fmt="o", color=color, capsize=3, markersize=6)
+    axes.set_xscale("log")
+    axes.margins(x=0.25, y=0.12)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g} %")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:+g} %")
+    axes.set_xlabel("bytes a learner moves in a step, of bf16 data-parallel's (log scale)")
+    axes.set_ylabel("held-out loss over data-parallel, mean and deviation over seeds")
+    axes.axhline(0.0, color=INK, linestyle=(0, (4, 3)), linewidth=1.0)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.draw_without_rendering()  # only now is it known where a point lies
+    _label(axes, shown, figure.dpi / 72)
+    return figure
+
+
+def _label(axes: Any, shown: Sequence[Row], pixels: float) -> None:
+    """Right or left of its point; a label that would lie on another, on a point or on the zero line moves up or down as little as
+    it must, and a thin line says whose it is. Places are in points."""
+    def place(row: Row) -> tuple[float, float]:
+        x, y = axes.transData.transform((100 * row.share, 100 * (row.excess or 0.0))) / pixels
+        return float(x), float(y)
+
+    zero = axes.transData.transform((1.0, 0.0))[1] / pixels
+    taken = [(0.0, zero, math.inf), *((x - 4, y, x + 4) for x, y in map(place, shown))]
+    for row in shown:
+        x, y = place(row)
+        width = LETTER_POINTS * len(row.name)
+        for up, side in ((up, side) for n in range(100) for up in (2.0 * n, -2.0 * n) for side in (8, -8)):
+            start = x + side - (width if side < 0 else 0.0)
+            if not any(abs(y + up - b) < LINE_POINTS and start < right and left < start + width for left, b, right in taken):
+                break
+        taken.append((start, y + up, start + width))
+        arrow = {"arrowstyle": "-", "color": INK, "linewidth": 0.4} if up else None
+        axes.annotate(
+            row.name, (100 * row.share, 100 * (row.excess or 0.0)), xytext=(side, up), textcoords="offset points", va="center",
+            ha="right" if side < 0 else "left", fontsize=8, color=INK, arrowprops=arrow,
+        )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--step-seconds", type=float, default=0.1)
+    parser.add_argument("--figure", type=Path)
+    chosen = parser.parse_args()
+    found = rows(chosen.files, chosen.step_seconds)
+    print(table(found))
+    if chosen.figure is not None:
+        save(chosen.figure, lambda: draw(found))
+
+
+if __name__ == "__main__":
+    main()
