@@ -4,6 +4,7 @@ of `atoll eval`. `make test-extras` installs them and runs this; nothing is fetc
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from atoll.chaos import Plan
 from atoll.config import load
-from atoll.executor.trained import Trained, check_tasks, evaluate_run, export_hf, open_trained
+from atoll.executor.trained import Trained, export_hf, open_trained
 from atoll.sim.run import run_virtual
 from atoll.workload.corpus import stdlib_corpus
 
@@ -27,12 +28,24 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 
 
+BENCH = Path(__file__).parents[2] / "bench" / "quality"
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """The script that sets both beside each other for real benchmarks."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        import harness_agreement
+    finally:
+        sys.path.remove(str(BENCH))
+    return harness_agreement
+
+
 @pytest.fixture(scope="module", autouse=True)
-def offline() -> Iterator[None]:
+def offline(bench: Any) -> Iterator[None]:
     """Before they are imported."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("HF_HUB_OFFLINE", "1"), ("HF_DATASETS_OFFLINE", "1"), ("TOKENIZERS_PARALLELISM", "false")):
-            patch.setenv(name, value)
+    with bench.offline():
         yield
 
 
@@ -76,29 +89,6 @@ def test_transformers_gives_our_logits_and_writes_text(trained: Trained, exporte
 
 # ---------------------------------------------------------------- lm-evaluation-harness
 
-QUESTIONS = """
-task: atoll_piqa
-dataset_path: json
-dataset_kwargs: {data_files: {validation: DATA/piqa.jsonl}}
-output_type: multiple_choice
-validation_split: validation
-doc_to_text: "Question: {{ctx}}\\nAnswer:"
-doc_to_target: gold
-doc_to_choice: choices
-metric_list: [{metric: acc}, {metric: acc_norm}, {metric: acc_bytes}]
-"""
-LAST_WORDS = """
-task: atoll_lambada
-dataset_path: json
-dataset_kwargs: {data_files: {test: DATA/lambada.jsonl}}
-output_type: loglikelihood
-test_split: test
-doc_to_text: "{{ctx}}"
-doc_to_target: "{{' ' + target}}"
-metric_list: [{metric: perplexity}, {metric: acc}]
-"""
-
-
 def write_benchmarks(directory: Path, count: int = 60) -> None:
     """Lines of the standard library to be told from those of another place; and words that this code likes to end on."""
     text = b"".join(stdlib_corpus(500_000).documents[:4]).decode()
@@ -118,27 +108,44 @@ def write_benchmarks(directory: Path, count: int = 60) -> None:
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
 
 
-def test_harness_agrees_with_atoll_eval(trained: Trained, exported: Path, tmp_path: Path) -> None:
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
+def test_harness_agrees_with_atoll_eval(trained: Trained, bench: Any, tmp_path: Path) -> None:
     write_benchmarks(tmp_path)
-    (tmp_path / "tasks").mkdir()
-    for name, yaml in (("piqa", QUESTIONS), ("lambada", LAST_WORDS)):
-        (tmp_path / "tasks" / f"{name}.yaml").write_text(yaml.replace("DATA", str(tmp_path)), encoding="utf8")
-    model = HFLM(pretrained=str(exported), device="cpu", dtype="float32", batch_size=8)
-    manager = TaskManager(include_path=str(tmp_path / "tasks"), include_defaults=False)
-    said: dict[str, Any] | None = simple_evaluate(
-        model=model, tasks=["atoll_piqa", "atoll_lambada"], task_manager=manager, bootstrap_iters=0
-    )
-    assert said is not None
-    questions, words = evaluate_run(trained, check_tasks(["piqa", "lambada"], tmp_path, None))
-    theirs = said["results"]["atoll_piqa"]
-    one = 1.01 / questions.examples
-    assert questions.acc == pytest.approx(theirs["acc,none"], abs=one)
-    assert questions.acc_norm == pytest.approx(theirs["acc_norm,none"], abs=one)
-    assert questions.acc_bytes == pytest.approx(theirs["acc_bytes,none"], abs=one)
-    theirs = said["results"]["atoll_lambada"]
-    assert words.acc == pytest.approx(theirs["acc,none"], abs=one)
-    assert words.perplexity == pytest.approx(theirs["perplexity,none"], rel=1e-3)
+    found = bench.agreement(trained, ["piqa", "lambada"], tmp_path)
+    told = {"piqa": ("questions", "acc", "acc_norm", "acc_bytes"), "lambada": ("questions", "acc", "perplexity")}
+    assert [(pair.task, pair.metric) for pair in found] == [(task, metric) for task in told for metric in told[task]]
+    assert all(pair.agree for pair in found), found
+    assert {pair.examples + pair.too_long for pair in found} == {60}
+
+
+OF_EACH_TASK: dict[str, dict[str, Any]] = {
+    "piqa": {"ctx": "open a file", "choices": ["call open()", "call close() twice"]},
+    "arc_easy": {"ctx": "Which is a number?", "choices": ["int", "str", "list", "dict"]},
+    "arc_challenge": {"ctx": "Which is not a number?", "choices": ["int", "float", "list"]},
+    "copa": {"ctx": "The test failed.", "question": "cause", "choices": ["The code was wrong.", "The sun shone."]},
+    "lambada": {"ctx": "import os import sys import", "target": "re"},
+    "hellaswag": {
+        "label": "Coding", "ctx_a": "A man [title] types.", "ctx_b": "he", "choices": ["[step] runs it.", "eats", "is", "rests."],
+    },
+    "winogrande": {"ctx": "The list fits the tuple because _ is small.", "choices": ["the list", "the tuple"]},
+    "openbookqa": {"ctx": "A loop ends with", "choices": ["break", "class", "import", "def it"]},
+    "siqa": {"passage": "Kim wrote a test.", "ctx": "Why?", "choices": ["to be sure", "to eat", "for no reason at all"]},
+    "boolq": {"passage": "Sets have no order.", "ctx": "do sets have an order", "choices": ["no", "yes"]},
+}  # fmt: skip
+
+
+def test_harness_asks_every_task_in_our_words(trained: Trained, bench: Any, tmp_path: Path) -> None:
+    assert set(OF_EACH_TASK) == set(bench.TASKS)
+    for task, record in OF_EACH_TASK.items():
+        (tmp_path / f"{task}.jsonl").write_text(json.dumps(record | {"gold": 0}) + "\n", encoding="utf8")
+    found = bench.agreement(trained, list(OF_EACH_TASK), tmp_path)
+    asked = {pair.task: (pair.ours, pair.theirs) for pair in found if pair.metric == "questions"}
+    assert asked == {task: (len(record.get("choices", [0])),) * 2 for task, record in OF_EACH_TASK.items()}
+    assert all(pair.agree for pair in found), found
+
+
+def test_disagreement_shows(bench: Any) -> None:
+    assert bench.Pair("piqa", 50, "acc", 0.50, 0.52, 0).agree, "one example"
+    assert not bench.Pair("piqa", 50, "acc", 0.50, 0.54, 0).agree, "two"
+    assert not bench.Pair("piqa", 50, "questions", 100, 99, 0).agree
+    assert bench.Pair("lambada", 50, "perplexity", 1000.9, 1000.0, 0).agree
+    assert not bench.Pair("lambada", 50, "perplexity", 1002.0, 1000.0, 0).agree
