@@ -1,11 +1,11 @@
 """Tables and a figure from the lines that train.py and study.py left.
 
-    python bench/quality/tables.py main.jsonl [more.jsonl ...] [--step-seconds 0.1] [--figure out.svg]
+    python bench/quality/tables.py main.jsonl [more.jsonl ...] [--step-seconds 0.1] [--reference NAME] [--figure out.svg]
 
 One row a name; the newest line of a name and seed counts.
 
-* loss: held-out, of Theta; mean and sample standard deviation over the seeds. "over data-parallel" is against the mean of the run
-  named data_parallel, "replica" is the loss of learner 0's own weights.
+* loss: held-out, of Theta; mean and sample standard deviation over the seeds. "over data-parallel" is against the mean of the
+  run named data_parallel, or as --reference says; "replica" is the loss of learner 0's own weights.
 * bytes: what a learner sent and received, joining included, per inner step; 100 % is data-parallel in bf16, which sends and
   receives 2 bytes a parameter in every step. Data-parallel runs are 100 % by definition: their one learner exchanges with nobody.
 * peak: the highest load on a learner's link, the busier direction, if each exchange is spread evenly over the time that its
@@ -231,9 +231,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--step-seconds", type=float, default=0.1)
+    parser.add_argument("--reference", default=DATA_PARALLEL, help="the run that the others are held against")
     parser.add_argument("--figure", type=Path)
     chosen = parser.parse_args()
-    found = rows(chosen.files, chosen.step_seconds)
+    found = rows(chosen.files, chosen.step_seconds, chosen.reference)
+    if chosen.reference not in {row.name for row in found}:
+        names = ", ".join(row.name for row in found)
+        raise SystemExit(f"--reference {chosen.reference}: no such run in these files; there are {names}")
     print(table(found))
     if chosen.figure is not None:
         save(chosen.figure, lambda: draw(found))

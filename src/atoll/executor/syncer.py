@@ -47,6 +47,7 @@ from atoll.protocol.vocabulary import (
     Store,
     Stored,
 )  # fmt: skip
+from atoll.rules import learning_rate
 from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
 from atoll.tensors.layout import Fragment
 from atoll.tensors.merge import mean, merge, merge_buffers, outlier_norm
@@ -169,8 +170,8 @@ def outer_rule(config: Config) -> OuterRule | None:
 
 
 class Norms:
-    """What is usual for each fragment: the median of its last contributions' norms. Far beyond it is poison, or a learner
-    about to diverge; refusing one costs little, merging one may cost the run."""
+    """What is usual for each fragment: the median of its last contributions' norms, each by the way its steps could have led.
+    Far beyond it is poison, or a learner about to diverge; refusing one costs little, merging one may cost the run."""
 
     WINDOW = 32
     ENOUGH = 8
@@ -180,12 +181,12 @@ class Norms:
         self._factor = factor
         self._seen: list[deque[float]] = [deque(maxlen=self.WINDOW) for _ in range(fragments)]
 
-    def objection(self, fragment: FragmentId, norm: float) -> str:
+    def objection(self, fragment: FragmentId, norm: float, way: float) -> str:
         seen = self._seen[fragment]
-        usual = median(seen) if len(seen) >= self.ENOUGH else 0.0
+        usual = way * median(seen) if len(seen) >= self.ENOUGH else 0.0
         if usual > 0 and norm > self._factor * usual:
             return f"{SUSPECT} {norm:.3g} of fragment {fragment} is {norm / usual:.0f} times the usual {usual:.3g}"
-        seen.append(norm)
+        seen.append(norm / way)
         return ""
 
 
@@ -248,7 +249,15 @@ class TensorSyncer:
         norm = outlier_norm(self._up.decode(packet))
         if not math.isfinite(norm) or not bool(torch.isfinite(buffers).all()):
             return f"fragment {body.fragment} holds NaN or Inf"
-        return self.norms.objection(body.fragment, norm)
+        return self.norms.objection(body.fragment, norm, self._way(body))
+
+    def _way(self, body: Contribution) -> float:
+        """How far its steps could have led: so many at the present rate. In the warm-up both grow, and a fragment that is first
+        due after two steps honestly moves hundreds of times as far by its next turn. A gradient does not depend on either."""
+        if self._config.protocol.contribution == "gradient":
+            return 1.0
+        least = 1e-3 * self._config.inner.learning_rate  # a schedule may end at zero
+        return max(1, body.c_steps) * max(least, learning_rate(self._config, max(0, body.outer_step - 1)))
 
     def _accept(self, effect: Accept, blob: Blob | None) -> None:
         assert blob is not None

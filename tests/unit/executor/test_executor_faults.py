@@ -178,6 +178,20 @@ def test_syncer_inspecting_a_contribution_finds_what_is_wrong_before_the_machine
     assert syncer_alone().inspect(Contribution(4, 0, 4, 0, 4, 4, 4, 4), Blob("packet", 4, content)) == flaw
 
 
+def test_a_warming_learner_that_moves_further_is_no_outlier_and_poison_of_its_size_is() -> None:
+    """A fragment first sent after two steps of the warm-up and next after 48 has honestly moved hundreds of times as far."""
+    bench = bench_for(configured("diloco", outer_steps=1000, inner={"warmup_share": 0.2}))
+    syncer = TensorSyncer(bench.config, bench.layout.fragments, Disk(initial_versions(bench)))
+
+    def flaw(outer_step: int, steps: int, moved: float) -> str:
+        blob = Blob("packet", 4, (packet_of(torch.full((SIZE,), moved)), torch.empty(0)))
+        return syncer.inspect(Contribution(outer_step, 0, outer_step, 0, steps, steps, steps, steps), blob)
+
+    assert [flaw(2, 2, 2 * 1.5e-5) for _ in range(8)] == [""] * 8
+    assert flaw(50, 48, 48 * 26e-5) == "", "416 times as far"
+    assert flaw(2, 2, 2 * 1.5e-3).startswith("the norm"), "a hundred times as far in the same steps"
+
+
 def test_merge_carried_out_twice_gives_the_same_bytes() -> None:
     assert merged(GOOD, times=2) == merged(GOOD) != merged(GOOD[:1])
 
