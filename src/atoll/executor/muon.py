@@ -9,7 +9,7 @@ of J. Liu et al. 2025 (arXiv 2502.16982): updates as large as AdamW's, so one le
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast, overload
 
 import torch
@@ -23,13 +23,32 @@ A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """About U V^T of x = U S V^T, for every matrix in the last two axes."""
-    wide = x.mT if x.shape[-2] > x.shape[-1] else x
-    wide = wide / (wide.float().square().sum(dim=(-2, -1), keepdim=True).sqrt() + 1e-7).to(x.dtype)
+    """About U V^T of x = U S V^T, for every matrix in the last two axes, which must lie: no more rows than columns."""
+    wide = x / (x.float().square().sum(dim=(-2, -1), keepdim=True).sqrt() + 1e-7).to(x.dtype)
     for _ in range(ROUNDS):
         gram = wide @ wide.mT
         wide = A * wide + (B * gram + C * (gram @ gram)) @ wide
-    return wide.mT if x.shape[-2] > x.shape[-1] else wide
+    return wide
+
+
+def factors(matrices: Sequence[Tensor]) -> list[Tensor]:
+    """The orthogonal factor of each, in fp32. Those of one shape, lying or standing, are turned as one batch: a hidden layer has
+    many of a kind, and one at a time their products are too small to be worth the calls."""
+    found = list(matrices)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for at, x in enumerate(matrices):
+        groups.setdefault((*x.shape[:-2], *sorted(x.shape[-2:])), []).append(at)
+    for members in groups.values():
+        lying = torch.stack([_lying(matrices[at]) for at in members])
+        # Five rounds stand bf16's error. A CPU's bf16 products are slower than its fp32 ones.
+        turned = orthogonal(lying.bfloat16() if lying.is_cuda else lying).float()
+        for at, factor in zip(members, turned, strict=True):
+            found[at] = factor if factor.shape == matrices[at].shape else factor.mT
+    return found
+
+
+def _lying(x: Tensor) -> Tensor:
+    return x.mT if x.shape[-2] > x.shape[-1] else x
 
 
 def reach(rows: int, columns: int) -> float:
@@ -60,23 +79,26 @@ class Muon(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    (_turn if id(p) in self._turned else _scale)(p, p.grad, self.state[p], group)
+            moving = [p for p in group["params"] if p.grad is not None]
+            turned = [p for p in moving if id(p) in self._turned]
+            ahead = [_ahead(p.grad, self.state[p], group["momentum"]) for p in turned]
+            for p, factor in zip(turned, factors(ahead), strict=True):
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(factor.to(p.dtype), alpha=-group["lr"] * reach(*p.shape[-2:]))
+            for p in moving:
+                if id(p) not in self._turned:
+                    _scale(p, p.grad, self.state[p], group)
         return loss
 
 
-def _turn(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def _ahead(grad: Tensor, state: dict[str, Any], mu: float) -> Tensor:
+    """The momentum with this gradient in it, and once more ahead, as Nesterov looks."""
     if not state:
-        state["step"], state["momentum_buffer"] = torch.tensor(0.0), torch.zeros_like(p)
+        state["step"], state["momentum_buffer"] = torch.tensor(0.0), torch.zeros_like(grad)
     state["step"] += 1
-    mu, buffer = group["momentum"], cast(Tensor, state["momentum_buffer"])
+    buffer = cast(Tensor, state["momentum_buffer"])
     buffer.mul_(mu).add_(grad)
-    ahead = grad + mu * buffer
-    # Five rounds stand bf16's error. A CPU's bf16 products are slower than its fp32 ones.
-    factor = orthogonal(ahead.bfloat16() if p.is_cuda else ahead)
-    p.mul_(1 - group["lr"] * group["weight_decay"])
-    p.add_(factor.to(p.dtype), alpha=-group["lr"] * reach(*p.shape[-2:]))
+    return grad + mu * buffer
 
 
 def _scale(p: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:

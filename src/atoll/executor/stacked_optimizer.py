@@ -14,7 +14,7 @@ from torch import Tensor
 
 from atoll.config import Config
 from atoll.errors import ConfigError
-from atoll.executor.muon import orthogonal, reach
+from atoll.executor.muon import factors, reach
 from atoll.ids import LearnerId, OuterStep
 from atoll.rules import learning_rate
 
@@ -128,28 +128,15 @@ def _update(
         v.add_(on * (1 - beta2) * (g * g - v))
         denominator = (v / _like(correct_second, w)).sqrt() + EPS
         w.sub_(on * lr * (decay * w + (m / _like(correct_first, w)) / denominator))
-    for at, factor in zip(turned, _factors([grads[at] for at in turned], [moments[at] for at in turned], part, mu), strict=True):
+    ahead: list[Tensor] = []
+    for at in turned:
+        g, buffer = grads[at], moments[at]["momentum_buffer"]
+        buffer.add_(_like(part, g) * ((mu - 1) * buffer + g))
+        ahead.append(g + mu * buffer)
+    for at, factor in zip(turned, factors(ahead), strict=True):
         w = weights[at]
         w.sub_(_like(part * rate, w) * (decay * w + reach(*w.shape[-2:]) * factor))
 
 
 def _like(per_learner: Tensor, w: Tensor) -> Tensor:
     return per_learner.view(-1, *[1] * (w.dim() - 1))
-
-
-def _factors(grads: list[Tensor], moments: list[dict[str, Tensor]], part: Tensor, mu: float) -> list[Tensor]:
-    """Muon's orthogonal factors. Matrices of one shape, lying or standing, are turned as one batch."""
-    ahead: list[Tensor] = []
-    for g, own in zip(grads, moments, strict=True):
-        buffer, on = own["momentum_buffer"], _like(part, g)
-        buffer.add_(on * ((mu - 1) * buffer + g))
-        ahead.append(g + mu * buffer)
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for at, x in enumerate(ahead):
-        groups.setdefault(tuple(sorted(x.shape[-2:])), []).append(at)
-    for members in groups.values():
-        lying = [ahead[at].mT if ahead[at].shape[-2] > ahead[at].shape[-1] else ahead[at] for at in members]
-        batch = torch.stack([x.bfloat16() if x.is_cuda else x for x in lying])
-        for at, factor in zip(members, orthogonal(batch).float(), strict=True):
-            ahead[at] = factor.mT if ahead[at].shape[-2] > ahead[at].shape[-1] else factor
-    return ahead

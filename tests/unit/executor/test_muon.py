@@ -9,7 +9,7 @@ import torch
 
 from atoll.config import load
 from atoll.executor.inner import build_optimizer, turned_names
-from atoll.executor.muon import Muon, orthogonal, reach
+from atoll.executor.muon import Muon, factors, reach
 from atoll.executor.workbench import language_workbench
 
 
@@ -21,7 +21,7 @@ def rand(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_a_factor_keeps_the_directions_of_its_matrix_and_evens_their_strength(shape: tuple[int, ...]) -> None:
     u, s, v = torch.linalg.svd(rand(*shape), full_matrices=False)
     strengths = torch.linspace(0.1, 1.0, s.shape[-1])
-    found = orthogonal(7.0 * (u * strengths) @ v)
+    (found,) = factors([7.0 * (u * strengths) @ v])
     evened = u.mT @ found @ v.mT
     values = evened.diagonal(dim1=-2, dim2=-1)
     assert float(values.min()) > 0.6 and float(values.max()) < 1.3
@@ -30,7 +30,7 @@ def test_a_factor_keeps_the_directions_of_its_matrix_and_evens_their_strength(sh
 
 def test_a_step_is_as_large_as_adamws() -> None:
     for shape in ((64, 64), (32, 128), (128, 32)):
-        size = (reach(*shape) * orthogonal(rand(*shape))).square().mean().sqrt()
+        size = (reach(*shape) * factors([rand(*shape)])[0]).square().mean().sqrt()
         assert 0.1 < float(size) < 0.3
 
 
