@@ -128,13 +128,15 @@ async def upload(
     credentials: ClientCredentials | None = None,
     timeout: float = 60.0,
 ) -> bytes:
+    """`timeout` is for one chunk, and for the answer: what is still being taken may take its time."""
     channel = Channel(address, Limits(), credentials)
     try:
-        async with asyncio.timeout(timeout):
-            data = await _send_upload(channel.open(name, metadata, CALL_SERVICE), Transfer(0, 0, b"", payload))
+        async with asyncio.timeout(timeout) as patience:
+            stream = channel.open(name, metadata, CALL_SERVICE)
+            data = await _send_upload(stream, Transfer(0, 0, b"", payload), patience, timeout)
         reply = unpack(data or b"")
     except TimeoutError as error:
-        raise LinkFailed(f"{address} did not take it within {timeout} s") from error
+        raise LinkFailed(f"{address} took nothing for {timeout} s") from error
     except (StreamBroken, Violation) as error:
         raise failure(error, address) from error
     finally:
@@ -144,13 +146,14 @@ async def upload(
     return bytes(reply.body)
 
 
-async def _send_upload(stream: GrpcStream, transfer: Transfer) -> bytes | None:
+async def _send_upload(stream: GrpcStream, transfer: Transfer, patience: asyncio.Timeout, timeout: float) -> bytes | None:
     """The answer may come early, and then it is a refusal: there is no point in sending the rest."""
     answer = asyncio.create_task(stream.read())
     try:
         while transfer.taken < transfer.total and not answer.done():
             offset = transfer.taken
             await stream.write(pack(CHUNK, 0, offset, transfer.total, transfer.take(Limits.chunk_bytes)))
+            patience.reschedule(asyncio.get_running_loop().time() + timeout)
         if not answer.done():
             await stream.finish()
         return await answer

@@ -28,6 +28,7 @@ CONTROL: Final = b"ctrl"
 BULK: Final = b"bulk"
 CHUNK: Final = b"chnk"
 BYE: Final = b"bye."
+PULSE: Final = b"puls"
 WELCOME: Final = b"welc"
 STANDING: Final = b"open"
 ANSWER: Final = b"answ"
@@ -74,6 +75,10 @@ class Limits:
     """Payloads that are being put together, or wait for their turn, at a time."""
     connections: int = 1
     """Connections for payloads; a dialling peer decides how many, a server allows up to `CONNECTIONS_MAX`."""
+    pulse_seconds: float = 2.0
+    """Each end says so often that it is there. Both ends must agree: one that misses three in a row ends the link."""
+    stall_seconds: float = 20.0
+    """A connection on which bytes wait and none was acknowledged for so long is broken."""
 
     @property
     def frame_bytes_max(self) -> int:

@@ -4,6 +4,10 @@ Four or more tasks share it, all in one loop: per stream one that reads and one 
 the link, with its reason. Who closes a link says so in a last frame and then waits a moment for the peer to go, because
 the streams are different connections: if they were torn down at once, the peer might see a broken bulk stream before it
 reads the reason on the talk stream.
+
+A link lives while something comes on any of its streams. So that something does, each end sends a pulse on the talk stream
+every few seconds. Nobody answers a pulse: an answer in time says that a link is quick, and a slow one would be taken for dead.
+However long the queue that pulses pass through, they come out of it as often as they went in.
 """
 
 from __future__ import annotations
@@ -15,13 +19,15 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final, Protocol
 
-from atoll.transport.frames import BYE, Frame, Limits, Payload, Violation, pack, unpack
+from atoll.transport.frames import BYE, PULSE, Frame, Limits, Payload, Violation, pack, unpack
 from atoll.transport.inbox import Inbox
 from atoll.transport.outbox import Outbox
 from atoll.transport.wire import Stream, StreamBroken
 
 FAREWELL_SECONDS: Final = 1.0
 REASON_CHARACTERS_MAX: Final = 1000
+UNHEARD_MAX: Final = 3
+"""Pulses in a row; a dead link is noticed after two to four of them."""
 
 
 class Handler(Protocol):
@@ -79,6 +85,7 @@ class Link:
         self._tasks: list[asyncio.Task[None]] = []
         self._bulk_count = 0
         self._waiting_readers = 0
+        self._pulse_is_due = False
         self._ended = asyncio.Event()
         self._gone = asyncio.Event()
         self._reason: str | None = None
@@ -129,6 +136,7 @@ class Link:
         jobs: list[Coroutine[Any, Any, None]] = [self._write_talk(talk), self._read_talk(talk)]
         for bulk in bulks:
             jobs += [self._write_bulk(bulk), self._read_bulk(bulk)]
+        jobs.append(self._watch())
         self._tasks = [asyncio.create_task(job) for job in jobs]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
@@ -196,14 +204,18 @@ class Link:
     async def _write_talk(self, talk: Stream) -> None:
         while self._reason is None:
             frame = self._outbox.next_message()
-            if frame is None:
+            if frame is not None:
+                await talk.write(frame)
+                self._outbox.wrote_message()
+                self.bytes_sent += len(frame)
+                self.messages_sent += 1
+                self._handed.ring()
+            elif self._pulse_is_due:
+                await talk.write(pack(PULSE))
+            else:
                 await self._to_send.wait()
                 continue
-            await talk.write(frame)
-            self._outbox.wrote_message()
-            self.bytes_sent += len(frame)
-            self.messages_sent += 1
-            self._handed.ring()
+            self._pulse_is_due = False  # whatever was written says as much
         if self._farewell is not None:
             await talk.write(self._farewell)
 
@@ -224,6 +236,8 @@ class Link:
         if frame.kind == BYE:
             self._peer_closed(frame)
             return True
+        if frame.kind == PULSE and not frame.body:
+            return False
         if self._reason is None:
             self._inbox.message(frame)
             self._deliver()
@@ -247,6 +261,19 @@ class Link:
     def _make_room(self) -> None:
         self._waiting_readers = 0
         self._delivered.ring()
+
+    async def _watch(self) -> None:
+        """Turns are counted, not seconds: a process that stood still for a minute finds what came in the meantime at its next
+        turn. While the inbox is full nothing is read, so nothing can be heard, and that is not the peer's fault."""
+        unheard = 0
+        while self._reason is None:
+            before = self.bytes_received
+            await asyncio.sleep(self._limits.pulse_seconds)
+            self._pulse_is_due = True
+            self._to_send.ring()
+            unheard = 0 if self.bytes_received > before or self._inbox.is_full else unheard + 1
+            if unheard == UNHEARD_MAX:
+                self.broke(f"nothing came for {UNHEARD_MAX * self._limits.pulse_seconds:g} s")
 
     # The bulk streams
 

@@ -27,16 +27,8 @@ CERTIFICATE_KEY: Final = ":certificate"
 """The common name of a client's certificate, for `admit`. No client can send a key that begins with a colon."""
 SLACK_BYTES: Final = 64 << 10
 
-KEEP_ALIVE: Final[tuple[Option, ...]] = (
-    ("grpc.keepalive_time_ms", 2000),
-    ("grpc.keepalive_timeout_ms", 4000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.http2.min_ping_interval_without_data_ms", 500),
-    # Without this one a ping that is under way is waited for a minute, whatever the keep-alive's own timeout says.
-    ("grpc.http2.ping_timeout_ms", 4000),
-)
+LAST_RESORT_MS: Final = 600_000
+"""An answer of HTTP/2's may be behind all that a socket holds, 4 MB as Linux comes, and that on a link of 56 kbit/s."""
 
 
 class StreamBroken(Exception):
@@ -94,7 +86,31 @@ def options(limits: Limits) -> list[Option]:
     return [
         ("grpc.max_receive_message_length", message_bytes_max),
         ("grpc.max_send_message_length", message_bytes_max),
-        *KEEP_ALIVE,
+        *keep_alive(limits),
+    ]
+
+
+def keep_alive(limits: Limits) -> list[Option]:
+    """gRPC must not judge whether a peer lives by how soon it answers. A ping queues behind the bytes before it and its
+    answer behind those of the other way: on a link of 3 Mbit/s that are megabytes, hence seconds, each way. gRPC demands that
+    answer of every ping, also of those that measure bandwidth while data flows, and data that comes meanwhile does not
+    count (its `keepalive_timeout` is meant to, but 1.85 never starts that timer). A server's options are those of all its
+    connections, so it cannot be strict with talk streams only either.
+
+    So the answer may take as long as it likes, and `keepalive_timeout_ms` is there for what gRPC makes of it on Linux:
+    TCP_USER_TIMEOUT. The kernel then breaks a connection on which bytes wait and none was acknowledged for so long, which is
+    progress and not delay, to the byte. Pings are still sent, so that on a connection without data bytes wait, too. That a
+    peer lives is what the link's own pulses say (`Link`)."""
+    return [
+        ("grpc.keepalive_time_ms", 2000),
+        ("grpc.keepalive_timeout_ms", round(limits.stall_seconds * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 500),
+        # Where something on the way acknowledges for the peer, and then hangs, these are what ends a connection for bulk.
+        ("grpc.http2.ping_timeout_ms", LAST_RESORT_MS),
+        ("grpc.http2.settings_timeout", LAST_RESORT_MS),
     ]
 
 

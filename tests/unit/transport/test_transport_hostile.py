@@ -11,7 +11,7 @@ import pytest
 from transport_peers import Recorder, credentials_of, run, serving
 
 from atoll.transport import Limits, Refused, Server, dial
-from atoll.transport.frames import BULK, BYE, CHUNK, CONTROL, STANDING, WELCOME, pack, unpack
+from atoll.transport.frames import BULK, BYE, CHUNK, CONTROL, PULSE, STANDING, WELCOME, pack, unpack
 from atoll.transport.server import COUNT_KEY, INDEX_KEY, SESSION_KEY
 from atoll.transport.wire import Channel, GrpcStream, StreamBroken, failure
 
@@ -31,6 +31,7 @@ FRAMES: dict[str, tuple[str, list[tuple[str, bytes]]]] = {
     "unknown kind": ("malformed", [(T, pack(b"what"))]),
     "chunk on the talk stream": ("malformed", [(T, pack(CHUNK, 0, 0, 1, [b"x"]))]),
     "message on a bulk stream": ("malformed", [(B, pack(CONTROL, 0, 0, 0, [b"x"]))]),
+    "pulse that says something": ("malformed", [(T, pack(PULSE, 0, 0, 0, [b"x"]))]),
     "control with a size": ("malformed", [(T, pack(CONTROL, 0, 0, 5))]),
     "bad checksum": ("checksum", [(T, corrupt(pack(CONTROL, 0, 0, 0, [b"head"])))]),
     "bad checksum of a chunk": ("checksum", [(B, corrupt(pack(CHUNK, 0, 0, 4, [b"data"])))]),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
+import sys
 import threading
 from collections.abc import Mapping
 
@@ -13,6 +15,7 @@ from transport_peers import Recorder, credentials_of, paired, run, serving
 
 from atoll.errors import UserError
 from atoll.transport import Backoff, Limits, Link, LinkFailed, Refused, Server, call, dial, upload
+from atoll.transport.frames import ANSWER, HEADER_BYTES, pack
 
 
 async def dialled(address: str, handler: Recorder, name: str = "learner0", limits: Limits | None = None) -> Link:
@@ -288,6 +291,103 @@ def test_calls_and_uploads() -> None:
         await server.stop(0)
         with pytest.raises(LinkFailed):
             await call(address, "later", {"name": "n"}, b"", None, 5)
+
+    run(story())
+
+
+def test_upload_may_take_its_time_while_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow:
+        def __init__(self, *_: object) -> None:
+            self._left, self._said = 8, asyncio.Event()
+
+        def open(self, *_: object) -> Slow:
+            return self
+
+        async def write(self, frame: bytes) -> None:
+            await asyncio.sleep(0.1 if self._left else 60)
+            self._left -= 1
+
+        async def read(self) -> bytes:
+            await self._said.wait()
+            return pack(ANSWER, body=(b"thanks",))
+
+        async def finish(self) -> None:
+            self._said.set()
+
+        async def close(self) -> None:
+            pass
+
+    async def story() -> None:
+        monkeypatch.setattr(sys.modules["atoll.transport.dial"], "Channel", Slow)  # the package's `dial` is the function
+        chunk = bytes(Limits.chunk_bytes)
+        assert await upload("far.away:1", "take", {}, [chunk] * 8, None, 0.4) == b"thanks"
+        with pytest.raises(LinkFailed, match=re.escape("far.away:1 took nothing for 0.4 s")):
+            await upload("far.away:1", "take", {}, [chunk] * 9, None, 0.4)
+
+    run(story())
+
+
+PULSING = Limits(pulse_seconds=0.1, assembling_max=100)
+
+
+def test_link_without_messages_lives_by_its_pulses_which_are_no_messages() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with paired(here, there, PULSING) as (left, right, _):
+            while min(left.bytes_received, right.bytes_received) < 8 * HEADER_BYTES:
+                assert not here.reasons and not there.reasons
+                await asyncio.sleep(0.01)
+            assert left.messages_sent == right.messages_received == 0
+            left.send(b"still here")
+            await there.until(lambda: there.heads == [b"still here"])
+
+    run(story())
+
+
+def test_peer_of_which_nothing_comes_for_three_pulses_is_taken_for_dead() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with paired(here, there, PULSING) as (_, _, pipes):
+            for pipe in pipes:
+                pipe.gate.clear()
+            await there.until(lambda: bool(there.reasons), timeout=2)
+            assert there.reasons == ["the connection broke (nothing came for 0.3 s)"]
+
+    run(story())
+
+
+def test_chunks_that_come_are_a_sign_of_life_whatever_became_of_the_pulses() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with paired(here, there, PULSING) as (left, right, (talk, _)):
+            talk.gate.clear()
+            loop = asyncio.get_running_loop()
+            until = loop.time() + 1.0
+            while loop.time() < until:
+                left.send(b"bulk", [bytes(10)])
+                await asyncio.sleep(0.08)
+            assert not there.reasons and right.bytes_received
+            talk.gate.set()
+            await there.until(lambda: len(there.heads) >= 8)
+
+    run(story())
+
+
+def test_end_that_reads_no_further_does_not_blame_the_peer_for_its_silence() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with paired(here, there, Limits(pulse_seconds=0.1, queue_messages_max=3)) as (left, right, (_, bulk)):
+            bulk.gate.clear()
+            left.send(b"bulk", [bytes(10)])
+            for _ in range(4):
+                left.send(b"waits")
+                await left.drain()
+            read = right.bytes_received
+            await asyncio.sleep(0.8)
+            assert right.bytes_received == read, "the inbox is full"
+            assert not here.reasons and not there.reasons
+            bulk.gate.set()
+            await there.until(lambda: len(there.heads) == 5)
 
     run(story())
 
