@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from atoll.cli.shared import new_directory
+
 SMALL = ["--set", "outer_steps=12", "--set", "data.seq_len=16", "--set", "data.max_bytes=400000", "--set", "data.batch_size=2"]
 KEYS = {
     "preset", "learners", "seed", "outer_steps", "goodput", "uptime", "waited_seconds", "participants", "tokens", "recoveries",
@@ -116,3 +118,8 @@ def test_help_of_every_command_names_its_options(tmp_path: Path) -> None:
         done = atoll(command, "--help", cwd=tmp_path)
         assert done.returncode == 0
         assert len(done.stdout) > 100
+
+
+def test_runs_that_start_together_get_a_folder_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [new_directory("tiny", 0).name for _ in range(3)] == ["tiny-seed0-1", "tiny-seed0-2", "tiny-seed0-3"]

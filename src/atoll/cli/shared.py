@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import sys
 from collections.abc import Sequence
@@ -58,13 +59,20 @@ def settings_from(
 
 
 def new_directory(name: str, seed: int) -> Path:
-    """Made at once: of two runs that start together each gets its own."""
+    """Made at once: of two runs that start together each gets its own. A run that comes to nothing leaves none behind."""
     for number in itertools.count(1):
         path = Path("runs") / f"{name}-seed{seed}-{number}"
         with suppress(FileExistsError):
             path.mkdir(parents=True)
+            atexit.register(_remove_if_empty, path.absolute())
             return path
     raise AssertionError("numbers do not end")
+
+
+def _remove_if_empty(path: Path) -> None:
+    with suppress(OSError):  # whatever holds something stays
+        path.rmdir()
+        path.parent.rmdir()
 
 
 class RunProgress:
