@@ -45,7 +45,7 @@ SLICE_SECONDS = 0.02
 """A limited way forwards in slices of this much time, and makes up for a late wake-up of as much: idle time is not saved."""
 MESSAGE_BYTES = 2048
 BUFFER_BYTES = 64 * 1024
-"""Of a socket of ours. The kernel's own choice is megabytes: seconds of a slow link, behind which a ping would time out."""
+"""Of a socket of ours. The kernel's own choice is megabytes: seconds of a slow link, which messages would queue behind."""
 SEGMENT_BYTES = 1448
 """As on Ethernet. Loopback's are 64 KB, and a sender's buffer is sized in segments."""
 

@@ -67,8 +67,8 @@ FLAW_MAX = 300
 """Characters of what is wrong with a peer's words or bytes."""
 AWAY_SECONDS = 30.0
 """A learner lost for no longer may be dialling again when the run ends."""
-FAREWELL_SECONDS = 10.0
-"""How long a finished run waits for learners to hear of it."""
+FAREWELL_SECONDS = 10
+"""How long a finished run waits for learners to hear of it, from the last byte that one of them was sent."""
 
 
 class SyncerProcess:
@@ -374,7 +374,16 @@ class SyncerProcess:
         long_ago = self._home.clock.now() - nanos(AWAY_SECONDS)
         members = [m for m in self._home.machine.roster if m.connected or (m.standing == LOST and m.lost_at > long_ago)]
         self._to_hear = {m.learner for m in members}
-        self._loop.call_later(FAREWELL_SECONDS, self.leave)
+        self._wait_for_ears()
+
+    def _wait_for_ears(self, sent_before: int = -1, quiet: int = 0) -> None:
+        """On a slow link the word that it is over comes behind what is still being sent, and without it a learner dials on."""
+        sent = sum(peer.link.bytes_sent for learner, peer in self._links.items() if learner in self._to_hear)
+        quiet = quiet + 1 if sent == sent_before else 0
+        if quiet == FAREWELL_SECONDS:
+            self.leave()
+        else:
+            self._loop.call_later(1.0, self._wait_for_ears, sent, quiet)
 
     def _heard(self, learner: LearnerId) -> None:
         """Learners close their connections when they have heard that it is over. One that is away just now dials again
