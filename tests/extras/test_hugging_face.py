@@ -4,9 +4,9 @@ of `atoll eval`. `make test-extras` installs them and runs this; nothing is fetc
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,18 +28,10 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 }
 
 
-BENCH = Path(__file__).parents[2] / "bench" / "quality"
-
-
 @pytest.fixture(scope="module")
-def bench() -> Any:
+def bench(bench_script: Callable[[str], ModuleType]) -> Any:
     """The script that sets both beside each other for real benchmarks."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        import harness_agreement
-    finally:
-        sys.path.remove(str(BENCH))
-    return harness_agreement
+    return bench_script("quality/harness_agreement")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,20 +16,12 @@ import pytest
 from atoll.chaos import Kill, Plan, check_plan
 from atoll.ids import nanos
 
-BENCH = Path(__file__).parents[2] / "bench"
-
 
 @pytest.fixture(scope="module")
-def bench() -> Any:
-    """The three modules as one namespace; scripts find each other beside themselves."""
-    sys.path.insert(0, str(BENCH))
-    try:
-        import agreement
-        import agreement_live
-        import agreement_predict
-    finally:
-        sys.path.remove(str(BENCH))
-    return {**vars(agreement_live), **vars(agreement_predict), **vars(agreement)}
+def bench(bench_script: Callable[[str], ModuleType]) -> Any:
+    """The three modules as one namespace."""
+    return {key: value for name in ("agreement_live", "agreement_predict", "agreement")
+            for key, value in vars(bench_script(name)).items()}  # fmt: skip
 
 
 @pytest.fixture

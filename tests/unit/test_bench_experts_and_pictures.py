@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,14 +21,8 @@ TEXT = ["data.max_bytes=300000", "protocol.local_steps_per_round=3", "protocol.f
 
 
 @pytest.fixture(scope="module")
-def bench() -> Any:
-    """Scripts find each other beside themselves."""
-    sys.path.insert(0, str(QUALITY))
-    try:
-        import experts_and_pictures
-    finally:
-        sys.path.remove(str(QUALITY))
-    return experts_and_pictures
+def bench(bench_script: Callable[[str], ModuleType]) -> Any:
+    return bench_script("quality/experts_and_pictures")
 
 
 def line(name: str, preset: str, seed: int, loss: float, accuracy: float | None = None, **differs: Any) -> dict[str, Any]:

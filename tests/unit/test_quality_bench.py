@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
@@ -13,26 +14,22 @@ import pytest
 from atoll.config import load
 from atoll.views.run import Summary
 
-BENCH = Path(__file__).parents[2] / "bench" / "quality"
 WORDS = "the quick brown fox jumps over the lazy dog and goes home again before the sun is down"
 
 
-def module(name: str) -> Any:
-    sys.path.insert(0, str(BENCH))
-    try:
-        return __import__(name)
-    finally:
-        sys.path.remove(str(BENCH))
+@pytest.fixture
+def study(bench_script: Callable[[str], ModuleType]) -> Any:
+    return bench_script("quality/study")
 
 
 @pytest.fixture
-def study() -> Any:
-    return module("study")
+def train(bench_script: Callable[[str], ModuleType]) -> Any:
+    return bench_script("quality/train")
 
 
 @pytest.fixture
-def tables() -> Any:
-    return module("tables")
+def tables(bench_script: Callable[[str], ModuleType]) -> Any:
+    return bench_script("quality/tables")
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -106,9 +103,8 @@ def test_time_limit_ends_what_runs_and_starts_no_more(study: Any, fake: Path, ca
     assert "decoupled_m8_failures.s0: not started" in told
 
 
-@pytest.mark.parametrize("group", ["main", "ablations"])
-def test_every_run_has_a_name_of_its_own_and_settings_that_atoll_takes(study: Any, group: str) -> None:
-    train = module("train")
+@pytest.mark.parametrize("group", ["main", "sweep", "ablations"])
+def test_every_run_has_a_name_of_its_own_and_settings_that_atoll_takes(study: Any, train: Any, group: str) -> None:
     runs = study.GROUPS[group]()
     assert len({run.name for run in runs}) == len(runs)
     seen = set()
@@ -119,8 +115,7 @@ def test_every_run_has_a_name_of_its_own_and_settings_that_atoll_takes(study: An
     assert len(seen) == len(runs), "no two of them are the same run"
 
 
-def test_with_failures_a_run_goes_on_until_its_tokens_are_spent() -> None:
-    train = module("train")
+def test_with_failures_a_run_goes_on_until_its_tokens_are_spent(train: Any) -> None:
     words = ["--name", "x", "--out", "x", "--learners", "4", "--tokens", "128000", "--step-tokens", "640", "--seq-len", "16"]
     chosen = train.options().parse_args([*words, "--chips", "1200000"])
     config = train.at_equal_tokens(chosen)
