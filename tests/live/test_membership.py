@@ -80,14 +80,14 @@ def test_plan_scavenges_a_learner_that_joins_trains_and_leaves(tmp_path: Path) -
 
 def test_run_resumed_from_a_snapshot_with_other_numbers_of_learners(tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    config = small(2, outer_steps=60, protocol={"snapshot_interval": 12})
+    config = small(2, outer_steps=100, protocol={"snapshot_interval": 12})
     run(first, config)
     judge(first, config)
     snapshots = found(first)
     assert snapshots and snapshots[-1].complete and snapshots[-1].present == (0, 1)
     at = snapshots[-1].outer_step
     assert verify(first, at) == []
-    longer = small(3, outer_steps=120, protocol={"snapshot_interval": 12})
+    longer = small(3, outer_steps=160, protocol={"snapshot_interval": 12})
     run(again, longer, resume=(first, at))
     judge(again, longer)
     records = list(open_run(again).records())

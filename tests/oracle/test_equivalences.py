@@ -18,6 +18,7 @@ from atoll.sim.cluster import Cluster
 
 STEPS = 24
 QUIET = {"latency_seconds": 0.0, "step_noise": 0.0}
+STREAMINGS = {"outer_learning_rate": 0.4, "outer_momentum": 0.9}
 LAYERS = {"numbers": {"layers": 4}}
 
 
@@ -64,7 +65,7 @@ def test_decoupled_with_all_in_step_and_exact_adoption_is_streaming(anchor: str)
     """`present` is `adopted` where nothing else moved the fragment in between."""
     streaming = trained("streaming", protocol=STREAMED, model=LAYERS)
     protocol = DECOUPLED_IN_STEP | {"adopt": "exact", "anchor": anchor}
-    found = trained("decoupled", protocol=protocol, outer={"outer_learning_rate": 0.4}, cluster=QUIET)
+    found = trained("decoupled", protocol=protocol, outer=STREAMINGS, cluster=QUIET)
     assert_same_bits(found, streaming)
 
 
@@ -74,7 +75,7 @@ def test_decoupled_with_all_in_step_and_adoption_on_arrival_is_streaming_with_ov
     outer step last heard of, which lies one behind."""
     streaming = trained("streaming", protocol=STREAMED | {"overlap": 1}, model=LAYERS, inner=ONE_RATE)
     protocol = DECOUPLED_IN_STEP | {"overlap": 1, "adopt": "arrival", "anchor": anchor}
-    found = trained("decoupled", protocol=protocol, outer={"outer_learning_rate": 0.4}, cluster=QUIET, inner=ONE_RATE)
+    found = trained("decoupled", protocol=protocol, outer=STREAMINGS, cluster=QUIET, inner=ONE_RATE)
     assert_same_bits(found, streaming)
 
 
