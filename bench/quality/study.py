@@ -29,12 +29,13 @@ DATA_PARALLEL = "data_parallel"
 CHIPS = 1_200_000
 
 SETTINGS: dict[str, Any] = {
-    "inner": {"optimizer": "Muon", "betas": "[0.9,0.99]", "learning_rate": 3e-3},
+    "inner": {"optimizer": "Muon", "betas": "[0.9,0.99]"},
+    "rates": {1: 0.003, 2: 0.003, 4: 0.003, 8: 0.003},
     "outer": {2: (0.7, 0.5), 4: (1.0, 0.5), 8: (1.0, 0.5)},
     "runs": {"async_diloco_m8_h30": ["outer.outer_optimizer=sgd", "outer.outer_learning_rate=0.5"]},
 }
-"""What the sweeps found (docs/results.md): keys of `inner` for all; (rate, momentum) of the outer Nesterov by the number of
-learners; and for single runs, by name, --set lines that lie over both."""
+"""What the sweeps found (docs/results.md): keys of `inner` for all; the inner rate, and (rate, momentum) of the outer Nesterov,
+by the number of learners; and for single runs, by name, --set lines that lie over these."""
 EVERY_12 = ("protocol.local_steps_per_round=12", "protocol.fragments=12", "protocol.codec_down=int8")
 """Twice as often as every 24 steps, and at int4 up, int8 down still 3.1 % of bf16 data-parallel's bytes."""
 IN_PIECES = ("protocol.fragmentation=sub_tensor",)
@@ -52,6 +53,7 @@ class Run(NamedTuple):
 def run(name: str, preset: str, learners: int, *assignments: str, more: Sequence[str] = ()) -> Run:
     """One run under the common settings. data_parallel has no outer optimiser to tune."""
     lines = [f"inner.{key}={value}" for key, value in SETTINGS["inner"].items()]
+    lines.append(f"inner.learning_rate={SETTINGS['rates'][learners]}")
     if preset != DATA_PARALLEL:
         rate, momentum = SETTINGS["outer"][learners]
         lines += [f"outer.outer_learning_rate={rate}", f"outer.outer_momentum={momentum}"]
@@ -89,8 +91,17 @@ def main_runs() -> list[Run]:
 
 # ---------------------------------------------------------------- looking for settings
 
+def rate_runs() -> list[Run]:
+    """The inner rates above: that of one learner serves two as well, that of eight serves four."""
+    found = (*EVERY_12, *IN_PIECES, *MEAN)
+    return sized([
+        *(run(f"dp_{rate}", DATA_PARALLEL, 1, f"inner.learning_rate={rate}") for rate in (0.0015, 0.003, 0.006)),
+        *(run(f"m8_{rate}", "decoupled", 8, *found, f"inner.learning_rate={rate}") for rate in (0.003, 0.006)),
+    ], "35M", 50e6, 65_536)  # fmt: skip
+
+
 def sweep_runs() -> list[Run]:
-    """What the settings above were chosen from, and the rates of data-parallel: it gets as many tries."""
+    """What the other settings were chosen from."""
     rda = ("protocol.embedding_merge=rda", "outer.outer_learning_rate=0.4", "outer.outer_momentum=0.7")
     published = ("outer.outer_learning_rate=0.4", "outer.outer_momentum=0.7")
     return sized([
@@ -170,7 +181,7 @@ def _others() -> dict[str, list[str]]:
     return {"freezing": freezing} | {f"h{h}": [f"protocol.local_steps_per_round={h}"] for h in (12, 48)}
 
 
-GROUPS = {"main": main_runs, "sweep": sweep_runs, "ablations": ablation_runs}
+GROUPS = {"main": main_runs, "rates": rate_runs, "sweep": sweep_runs, "ablations": ablation_runs}
 
 # ---------------------------------------------------------------- running them
 

@@ -23,32 +23,31 @@ A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """About U V^T of x = U S V^T, for every matrix in the last two axes, which must lie: no more rows than columns."""
-    wide = x / (x.float().square().sum(dim=(-2, -1), keepdim=True).sqrt() + 1e-7).to(x.dtype)
+    """About U V^T of x = U S V^T, for every matrix in the last two axes. Whichever side is the shorter, the rounds are on its Gram
+    matrix: turning the standing ones over would cost as much memory traffic as the rounds themselves."""
+    standing = x.shape[-2] > x.shape[-1]
+    x = x / (x.float().square().sum(dim=(-2, -1), keepdim=True).sqrt() + 1e-7).to(x.dtype)
     for _ in range(ROUNDS):
-        gram = wide @ wide.mT
-        wide = A * wide + (B * gram + C * (gram @ gram)) @ wide
-    return wide
+        gram = x.mT @ x if standing else x @ x.mT
+        mixed = B * gram + C * (gram @ gram)
+        x = A * x + (x @ mixed if standing else mixed @ x)
+    return x
 
 
 def factors(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """The orthogonal factor of each, in fp32. Those of one shape, lying or standing, are turned as one batch: a hidden layer has
-    many of a kind, and one at a time their products are too small to be worth the calls."""
+    """The orthogonal factor of each, in fp32. Those of one shape are turned as one batch: a hidden layer has many of a kind, and
+    one at a time their products are too small to be worth the calls."""
     found = list(matrices)
     groups: dict[tuple[int, ...], list[int]] = {}
     for at, x in enumerate(matrices):
-        groups.setdefault((*x.shape[:-2], *sorted(x.shape[-2:])), []).append(at)
+        groups.setdefault(tuple(x.shape), []).append(at)
     for members in groups.values():
-        lying = torch.stack([_lying(matrices[at]) for at in members])
+        alike = torch.stack([matrices[at] for at in members])
         # Five rounds stand bf16's error. A CPU's bf16 products are slower than its fp32 ones.
-        turned = orthogonal(lying.bfloat16() if lying.is_cuda else lying).float()
+        turned = orthogonal(alike.bfloat16() if alike.is_cuda else alike).float()
         for at, factor in zip(members, turned, strict=True):
-            found[at] = factor if factor.shape == matrices[at].shape else factor.mT
+            found[at] = factor
     return found
-
-
-def _lying(x: Tensor) -> Tensor:
-    return x.mT if x.shape[-2] > x.shape[-1] else x
 
 
 def reach(rows: int, columns: int) -> float:

@@ -71,7 +71,9 @@ def _attention(
     shape: DecoderShape, own: Weights, x: Tensor, sizes: tuple[int, int, int], cos: Tensor, sin: Tensor
 ) -> Tensor:
     m, b, time = sizes
-    q, k, v = (_linear(x, own[f"attention.{name}.weight"]).view(m, b * time, shape.heads, -1) for name in "qkv")
+    # One product for three matrices: x is read once, and its gradient is not added up from three.
+    glued = _linear(x, torch.cat([own[f"attention.{name}.weight"] for name in "qkv"], dim=1))
+    q, k, v = glued.view(m, b * time, 3 * shape.heads, -1).chunk(3, dim=2)
     q, k = _norm(q, own["attention.q_norm.weight"]), _norm(k, own["attention.k_norm.weight"])
     q, k, v = (t.reshape(m * b, time, shape.heads, -1) for t in (q, k, v))
     q, k = _rotate(q, cos, sin).to(v.dtype), _rotate(k, cos, sin).to(v.dtype)
@@ -80,4 +82,5 @@ def _attention(
 
 
 def _mlp(own: Weights, x: Tensor) -> Tensor:
-    return _linear(F.silu(_linear(x, own["mlp.gate.weight"])) * _linear(x, own["mlp.up.weight"]), own["mlp.down.weight"])
+    gate, up = _linear(x, torch.cat((own["mlp.gate.weight"], own["mlp.up.weight"]), dim=1)).chunk(2, dim=-1)
+    return _linear(F.silu(gate) * up, own["mlp.down.weight"])
