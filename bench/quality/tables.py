@@ -76,6 +76,8 @@ def newest(paths: Sequence[Path]) -> dict[str, list[Line]]:
     for path in paths:
         for text in path.read_text(encoding="utf8").splitlines():
             line = json.loads(text)
+            if missing := sorted({"loss_replica", "config", "inner_steps", "parameters"} - line.keys()):
+                raise SystemExit(f"{path}: a line of {line.get('name')!r} has no {', '.join(missing)}; those of train.py do")
             found.setdefault(line["name"], {})[line["seed"]] = line
     return {name: list(by_seed.values()) for name, by_seed in found.items()}
 

@@ -86,6 +86,39 @@ def test_decoupled_ramp_differs_from_decoupled_in_the_ramp_alone() -> None:
     assert (plain.outer, plain.inner, plain.model, plain.data) == (ramped.outer, ramped.inner, ramped.model, ramped.data)
 
 
+@pytest.mark.parametrize("name", ["decoupled", "decoupled_ramp"])
+def test_decoupled_presets_merge_by_a_mean_and_step_in_full_where_the_optimiser_is_muon(name: str, tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(f'[for.{name}.inner]\noptimizer = "Muon"\n')
+    by_set = load(preset_name=name, assignments=["inner.optimizer=Muon"])
+    assert (by_set.protocol.merge, by_set.outer.outer_learning_rate, by_set.outer.outer_momentum) == ("mean", 1.0, 0.5)
+    assert by_set == load(recipe, preset_name=name) == load(preset_name=name, overrides={"inner": {"optimizer": "Muon"}})
+    assert load(recipe, preset_name=name, assignments=["inner.optimizer=AdamW"]) == load(preset_name=name)
+    usual = load(preset_name=name)
+    assert (usual.protocol.merge, usual.outer.outer_learning_rate, usual.outer.outer_momentum) == ("rda", 0.4, 0.7)
+    assert msgspec.structs.replace(by_set, inner=usual.inner, outer=usual.outer, protocol=usual.protocol) == usual
+
+
+def test_keys_that_were_given_win_over_what_muon_brings() -> None:
+    given = ["inner.optimizer=Muon", "protocol.merge=rda", "outer.outer_momentum=0.9"]
+    found = load(preset_name="decoupled", assignments=given)
+    assert (found.protocol.merge, found.outer.outer_learning_rate, found.outer.outer_momentum) == ("rda", 1.0, 0.9)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fedavg", "diloco", "async_diloco", "streaming"])
+def test_other_presets_are_the_same_with_muon(name: str) -> None:
+    with_muon = load(preset_name=name, assignments=["inner.optimizer=Muon"])
+    assert msgspec.structs.replace(with_muon, inner=load(preset_name=name).inner) == load(preset_name=name)
+
+
+@pytest.mark.parametrize("text", ["inner = 3", "[inner]\noptimizer = 3", "[inner]\noptimizer = ['Muon']"])
+def test_optimiser_that_is_no_word_is_refused_with_the_key(tmp_path: Path, text: str) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text(text)
+    with pytest.raises(ConfigError, match="key inner"):
+        load(recipe)
+
+
 def test_streaming_derives_its_fragments_from_the_number_of_blocks() -> None:
     config = load(preset_name="streaming", assignments=["model.numbers.layers=7"])
     assert config.protocol.fragments == 3 + 1  # three groups of at most three blocks, and what is no block

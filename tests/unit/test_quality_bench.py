@@ -143,6 +143,13 @@ def write(path: Path, lines: list[dict[str, Any]]) -> Path:
     return path
 
 
+def test_line_of_another_script_is_refused_with_what_it_lacks(tables: Any, tmp_path: Path) -> None:
+    path = tmp_path / "older.jsonl"
+    path.write_text(json.dumps({"name": "dp", "seed": 0, "loss_final": 3.0, "config": {}, "parameters": 1}) + "\n")
+    with pytest.raises(SystemExit, match=r"older.jsonl: a line of 'dp' has no inner_steps, loss_replica"):
+        tables.rows([path], 0.1)
+
+
 def test_rows_hold_mean_deviation_and_excess_over_seeds_and_the_newest_line_counts(tables: Any, tmp_path: Path) -> None:
     lines = [line("data_parallel", seed, loss, "data_parallel") for seed, loss in enumerate((3.9, 4.1))]
     lines += [line("m2", seed, loss) for seed, loss in ((0, 9.0), (1, 4.2), (2, 4.6), (0, 4.4))]

@@ -23,8 +23,8 @@ A, B, C = 3.4445, -4.7750, 2.0315
 
 
 def orthogonal(x: Tensor) -> Tensor:
-    """About U V^T of x = U S V^T, for every matrix in the last two axes. Whichever side is the shorter, the rounds are on its Gram
-    matrix: turning the standing ones over would cost as much memory traffic as the rounds themselves."""
+    """About U V^T of x = U S V^T, for every matrix in the last two axes. The rounds are on the Gram matrix of the shorter side:
+    turning the standing matrices over would cost as much memory traffic as the rounds themselves."""
     standing = x.shape[-2] > x.shape[-1]
     x = x / (x.float().square().sum(dim=(-2, -1), keepdim=True).sqrt() + 1e-7).to(x.dtype)
     for _ in range(ROUNDS):

@@ -1,0 +1,33 @@
+"""A run as one frozen value, checked once, here. Below this room code trusts its types.
+
+A preset is a function that returns a complete `Config`; a recipe (TOML) and `--set key=value` lay keys over it.
+Every algorithm of the family is a choice of numbers and policies in `Protocol` and `Outer`: see docs/presets.md.
+"""
+
+from __future__ import annotations
+
+from atoll.config.border import changed, from_builtins, load, recipe_for
+from atoll.config.checks import warnings
+from atoll.config.presets import PRESETS, preset
+from atoll.config.sections import ALL, CODEC, CUSTOM, CodecName, Config, Data, Limits, Outer
+from atoll.toml import read_toml, to_toml
+
+__all__ = [
+    "ALL",
+    "CODEC",
+    "CUSTOM",
+    "PRESETS",
+    "CodecName",
+    "Config",
+    "Data",
+    "Limits",
+    "Outer",
+    "changed",
+    "from_builtins",
+    "load",
+    "preset",
+    "read_toml",
+    "recipe_for",
+    "to_toml",
+    "warnings",
+]

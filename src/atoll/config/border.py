@@ -1,0 +1,164 @@
+"""From recipes, presets and `--set` to a checked `Config`. Every refusal names the key, the value and what would be right."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from atoll.config.checks import contradictions
+from atoll.config.presets import PRESETS, preset
+from atoll.config.sections import Config, Inner
+from atoll.errors import ConfigError
+from atoll.toml import parse_assignment, read_toml
+
+
+def load(
+    recipe: Path | None = None,
+    *,
+    preset_name: str | None = None,
+    assignments: Sequence[str] = (),
+    overrides: Mapping[str, Any] | None = None,
+) -> Config:
+    """Preset, then the recipe's keys, then its [for.PRESET] keys, then overrides and --set: the later wins. The optimiser that
+    these choose decides which of its settings the preset brings."""
+    tables, special = _recipe_tables(recipe) if recipe is not None else ({}, {})
+    chosen = preset_name or tables.get("preset", "decoupled")
+    if not isinstance(chosen, str):
+        raise ConfigError(f"preset = {chosen!r}: must be one of {', '.join(PRESETS)}")
+    tables["preset"] = chosen
+    layers = [tables, special.get(chosen, {}), overrides or {}, *map(parse_assignment, assignments)]
+    raw = msgspec.to_builtins(preset(chosen, _chosen_optimizer(layers)))
+    for layer in layers:
+        _lay_over(raw, layer, "")
+    if raw["preset"] != chosen:
+        raise ConfigError(f"key preset = {raw['preset']!r}: a preset is chosen by --preset or at the top of a recipe")
+    return from_builtins(raw)
+
+
+def _chosen_optimizer(layers: Sequence[Mapping[str, Any]]) -> str:
+    """Before anything was checked: whatever is no section and no string is refused later, where it is laid over."""
+    inner = [layer["inner"] for layer in layers if isinstance(layer.get("inner"), Mapping)]
+    return str(next((section["optimizer"] for section in reversed(inner) if "optimizer" in section), Inner().optimizer))
+
+
+def _recipe_tables(recipe: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What all presets share, and the [for.PRESET] tables."""
+    tables = read_toml(recipe)
+    special = tables.pop("for", {})
+    if not isinstance(special, dict) or not all(isinstance(v, dict) for v in special.values()):
+        raise ConfigError(f"key for in {recipe}: holds one table per preset, such as [for.diloco.protocol]")
+    for name in special:
+        preset(name)
+    return tables, special
+
+
+def recipe_for(recipe: Path, preset_name: str) -> dict[str, Any]:
+    """A recipe's own keys, those of [for.PRESET] laid over."""
+    tables, special = _recipe_tables(recipe)
+    for key, value in special.get(preset_name, {}).items():
+        tables[key] = tables.get(key, {}) | value if isinstance(value, dict) else value
+    return tables
+
+
+def changed(config: Config, assignments: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> Config:
+    """A complete config with some of its keys laid over."""
+    raw = msgspec.to_builtins(config)
+    for layer in (overrides or {}, *map(parse_assignment, assignments)):
+        _lay_over(raw, layer, "")
+    return from_builtins(raw)
+
+
+def from_builtins(raw: Any) -> Config:
+    """Build and check a Config from plain values; every refusal names the key, the value and what would be right."""
+    for key, value in _numbers(raw, ""):
+        if not math.isfinite(value):
+            raise ConfigError(f"key {key} = {value}: must be a finite number")
+    try:
+        config = msgspec.convert(raw, Config)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_explain(str(error), raw)) from None
+    return _resolved(config)
+
+
+def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _numbers(inner, path)
+    elif isinstance(value, float):
+        yield path, value
+
+
+def _lay_over(base: dict[str, Any], layer: Mapping[str, Any], path: str) -> None:
+    for key, value in layer.items():
+        where = f"{path}{key}"
+        free = path == "model.numbers."
+        if key not in base and not free:
+            close = difflib.get_close_matches(key, list(base), n=1)
+            hint = f"did you mean {path}{close[0]}?" if close else f"here there are {', '.join(base)}"
+            raise ConfigError(f"key {where} = {value!r}: no such key; {hint}")
+        if isinstance(base.get(key), dict) != isinstance(value, Mapping):
+            raise ConfigError(f"key {where} = {value!r}: " + (
+                "is a section, give its keys" if isinstance(base.get(key), dict) else "is a single value, not a section"
+            ))  # fmt: skip
+        if isinstance(value, Mapping):
+            _lay_over(base[key], value, f"{where}.")
+        else:
+            base[key] = value
+
+
+def _explain(error: str, raw: Any) -> str:
+    """msgspec says what would be right and where; the user also wants to see the value."""
+    what, _, where = error.partition(" - at ")
+    path = where.strip("`").removeprefix("$.").replace("[...]", "")
+    value, kind = raw, Config
+    for part in re.findall(r"[^.\[\]]+", path):
+        if isinstance(value, dict):
+            value = value.get(part)
+            kind = get_type_hints(kind).get(part, kind) if isinstance(kind, type) else kind
+        elif isinstance(value, list | tuple) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+    if "matching regex" in what:
+        what = "must be fp32, bf16, int8, int4, int2, int1, e3m0, top_k:SHARE or random_drop:SHARE with a share up to 1"
+    if what.startswith("Invalid enum value"):
+        what = "must be one of " + ", ".join(_choices(kind))
+    return f"key {path or '(top)'} = {value!r}: {what[0].lower()}{what[1:]}"
+
+
+def _choices(kind: Any) -> list[str]:
+    """What a type admits, in words: literals by value, unions flattened."""
+    if get_origin(kind) is Literal:
+        return [repr(choice) for choice in get_args(kind)]
+    if get_args(kind):
+        return [word for part in get_args(kind) for word in _choices(part)]
+    return ["a whole number"] if kind is int else []
+
+
+def _resolved(config: Config) -> Config:
+    protocol = config.protocol
+    if protocol.fragmentation == "whole" and protocol.fragments != 1:
+        protocol = msgspec.structs.replace(protocol, fragments=1)
+    if protocol.fragments == 0:
+        protocol = msgspec.structs.replace(protocol, fragments=_layer_fragments(config))
+    config = msgspec.structs.replace(config, protocol=protocol)
+    for wrong, sentence in contradictions(config):
+        if wrong:
+            raise ConfigError(sentence)
+    return config
+
+
+def _layer_fragments(config: Config) -> int:
+    layers = config.model.numbers.get("layers", 4 if config.model.name in ("decoder", "vlm") else None)
+    if config.protocol.fragmentation != "layer" or layers is None:
+        raise ConfigError(
+            "key protocol.fragments = 0: can be derived only with fragmentation = 'layer' and model.numbers.layers; give a number"
+        )
+    return math.ceil(int(layers) / config.protocol.layers_per_fragment) + 1

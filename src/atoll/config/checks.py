@@ -1,0 +1,73 @@
+"""Keys against each other: what makes no sense, and what is allowed but not what the papers do."""
+
+from __future__ import annotations
+
+from atoll.config.sections import ALL, Config
+
+
+def contradictions(c: Config) -> list[tuple[bool, str]]:
+    """Each with whether it is one."""
+    p, o = c.protocol, c.outer
+    exact_all = p.quorum == ALL and p.adopt == "exact"
+    return [
+        (p.overlap >= p.local_steps_per_round and p.anchor != "round_start" and p.overlap > 0,
+         f"key protocol.overlap = {p.overlap}: must be below protocol.local_steps_per_round = {p.local_steps_per_round}"),
+        (p.anchor == "round_start" and p.overlap != p.local_steps_per_round,
+         f"key protocol.anchor = 'round_start': is the one-round delay and needs protocol.overlap = "
+         f"protocol.local_steps_per_round = {p.local_steps_per_round}, not {p.overlap}"),
+        (p.anchor == "round_start" and not (exact_all and p.fragmentation == "whole"),
+         "key protocol.anchor = 'round_start': needs quorum = 'all', adopt = 'exact' and fragmentation = 'whole'"),
+        (p.adopt == "exact" and p.quorum != ALL and int(p.quorum) < c.learners,
+         f"key protocol.adopt = 'exact': makes learners wait, which only quorum = 'all' (or {c.learners}) may; got {p.quorum}"),
+        (p.adopt == "arrival" and p.overlap == 0,
+         "key protocol.overlap = 0: adoption on arrival needs at least 1 (a result takes time to come back)"),
+        (p.quorum != ALL and int(p.quorum) > c.learners,
+         f"key protocol.quorum = {p.quorum}: must be 'all' or at most learners = {c.learners}"),
+        (bool(p.overlap_by_learner) and (p.adopt != "exact" or len(p.overlap_by_learner) != c.learners),
+         f"key protocol.overlap_by_learner = {p.overlap_by_learner}: needs adopt = 'exact' and {c.learners} numbers"),
+        (any(t >= p.local_steps_per_round for t in p.overlap_by_learner),
+         f"key protocol.overlap_by_learner = {p.overlap_by_learner}: each must be below H = {p.local_steps_per_round}"),
+        (bool(c.data.end_of_document) and c.data.tokenizer in ("bytes", "bpe"),
+         f"key data.end_of_document = {c.data.end_of_document!r}: is of a Hugging Face tokenizer; leave it empty here"),
+        (bool(c.data.samples_by_learner) and len(c.data.samples_by_learner) != c.learners,
+         f"key data.samples_by_learner = {c.data.samples_by_learner}: must be empty or hold {c.learners} numbers"),
+        (p.contribution == "gradient" and not (p.local_steps_per_round == 1 and p.overlap == 0 and exact_all),
+         "key protocol.contribution = 'gradient': needs local_steps_per_round = 1, overlap = 0, quorum = 'all', adopt = 'exact'"),
+        ((p.contribution == "gradient") != (o.outer_optimizer == "inner"),
+         f"key outer.outer_optimizer = {o.outer_optimizer!r}: 'inner' and protocol.contribution = 'gradient' go together"),
+        (p.ramp > 0 and p.adopt != "arrival",
+         f"key protocol.ramp = {p.ramp}: shortens the intervals of adopt = 'arrival' runs; this preset is synchronous already"),
+        (p.fragments > 1 and p.fragmentation == "whole", "key protocol.fragments: fragmentation = 'whole' has one fragment"),
+        (p.lead == 0 and p.adopt == "arrival",
+         "key protocol.lead = 0: would make adoption on arrival wait at every step; use -1, or at least 1"),
+        (p.lead >= 0 and p.adopt == "exact" and p.lead != p.overlap,
+         f"key protocol.lead = {p.lead}: exact adoption leads by overlap = {p.overlap}; leave it at -1"),
+        (p.error_feedback and p.codec_up == "fp32", "key protocol.error_feedback = true: fp32 leaves no error to feed back"),
+        (p.stochastic_rounding and p.codec_up not in ("int8", "int4", "int2", "e3m0"),
+         f"key protocol.stochastic_rounding = true: needs int8, int4, int2 or e3m0 as codec_up, not {p.codec_up!r}"),
+        (c.learners > c.limits.members_max, f"key learners = {c.learners}: above limits.members_max = {c.limits.members_max}"),
+    ]  # fmt: skip
+
+
+def warnings(c: Config) -> list[str]:
+    """Allowed, but not what the papers do: each a sentence for the user."""
+    p, found = c.protocol, []
+    h = p.local_steps_per_round
+    first = next((k * h // p.fragments for k in range(1, p.fragments) if k * h // p.fragments), h)
+    if first > c.outer_steps and p.ramp == 0:
+        found.append(f"outer_steps = {c.outer_steps}: ends before anything is due (first at {first}), so nothing will be merged")
+    if c.outer.apply_outer_optimizer_to == "all_floating":
+        found.append("outer.apply_outer_optimizer_to = 'all_floating' gives buffers outer momentum: an experiment, not DiLoCo")
+    if not c.inner.preserve_optimizer_state:
+        found.append("inner.preserve_optimizer_state = false restarts the inner optimiser on adoption: not faithful DiLoCo")
+    if p.quorum == 1 and c.learners > 1 and p.grace == "none" and p.pace == 0:
+        found.append("quorum = 1 without grace and with pace 0 merges about one learner a round: quality suffers")
+    if p.overlap > 5 and p.anchor != "round_start":
+        found.append(f"protocol.overlap = {p.overlap}: above 5 brings no utilisation and costs quality")
+    if p.freeze_not_due:
+        found.append("protocol.freeze_not_due = true trains only what is due next (FedPart): known to be far worse")
+    if p.codec_up.partition(":")[0] in ("top_k", "random_drop"):
+        found.append(f"protocol.codec_up = {p.codec_up!r} drops values: an ablation, known to be worse than int4")
+    if p.contribution == "weights" and c.inner.optimizer == "SGD" and p.local_steps_per_round > 1:
+        found.append("inner.optimizer = 'SGD': DiLoCo is defined with AdamW inside")
+    return found

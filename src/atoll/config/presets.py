@@ -1,0 +1,81 @@
+"""The family as functions that return a complete `Config`: docs/presets.md has them as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from atoll.config.sections import ALL, Config, Outer, Protocol
+from atoll.errors import ConfigError
+
+
+def _whole(**changes: Any) -> Protocol:
+    """What the synchronous whole-model algorithms share."""
+    base = Protocol(
+        fragmentation="whole", fragments=1, overlap=0, quorum=ALL, grace="none", pace=0.0,
+        aggregation_weighting="uniform", merge="mean", embedding_merge="mean", alpha=0.0,
+        anchor="adopted", adopt="exact", codec_up="fp32", codec_down="fp32",
+    )  # fmt: skip
+    return msgspec.structs.replace(base, **changes)
+
+
+def ddp() -> Config:
+    """Gradients averaged in rank order each step; the inner optimiser steps on Theta. A dead rank stops all."""
+    protocol = _whole(local_steps_per_round=1, contribution="gradient", elastic=False)
+    return Config(preset="ddp", protocol=protocol, outer=Outer(outer_optimizer="inner", outer_learning_rate=1.0))
+
+
+def fedavg() -> Config:
+    protocol = _whole(local_steps_per_round=30, aggregation_weighting="num_samples")
+    return Config(preset="fedavg", protocol=protocol, outer=Outer(outer_optimizer="sgd", outer_learning_rate=1.0))
+
+
+def diloco() -> Config:
+    return Config(preset="diloco", outer_steps=1000, protocol=_whole(local_steps_per_round=500))
+
+
+def async_diloco() -> Config:
+    """The merge of round r runs while round r+1 trains and is applied at its end: tau = H."""
+    protocol = _whole(local_steps_per_round=100, overlap=100, anchor="round_start")
+    return Config(preset="async_diloco", protocol=protocol)
+
+
+def streaming() -> Config:
+    protocol = _whole(
+        local_steps_per_round=30, fragmentation="layer", fragments=0, overlap=1, alpha=0.5, codec_up="e3m0"
+    )  # fmt: skip
+    return Config(preset="streaming", protocol=protocol, outer=Outer(outer_learning_rate=0.4))
+
+
+FULL = Outer(outer_learning_rate=1.0, outer_momentum=0.5)
+"""With a mean, what the decoupled presets have where `inner.optimizer` is Muon (docs/results.md): its learners agree so well that
+a mean has lost no norm to restore, and what they agree on is stepped in full."""
+COOLER = Outer(outer_learning_rate=0.4, outer_momentum=0.7)
+"""The best of the sweeps with RDA and AdamW (docs/results.md). RDA restores the norm that a mean of M learners loses, so that the
+published 0.7 / 0.9 steps further than with a mean: too far in runs of some thousand steps."""
+
+
+def decoupled() -> Config:
+    return Config(preset="decoupled", outer=COOLER)
+
+
+def decoupled_ramp() -> Config:
+    return Config(preset="decoupled_ramp", protocol=Protocol(ramp=0.1), outer=COOLER)
+
+
+PRESETS: dict[str, Callable[[], Config]] = {
+    f.__name__: f for f in (ddp, fedavg, diloco, async_diloco, streaming, decoupled, decoupled_ramp)
+}
+
+
+def preset(name: str, optimizer: str = "AdamW") -> Config:
+    """With the settings that suit this inner optimiser. The optimiser itself stays what the preset says: choosing it is a key of
+    its own."""
+    if name not in PRESETS:
+        raise ConfigError(f"preset = {name!r}: no such preset; there are {', '.join(PRESETS)}")
+    found = PRESETS[name]()
+    if optimizer == "Muon" and name in (decoupled.__name__, decoupled_ramp.__name__):
+        return msgspec.structs.replace(found, protocol=msgspec.structs.replace(found.protocol, merge="mean"), outer=FULL)
+    return found
