@@ -12,7 +12,6 @@ rate 1). Texts without files, to try things out: `--corpus stdlib --heldout "" -
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 import time
@@ -26,11 +25,13 @@ import torch
 from atoll.chaos import Plan, Scavenge
 from atoll.config import ALL, Config, changed, load
 from atoll.executor.fleet import FleetHands
-from atoll.executor.workbench import Workbench, language_workbench
+from atoll.executor.placement import evaluated_on
+from atoll.executor.workbench import language_workbench
 from atoll.ids import SYNCER, LearnerId, Nanos, WorkerId
 from atoll.protocol.vocabulary import Effect, Event, FixParticipants, StepDone
 from atoll.sim.cluster import Cluster, HandsFor, Observer
 from atoll.sim.failures import FailureModel
+from atoll.sim.run import everybody
 from atoll.sim.slices import SliceHardware
 from atoll.views.run import RunView, summarise
 from atoll.workload.model import SIZES
@@ -165,8 +166,8 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
     device, begun = torch.device(chosen.device), time.time()
     config = at_equal_tokens(chosen)
     bench = language_workbench(config)
-    on_device: Workbench = dataclasses.replace(bench, evaluate=lambda model: bench.evaluate(model.to(device)))
-    total = config.learners + len({f.learner for f in plan_for(chosen, config).faults if isinstance(f, Scavenge)})
+    on_device = evaluated_on(bench, device)
+    total = everybody(config, plan_for(chosen, config))
     hands = FleetHands(on_device, device, learners=total, compiled=chosen.compiled)
     prepared = time.time()
     view, steps = RunView(total), Steps()

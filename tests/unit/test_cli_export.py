@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import lzma
+import os
 import shutil
+import stat
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,11 +28,13 @@ from atoll.executor.workbench import language_workbench
 from atoll.sim.run import run_virtual
 from atoll.workload.bpe import ByteTokenizer
 from atoll.workload.export import hf_tokenizer
+from atoll.workload.tokens import text_data
 
 SMALL = {
     "learners": 2, "outer_steps": 6, "model": {"numbers": {"width": 16, "layers": 2, "mlp": 24}},
     "protocol": {"fragments": 4, "local_steps_per_round": 4}, "data": {"seq_len": 32, "max_bytes": 200_000, "heldout_batches": 2},
 }  # fmt: skip
+DDP = {key: SMALL[key] for key in ("learners", "model", "data")} | {"outer_steps": 1}
 
 
 @pytest.fixture(scope="module")
@@ -65,20 +70,88 @@ def test_export_leaves_the_files_that_transformers_reads(run: Path, tmp_path: Pa
     assert "exists and is not an empty folder" in refusal("export", run, "--hf", tmp_path / "hf")
 
 
+def live_run(directory: Path, like: Path) -> Path:
+    """A live run's folder as its launcher leaves it at the start, its syncer's home still to be furnished."""
+    (directory / "syncer").mkdir(parents=True)
+    shutil.copy(like / "config.toml", directory)
+    return directory
+
+
+def cut_run(directory: Path, like: Path, *stored: int) -> Path:
+    """One whose syncer had stored fragment 0 at these outer steps, all numbers being that step, when it ended."""
+    versions = initial_versions(language_workbench(load(like / "config.toml")))
+    disk = DurableDisk.create(live_run(directory, like) / "syncer", versions)
+    for t in stored:
+        theta = torch.full_like(versions[0].theta, float(t))
+        disk.put(t, {0: replace(versions[0], theta=theta, announced=theta)})
+    return directory
+
+
+def test_weights_have_the_mode_that_the_umask_gives_every_other_file(run: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        atoll("export", run, "--hf", tmp_path / "hf")
+        run_virtual(load(preset_name="ddp", overrides=DDP), Plan(), tmp_path / "run", tensors=True)
+    finally:
+        os.umask(before)
+    written = [*(tmp_path / "hf").iterdir(), *(tmp_path / "run").iterdir()]
+    assert {path.name for path in written} >= {"model.safetensors", "theta.safetensors", "config.toml"}
+    assert {path.name: oct(stat.S_IMODE(path.stat().st_mode)) for path in written} == {path.name: "0o640" for path in written}
+
+
 def test_live_runs_keep_theta_with_their_syncer_and_cut_ones_their_versions(run: Path, tmp_path: Path) -> None:
-    live, cut = tmp_path / "live", tmp_path / "cut"
-    (live / "syncer").mkdir(parents=True)
-    cut.mkdir()
-    for directory in (live, cut):
-        shutil.copy(run / "config.toml", directory)
+    live, cut = live_run(tmp_path / "live", run), cut_run(tmp_path / "cut", run, 2, 5)
     shutil.copy(run / "theta.safetensors", live / "syncer")
     wanted = open_trained(run).model.state_dict()
     found = open_trained(live).model.state_dict()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     bench = language_workbench(load(run / "config.toml"))
-    DurableDisk.create(cut / "syncer", initial_versions(bench))
     first, found = bench.build().state_dict(), open_trained(cut).model.state_dict()
-    assert all(torch.equal(found[name], first[name]) for name in first)
+    moved = {slot.name for slot in bench.layout.fragments[0].params}
+    assert moved and moved < set(first)
+    assert all(torch.equal(found[name], first[name]) for name in set(first) - moved)
+    assert all((found[name] == 5.0).any() for name in moved), "the newest version, not the one before it"
+
+
+def test_outer_step_is_that_of_the_weights(run: Path, tmp_path: Path) -> None:
+    assert open_trained(run).outer_step == 6
+    assert open_trained(cut_run(tmp_path / "cut", run, 2, 5)).outer_step == 5
+    ended = cut_run(tmp_path / "ended", run, 2, 5)
+    shutil.copy(run / "theta.safetensors", ended / "syncer")
+    assert open_trained(ended).outer_step == 6, "theta.safetensors is written after the last outer step only"
+    summary = ended / "summary.json"  # trained on a tape that was cut: theta.safetensors is there, and the summary knows
+    summary.write_text(json.dumps({"outer_steps": 4, "preset": "decoupled"}))
+    assert open_trained(ended).outer_step == 4
+    summary.write_text(json.dumps({"outer_steps": 0}))
+    assert "(outer step 0 of 6)" in refusal("export", ended, "--hf", tmp_path / "hf")
+    summary.write_text("{}")
+    assert str(summary) in refusal("export", ended, "--hf", tmp_path / "hf")
+
+
+def test_run_that_never_trained_is_refused(run: Path, tmp_path: Path) -> None:
+    never = cut_run(tmp_path / "never", run)
+    wanted = f"run {never}: holds only the weights it began with (outer step 0 of 6); name a run that stored an outer step"
+    for words in (("export", never, "--hf", tmp_path / "hf"), ("eval", never), ("eval", never, "--json")):
+        assert refusal(*words) == wanted
+    assert not (tmp_path / "hf").exists()
+
+
+def test_run_that_ended_early_is_taken_with_a_warning(run: Path, tmp_path: Path) -> None:
+    cut = cut_run(tmp_path / "cut", run, 2, 5)
+    warning = f"warning: run {cut}: ended early or still runs; its newest weights are of outer step 5 of 6"
+    for words in (("export", cut, "--hf", tmp_path / "hf"), ("eval", cut), ("eval", cut, "--json")):
+        done = CliRunner().invoke(app, [str(word) for word in words])
+        assert (done.exit_code, done.stderr.splitlines().count(warning)) == (0, 1)
+        assert "warning" not in done.stdout
+    for words in (("export", run, "--hf", tmp_path / "whole"), ("eval", run)):
+        assert "warning" not in CliRunner().invoke(app, [str(word) for word in words]).stderr
+
+
+def test_json_of_eval_tells_the_outer_step_whether_or_not_it_is_the_last(run: Path, tmp_path: Path) -> None:
+    cut = cut_run(tmp_path / "cut", run, 5)
+    for directory, reached in ((cut, 5), (run, 6)):
+        said = json.loads(atoll("eval", directory, "--json"))
+        assert (said["outer_step"], said["outer_steps"]) == (reached, 6)
 
 
 def test_hugging_face_tokenizer_goes_along_unpacked(run: Path, tmp_path: Path) -> None:
@@ -120,8 +193,18 @@ def test_eval_tells_tasks_and_heldout_loss_as_one_object(run: Path, tmp_path: Pa
     assert lambada["perplexity"] > 1.0
     bench = language_workbench(load(run / "config.toml"))
     assert heldout["loss"] == pytest.approx(bench.evaluate(open_trained(run).model))
+    assert heldout["examples"] == 2 * load(run / "config.toml").data.batch_size == 16  # sequences, not batches
     table = atoll(*words)
     assert "piqa" in table and "perplexity" in table and f"{heldout['loss']:.4f}" in table
+
+
+def test_eval_counts_the_heldout_sequences_there_are_where_batches_are_asked_for_in_plenty(run: Path, tmp_path: Path) -> None:
+    shutil.copy(run / "theta.safetensors", tmp_path)
+    config = load(run / "config.toml", overrides={"data": {"max_bytes": 20_000, "heldout_batches": 10_000}})
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    (heldout,) = json.loads(atoll("eval", tmp_path, "--json"))["results"]
+    tokens = text_data(config.data).tokens.heldout.numel()
+    assert heldout["examples"] == (tokens - 1) // config.data.seq_len < 10_000
 
 
 def test_eval_refuses_unknown_tasks_and_missing_files_before_it_loads_anything(tmp_path: Path) -> None:
@@ -135,3 +218,11 @@ def test_commands_end_with_exit_code_2_and_one_sentence(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "atoll", "export", "nowhere", "--hf", "out"]
     done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (2, "atoll: run nowhere: is no run's folder, it has no config.toml\n")
+
+
+def test_run_that_never_trained_ends_with_exit_code_2(run: Path, tmp_path: Path) -> None:
+    cut_run(tmp_path / "never", run)
+    words = [sys.executable, "-m", "atoll", "eval", "never"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("atoll: run never: holds only the weights it began with") and done.stderr.count("\n") == 1

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from atoll.cli import live
 from atoll.cli.shared import JsonOption, ThreadsOption, err, out, print_json
-from atoll.errors import UserError
 
 
 def evaluate(
@@ -28,18 +27,19 @@ def evaluate(
 ) -> None:
     """Evaluate a run's model: multiple choice by likelihood, LAMBADA, and the loss on held-out text."""
     from atoll.executor.environment import use_threads
+    from atoll.executor.placement import checked_device
     from atoll.executor.trained import check_tasks, evaluate_run, open_trained
 
     wanted = check_tasks([name.strip() for name in tasks.split(",") if name.strip()], data, limit)
     use_threads(threads)
     trained = open_trained(run, allow_model or [])
-    try:
-        trained.model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device}: cannot be used ({str(error).splitlines()[0]})") from None
+    if trained.early:
+        err.print(f"warning: {trained.early}", style="yellow", soft_wrap=True)
+    trained.model.to(checked_device(device))
     results = evaluate_run(trained, wanted, limit, _Progress())
     if as_json:
-        print_json({"run": str(run), "results": [msgspec.structs.asdict(each) for each in results]})
+        reached = {"outer_step": trained.outer_step, "outer_steps": trained.config.outer_steps}
+        print_json({"run": str(run), **reached, "results": [msgspec.structs.asdict(each) for each in results]})
         return
     table = Table("task", "examples", "loss", "acc", "acc_norm", "acc_bytes", "perplexity")
     for r in results:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli.shared import out
+from atoll.cli.shared import err, out
 
 
 def export(
@@ -17,5 +17,8 @@ def export(
     """Write a run's model as Hugging Face's Qwen3 (with experts Qwen3-MoE), which needs no code of ours to load."""
     from atoll.executor.trained import export_hf, open_trained
 
-    for path in export_hf(open_trained(run), hf):
+    trained = open_trained(run)
+    if trained.early:
+        err.print(f"warning: {trained.early}", style="yellow", soft_wrap=True)
+    for path in export_hf(trained, hf):
         out.print(f"{path}: {path.stat().st_size:,} bytes", soft_wrap=True)

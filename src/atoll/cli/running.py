@@ -41,7 +41,9 @@ from atoll.views.tables import comparison_table
 if TYPE_CHECKING:  # torch takes seconds to import
     from atoll.sim.run import Outputs
 
-DeviceOption = Annotated[str, typer.Option("--device", help="Where learners train: cpu, cuda, ...")]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="Where learners train: cpu, cuda, ...; with --virtual they share it.")
+]
 
 
 def train(
@@ -73,8 +75,8 @@ def train(
             raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads and --json only")
         show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json), as_json)
         return
-    if virtual and (resume is not None or twin or device != "cpu"):
-        raise UserError("--virtual: goes with neither --resume nor --twin nor --device")
+    if virtual and (resume is not None or twin):
+        raise UserError("--virtual: goes with neither --resume nor --twin")
     if snapshot is not None and resume is None:
         raise UserError("--snapshot: says which snapshot --resume takes; give --resume RUN too")
     if recipe is None and resume is not None:
@@ -82,7 +84,7 @@ def train(
     settings = settings_from(recipe, preset, learners, seed, set_)
     plan = load_plan(chaos, settings.learners) if chaos else Plan()
     if virtual:
-        summary = run_virtually(settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json)
+        summary = run_virtually(settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json, device=device)
     else:
         start = live.snapshot_to_resume(resume, snapshot) if resume is not None else None
         summary = run_live(settings, plan, out_dir, threads, as_json, device, allow_model or [], start)
@@ -135,7 +137,8 @@ def compare(
     for settings in each:
         directory = base / settings.preset
         if virtual:
-            summaries.append(run_virtually(settings, plan, directory, tensors=True, threads=threads, quiet=as_json))
+            done = run_virtually(settings, plan, directory, tensors=True, threads=threads, quiet=as_json, device=device)
+            summaries.append(done)
         else:
             summaries.append(run_live(settings, plan, directory, threads, as_json, device, allow_model or []))
     _draw(summaries, figure or base / "comparison.png", asked=figure is not None)
@@ -161,16 +164,20 @@ def _draw(summaries: Sequence[Summary], path: Path, *, asked: bool) -> None:
 # ---------------------------------------------------------------- virtual
 
 
-def run_virtually(settings: Config, plan: Plan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool) -> Summary:
+def run_virtually(
+    settings: Config, plan: Plan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool, device: str = "cpu"
+) -> Summary:
     from atoll.executor.environment import use_threads  # torch takes seconds to import; --help and config do not wait for it
+    from atoll.executor.placement import checked_device
     from atoll.sim.run import run_virtual
 
     use_threads(threads)
+    there = checked_device(device)
     directory = directory or new_directory(settings.preset, settings.seed)
     view = RunView(settings.learners)
     with RunProgress(settings, view, quiet, "virtual ") as observer, readable_tape(directory):
         bench = live.built(settings, (), observer.say) if tensors else None
-        done = run_virtual(settings, plan, directory, tensors=tensors, observers=[view, observer], bench=bench)
+        done = run_virtual(settings, plan, directory, tensors=tensors, observers=[view, observer], bench=bench, device=there)
     return virtual_summary(settings, view, done, directory)
 
 

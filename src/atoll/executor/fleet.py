@@ -202,11 +202,6 @@ class FleetLearner(TensorLearner):
                 packet = self._codec.encode(difference, rng=rng)
             self._staged[key] = (packet, buffers, residual)
 
-    def _rounding(self, effect: Stage) -> torch.Generator | None:
-        """Numbers are drawn where the difference lies."""
-        rng = super()._rounding(effect)
-        return rng if rng is None or self._device.type == "cpu" else torch.Generator(self._device).manual_seed(rng.initial_seed())
-
     def _inner_step(self, effect: InnerStep) -> StepDone:
         tokens, samples = batch_size(self._config, self._learner, effect.batch, effect.share)
         return StepDone(tokens, samples, 0, self._fleet.queue(self._learner, effect, self.optimizer))

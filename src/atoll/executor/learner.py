@@ -168,7 +168,7 @@ class TensorLearner:
         """torch.manual_seed would also note the seed for every kind of device that is not here, with a stack trace each, at
         every step, for ever."""
         torch.default_generator.manual_seed(seed)
-        if self._cuda is not None:
+        if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
     def _freeze(self, outer_step: OuterStep) -> None:
@@ -223,9 +223,13 @@ class TensorLearner:
         return tuple(Poisoned(where) for where in poisons)
 
     def _rounding(self, effect: Stage) -> torch.Generator | None:
-        if self._config.protocol.stochastic_rounding or self._codec.name.startswith("random_drop"):
-            return generator("rounding", self._config.seed, self._learner, effect.fragment, effect.local_step)
-        return None
+        """Resident tensors draw where they lie."""
+        if not (self._config.protocol.stochastic_rounding or self._codec.name.startswith("random_drop")):
+            return None
+        rng = generator("rounding", self._config.seed, self._learner, effect.fragment, effect.local_step)
+        if self._cuda is not None or self._device.type == "cpu":
+            return rng
+        return torch.Generator(self._device).manual_seed(rng.initial_seed())
 
     def _difference(self, p: FragmentId) -> Tensor:
         """Before minus after: the sign of an outer gradient. Data-parallel sends the gradient itself."""
@@ -289,10 +293,9 @@ class TensorLearner:
     def state(self, *, with_residuals: bool = False) -> dict[str, Any]:
         """A copy on the host: what a peer needs, and for snapshots the residuals too. Never the data position or RNG: they
         are functions of (seed, stream, batch), and the protocol holds (stream, batch)."""
-        own = on_host if self._cuda is not None else copy.deepcopy
         state: dict[str, Any] = {
             "tensors": {name: on_host(tensor) for name, tensor in self._tensors.items()},
-            "optimizer": own(self.optimizer.state_dict()),
+            "optimizer": on_host(self.optimizer.state_dict()),
             "anchors": list(self.anchors),
             "round_start": [tensor if tensor is None else tensor.cpu() for tensor in self._round_start],
             "kept": dict(self._kept),
@@ -313,9 +316,12 @@ class TensorLearner:
         self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
         self.anchors = list(state["anchors"]) if cuda is None else cuda.pinned(list(state["anchors"]))
         self._forget_work()
-        self._round_start = list(state["round_start"]) if cuda is None else cuda.on_device(list(state["round_start"]))
+        # Both come by way of the host; resident ones must be where they are subtracted.
+        starts, residuals = list(state["round_start"]), dict(state.get("residuals", {}))
+        self._round_start = [t if t is None else t.to(self._device) for t in starts] if cuda is None else cuda.on_device(starts)
         if resumes:
-            self._residuals = dict(state["residuals"]) if cuda is None else cuda.pinned(state["residuals"])
+            here = {p: residual.to(self._device) for p, residual in residuals.items()}
+            self._residuals = here if cuda is None else cuda.pinned(residuals)
             return
         kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]]
         kept = dict(state["kept"]) if cuda is None else cuda.pinned(state["kept"])

@@ -21,6 +21,7 @@ from atoll.rules import learning_rate
 EPS = 1e-8
 MOMENTS = ("exp_avg", "exp_avg_sq")
 TURNED = ("momentum_buffer",)
+STACKED = ("AdamW", "Muon")
 Stepping: TypeAlias = Mapping[LearnerId, tuple[OuterStep, torch.optim.Optimizer]]
 
 
@@ -28,7 +29,7 @@ class StackedOptimizer:
     """`turned`: the weights that Muon steps by their orthogonal factor; none of them for AdamW."""
 
     def __init__(self, config: Config, weights: Mapping[str, Tensor], turned: Collection[str], *, compiled: bool) -> None:
-        if config.inner.optimizer not in ("AdamW", "Muon"):
+        if config.inner.optimizer not in STACKED:
             raise ConfigError(f"inner.optimizer = {config.inner.optimizer!r}: a fleet steps with AdamW or Muon only")
         self._config = config
         self._weights = list(weights.values())

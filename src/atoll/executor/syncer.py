@@ -130,7 +130,7 @@ class Disk:
         return [v.theta for v in newest], [v.buffers for v in newest]
 
     def theta_sha256(self) -> str:
-        return digest([v.theta for v in self.newest()] + [v.buffers for v in self.newest()])
+        return digest([v.theta.cpu() for v in self.newest()] + [v.buffers.cpu() for v in self.newest()])
 
 
 def initial_versions(bench: Workbench, device: torch.device | None = None) -> list[Version]:
@@ -354,16 +354,20 @@ def _slot(flat: Tensor, offset: int, shape: tuple[int, ...], numel: int) -> Tens
 
 
 class TensorHands:
-    """Hands for every worker of one virtual run. The disk and the shelf outlive the workers."""
+    """Hands for every worker of one virtual run. The disk and the shelf outlive the workers. `device`: where all tensors lie, the
+    syncer's too; by default the host."""
 
-    def __init__(self, bench: Workbench, disk: Disk | None = None, shelf: MemoryShelf | None = None) -> None:
-        self.bench = bench
-        self.disk = disk or Disk(initial_versions(bench))
+    def __init__(
+        self, bench: Workbench, disk: Disk | None = None, shelf: MemoryShelf | None = None, device: torch.device | None = None
+    ) -> None:
+        self.bench, self._device = bench, device
+        self.disk = disk or Disk(initial_versions(bench, device))
         self.shelf = shelf or MemoryShelf(self.disk)
         self.learners: dict[LearnerId, TensorLearner] = {}
 
     def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Hands:
         if worker == SYNCER:
             return TensorSyncer(self.bench.config, self.bench.layout.fragments, self.disk, self.shelf)
-        self.learners[worker] = TensorLearner(self.bench, worker, self.shelf)
+        resident = self._device is not None
+        self.learners[worker] = TensorLearner(self.bench, worker, self.shelf, device=self._device, resident=resident)
         return self.learners[worker]

@@ -10,19 +10,21 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 
 from atoll.config import CUSTOM, Config, load
 from atoll.errors import DataError, UserError
 from atoll.executor.durable import FOLDER, DurableDisk
-from atoll.executor.tasks import workbench_for
 from atoll.executor.vision import VISION_MODELS
+from atoll.executor.weights import save_weights
 from atoll.executor.workbench import layout_for, model_builder
+from atoll.ids import OuterStep
 from atoll.tensors.access import named_tensors, write_buffers, write_params
 from atoll.workload import benchmarks
 from atoll.workload.benchmarks import TASKS, Result
 from atoll.workload.bpe import BpeTokenizer, ByteTokenizer, Tokenizer
+from atoll.workload.evaluate import heldout_loss
 from atoll.workload.export import (
     END_TEXT,
     hf_config,
@@ -36,10 +38,16 @@ from atoll.workload.export import (
 )  # fmt: skip
 from atoll.workload.likelihood import likelihoods
 from atoll.workload.model import Decoder
+from atoll.workload.stream import heldout_batches
 from atoll.workload.tokens import named_tokenizer, text_data
 
 HELDOUT = "heldout"
 """The held-out loss, named among the tasks."""
+
+
+class _Summary(msgspec.Struct, frozen=True):
+    outer_steps: int
+    """As many as there were, where the config says how many there should be."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,16 @@ class Trained:
     config: Config
     model: nn.Module
     tokenizer: Tokenizer
+    outer_step: OuterStep
+    """The newest that is in the weights."""
+
+    @property
+    def early(self) -> str | None:
+        """What whoever takes the model must be told, where the run is not at its end."""
+        if self.outer_step >= self.config.outer_steps:
+            return None
+        reached = f"outer step {self.outer_step} of {self.config.outer_steps}"
+        return f"run {self.run}: ended early or still runs; its newest weights are of {reached}"
 
     @property
     def longest(self) -> int:
@@ -56,7 +74,7 @@ class Trained:
 
 def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
     """A virtual run's folder, a live one's, or that of a syncer started alone. What a live run had stored when it ended early
-    counts too."""
+    counts too, `early` then says so; the weights that a run began with are no model of its making."""
     path = run / "config.toml"
     if not path.is_file():
         raise UserError(f"run {run}: is no run's folder, it has no config.toml")
@@ -67,14 +85,39 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
         raise UserError(f"run {run}: model.name = {config.model.name!r} reads pictures; this takes language models")
     home = next((h for h in (run, run / "syncer") if (h / "theta.safetensors").is_file() or (h / FOLDER).is_dir()), None)
     if home is None:
-        raise UserError(f"run {run}: holds no weights (atoll sim leaves none, nor does a run that was cut short in virtual time)")
+        cut = "a run that was cut short in virtual time or under torch's DDP"
+        raise UserError(f"run {run}: holds no weights (atoll sim leaves none, nor does {cut})")
+    ended = (home / "theta.safetensors").is_file()
+    outer_step = _last_told(run, config) if ended else _newest(DurableDisk.open(home, read_only=True))
+    if outer_step == 0:
+        began = f"holds only the weights it began with (outer step 0 of {config.outer_steps})"
+        raise UserError(f"run {run}: {began}; name a run that stored an outer step")
     tokenizer = named_tokenizer(config.data) or text_data(config.data).tokenizer
     model = model_builder(config, tokenizer, allowed)()
-    if (home / "theta.safetensors").is_file():
+    if ended:
         _load(home / "theta.safetensors", model)
-    else:
-        _load_versions(home, config, model)
-    return Trained(run, config, model, tokenizer)
+    else:  # opened again: if the run still goes on, the versions of a moment ago may be gone
+        disk = DurableDisk.open(home, read_only=True)
+        outer_step = _newest(disk)
+        _load_versions(disk, config, model)
+    return Trained(run, config, model, tokenizer, outer_step)
+
+
+def _newest(disk: DurableDisk) -> OuterStep:
+    """Fragments take turns, so most are older."""
+    return max(max(kept) for kept in disk.kept())
+
+
+def _last_told(run: Path, config: Config) -> OuterStep:
+    """Of a run with theta.safetensors, which is written at the end. Training on a tape ends where the tape does, and a tape may
+    have been cut: only the summary knows. A syncer started alone writes none, and no theta.safetensors before its last step."""
+    path = run / "summary.json"
+    if not path.is_file():
+        return config.outer_steps
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Summary).outer_steps
+    except (msgspec.MsgspecError, OSError) as error:
+        raise DataError(f"{path} is not a run's summary: {error}") from None
 
 
 def _load(path: Path, model: nn.Module) -> None:
@@ -93,12 +136,12 @@ def _load(path: Path, model: nn.Module) -> None:
             tensor.copy_(found[name])
 
 
-def _load_versions(home: Path, config: Config, model: nn.Module) -> None:
+def _load_versions(disk: DurableDisk, config: Config, model: nn.Module) -> None:
     layout = layout_for(config, model)
     tensors = named_tensors(model)
-    params, buffers = DurableDisk.open(home, read_only=True).theta()
+    params, buffers = disk.theta()
     if [f.numel for f in layout.fragments] != [p.numel() for p in params]:
-        raise DataError(f"{home / FOLDER} is not of the model that config.toml names: fragments differ in size")
+        raise DataError(f"{disk.directory / FOLDER} is not of the model that config.toml names: fragments differ in size")
     for fragment, flat, values in zip(layout.fragments, params, buffers, strict=True):
         write_params(tensors, fragment, flat)
         write_buffers(tensors, fragment, values)
@@ -126,7 +169,7 @@ def export_hf(trained: Trained, directory: Path) -> list[Path]:
             raw = content if isinstance(content, bytes) else msgspec.json.format(msgspec.json.encode(content))
             (directory / name).write_bytes(raw)
         tensors = hf_tensors(model.shape, named_tensors(model))
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        save_weights(directory / "model.safetensors", tensors, {"format": "pt"})
     except OSError as error:
         raise UserError(f"--hf {directory}: cannot be written ({error.strerror})") from None
     return [directory / name for name in (*files, "model.safetensors")]
@@ -173,9 +216,10 @@ def evaluate_run(
 
 
 def _heldout(trained: Trained) -> Result:
-    bench = workbench_for(trained.config, {trained.config.model.name})
-    batches = trained.config.data.heldout_batches
-    return Result(task=HELDOUT, examples=batches, loss=bench.evaluate(trained.model))
+    """What training told of Theta, on the same batches. An example is a sequence: a batch is as large as memory allows."""
+    d = trained.config.data
+    batches = heldout_batches(text_data(d).tokens, d.batch_size, d.seq_len, d.heldout_batches)
+    return Result(task=HELDOUT, examples=sum(map(len, batches)), loss=heldout_loss(trained.model, batches))
 
 
 def _benchmark(

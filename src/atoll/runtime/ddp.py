@@ -28,7 +28,6 @@ from typing import Any, BinaryIO
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +39,7 @@ from atoll.executor.environment import use_threads
 from atoll.executor.inner import build_optimizer, optimizer_step
 from atoll.executor.syncer import digest
 from atoll.executor.tasks import workbench_for
+from atoll.executor.weights import save_weights
 from atoll.executor.workbench import Workbench
 from atoll.ids import LearnerId, Nanos, seconds
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers
@@ -414,7 +414,7 @@ def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
     )  # fmt: skip
     report, model = _train(bench, rank, device, channel)
     if rank == 0:
-        save_file({n: t.detach().cpu().contiguous() for n, t in named_tensors(model).items()}, directory / "theta.safetensors")
+        save_weights(directory / "theta.safetensors", named_tensors(model))
     (directory / f"rank-{rank}.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     _say(channel, report)
 

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 
 from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
@@ -31,6 +30,7 @@ from atoll.executor.offer import named_tensors_of, unpack_offer
 from atoll.executor.snapshots import link_versions, load_syncer
 from atoll.executor.state import write_file
 from atoll.executor.syncer import TensorSyncer, Version, initial_versions, outer_rule
+from atoll.executor.weights import save_weights
 from atoll.executor.workbench import Workbench
 from atoll.ids import SYNCER, Nanos
 from atoll.protocol.syncer import SyncerMachine
@@ -218,6 +218,6 @@ class Home:
         self.stopping.set()
         if complete:
             if self.layout is not None:
-                save_file(named_tensors_of(self.layout, *self.disk.theta()), self.directory / "theta.safetensors")
+                save_weights(self.directory / "theta.safetensors", named_tensors_of(self.layout, *self.disk.theta()))
             self.tape.close()
         self._locks.close()

@@ -20,6 +20,7 @@ from atoll.config import CUSTOM, Config, from_builtins
 from atoll.errors import UserError
 from atoll.executor.environment import code_version, cpu_capability, use_threads
 from atoll.executor.learner import TensorLearner
+from atoll.executor.placement import checked_device
 from atoll.executor.tasks import workbench_for
 from atoll.executor.workbench import Workbench
 from atoll.ids import SECOND
@@ -83,15 +84,6 @@ def _workbench(config: Config, placement: Placement, allowed: Collection[str]) -
     if bench.fingerprint != placement.data_fingerprint:
         log.warning("the data here is not the syncer's (another Python or corpus): training goes on, replay will not")
     return bench
-
-
-def checked_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {name}: cannot be used here ({str(error).splitlines()[0]})") from None
-    return device
 
 
 def _header(placement: Placement, config: Config, bench: Workbench, device: torch.device) -> Header:

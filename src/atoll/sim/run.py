@@ -9,14 +9,16 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors.torch import save_file
 
-from atoll.chaos import Plan
+from atoll.chaos import Plan, Scavenge
 from atoll.config import Config, changed, from_builtins, to_toml
 from atoll.errors import UserError
 from atoll.executor.environment import code_version, cpu_capability, mismatches
+from atoll.executor.fleet import FleetHands
+from atoll.executor.placement import evaluated_on, hands_on
 from atoll.executor.syncer import TensorHands
 from atoll.executor.tasks import workbench_for
+from atoll.executor.weights import save_weights
 from atoll.executor.workbench import Workbench
 from atoll.protocol.ledger import Fates
 from atoll.sim.cluster import Cluster, Observer
@@ -25,6 +27,8 @@ from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tape.replay import Outcome, Source, replay
 from atoll.tape.retrain import retrain
 from atoll.tensors.access import named_tensors
+
+HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -39,26 +43,31 @@ class Outputs:
     accuracy: float | None = None
 
 
-def header_for(config: Config, plan: Plan, bench: Workbench | None, hardware: dict[str, Any] | None = None) -> Header:
+def header_for(
+    config: Config, plan: Plan, bench: Workbench | None, hardware: dict[str, Any] | None = None, device: str = "cpu"
+) -> Header:
     return Header(
         config=msgspec.to_builtins(config), code_version=code_version(),
         data_fingerprint=bench.fingerprint if bench else "", threads=torch.get_num_threads(),
         dtype=config.model.dtype, torch_version=str(torch.__version__), cpu_capability=cpu_capability(),
         tensors=bench is not None, plan=msgspec.to_builtins(plan.faults), hardware=hardware or {},
+        device=device,
     )  # fmt: skip
 
 
 def run_virtual(
     config: Config, plan: Plan, directory: Path | None, *, tensors: bool, observers: Sequence[Observer] = (),
     bench: Workbench | None = None, limit_seconds: float | None = None, slices: SliceHardware | None = None,
+    device: torch.device = HOST,
 ) -> Outputs:  # fmt: skip
     """`limit_seconds` bounds virtual time; by default ten times what an undisturbed run would take, and the plan's length.
-    `slices`: learners made of chips that fail, for a synthetic history."""
+    `slices`: learners made of chips that fail, for a synthetic history. `device`: where all learners train, side by side."""
     if tensors and bench is None:
         bench = workbench_for(config)
-    hands = TensorHands(bench) if bench else None
+    bench = evaluated_on(bench, device) if bench else None
+    hands = hands_on(bench, device, everybody(config, plan)) if bench else None
     first = bench.evaluate_theta(*hands.disk.theta()) if bench and hands else None
-    header = header_for(config, plan, bench, slices.describe() if slices else None)
+    header = header_for(config, plan, bench, slices.describe() if slices else None, str(device))
     writer = _open_tape(directory, config, plan, header) if directory else None
     watching: list[Observer] = [writer.append] if writer else []
     cluster = Cluster(config, plan=plan, hands_for=hands, observers=[*watching, *observers], hardware=slices)
@@ -73,6 +82,11 @@ def run_virtual(
         hands.disk.theta_sha256() if hands else None,
         bench.accuracy_of_theta(*hands.disk.theta()) if bench and hands else None,
     )  # fmt: skip
+
+
+def everybody(config: Config, plan: Plan) -> int:
+    """The declared learners, and those beyond them whom the plan lets come."""
+    return max([config.learners, *(fault.learner + 1 for fault in plan.faults if isinstance(fault, Scavenge))])
 
 
 def train_on_tape(tape: Tape, config: Config, directory: Path, observers: Sequence[Observer] = ()) -> Outputs:
@@ -127,9 +141,9 @@ def _open_tape(directory: Path, config: Config, plan: Plan, header: Header) -> T
     return writer
 
 
-def _save_theta(path: Path, bench: Workbench, hands: TensorHands) -> None:
+def _save_theta(path: Path, bench: Workbench, hands: TensorHands | FleetHands) -> None:
     model = bench.model_of(*hands.disk.theta())
-    save_file({name: tensor.detach().contiguous() for name, tensor in named_tensors(model).items()}, path)
+    save_weights(path, named_tensors(model))
 
 
 def doubts_about(tape: Source, bench: Workbench | None) -> list[str]:

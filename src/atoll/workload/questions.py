@@ -107,15 +107,16 @@ class QuestionStream:
 
 
 QUESTION_SOURCES: Final = ("digits_grid", "easy_vqa")
+EASY_VQA: Final = "the easy-vqa package, unzipped, or its folder data (pip download --no-deps easy-vqa==1.0)"
 
 
 def load_questions(corpus: str) -> QuestionData:
     name, folder = split_source(corpus)
     if name == "digits_grid":
-        the_folder(corpus, folder, needed=False)
+        the_folder(corpus, folder, None)
         return digits_grid()
     if name == "easy_vqa":
-        return easy_vqa(the_folder(corpus, folder, needed=True))
+        return easy_vqa(the_folder(corpus, folder, EASY_VQA))
     raise ConfigError(f"key data.corpus = {corpus!r}: a vision-language model needs digits_grid or easy_vqa:DIR")
 
 

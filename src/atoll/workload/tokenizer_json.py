@@ -15,7 +15,7 @@ from typing import Any, Final
 import msgspec
 
 from atoll.errors import DataError
-from atoll.workload.packing import importing, opened
+from atoll.workload.packing import counted_from, importing, opened
 
 ENDS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """What tokenizers call the end of a document, tried in this order."""
@@ -80,7 +80,7 @@ def _read(path: Path) -> bytes:
     if not file.exists():
         raise DataError(
             f"data.tokenizer = {str(path)!r}: must be 'bytes', 'bpe' or a Hugging Face tokenizer's JSON file, "
-            f"and there is no file {file}"
+            f"and there is no file {file}{counted_from(file)}"
         )
     with opened(file) as stream:
         content = stream.read(FILE_BYTES_MAX + 1)

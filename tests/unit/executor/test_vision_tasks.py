@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from io import StringIO
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from typer.testing import CliRunner
 
 from atoll.chaos import Plan
 from atoll.cli.app import app
-from atoll.config import Config, load
+from atoll.config import PRESETS, Config, load, warnings
 from atoll.errors import ConfigError
 from atoll.executor.tasks import workbench_for
 from atoll.sim.run import Outputs, run_virtual
@@ -44,6 +45,23 @@ def test_matched_recipes_differ_in_the_outer_step_and_in_how_learners_are_weighe
     assert diloco.protocol.local_steps_per_round == fedavg.protocol.local_steps_per_round
     assert (fedavg.outer.outer_optimizer, fedavg.outer.outer_learning_rate) == ("sgd", 1.0)
     assert diloco.outer.outer_optimizer == "nesterov" and diloco.inner.optimizer == "AdamW"
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_matched_recipes_differ_in_the_preset_alone(name: str) -> None:
+    one, other = (tomllib.loads((RECIPES / f"{name}_{preset}.toml").read_text()) for preset in ("diloco", "fedavg"))
+    assert (one.pop("preset"), other.pop("preset")) == ("diloco", "fedavg")
+    assert one == other
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("name", SMALL)
+def test_matched_recipes_are_for_every_preset_with_its_own_outer_step(name: str, preset: str) -> None:
+    settings = load(RECIPES / f"{name}_diloco.toml", preset_name=preset, assignments=SMALL[name])
+    assert warnings(settings) == []
+    assert len(workbench_for(settings).layout.fragments) == settings.protocol.fragments
+    if preset in ("ddp", "fedavg"):
+        assert settings.outer == PRESETS[preset]().outer  # DiLoCo's rate would halve every step of an average
 
 
 def test_lenet_recipes_on_digits_learn_and_momentum_outside_helps() -> None:

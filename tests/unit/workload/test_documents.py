@@ -81,6 +81,10 @@ def test_home_is_found_by_its_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("wanted", "sentence"),
     [
         ("gone.txt", "data.corpus: gone.txt does not exist: name a file of text, JSON lines or Parquet, a folder of them"),
+        ("gone.txt", r"or a glob \(a relative path counts from the current folder\)$"),
+        ("/no/such/file", "data.corpus: /no/such/file does not exist: name .* or a glob$"),
+        ("~/no/such/file", "data.corpus: ~/no/such/file does not exist: name .* or a glob$"),
+        ("~nobody-of-this-name/file", "data.corpus: ~nobody-of-this-name/file does not exist"),
         ("gone-*.txt", r"data.corpus: no file matches gone-\*.txt: check the glob, relative to "),
         ("a.txt,,a.txt", "data.corpus: a name is missing; give a path, a glob, or several separated by commas"),
         ("a.txt,gone.txt", "data.corpus: gone.txt does not exist"),

@@ -86,15 +86,17 @@ def test_cut_gzip_is_refused_in_one_sentence(tmp_path: Path) -> None:
     [
         ("mnist", ConfigError, "say where it is, as in mnist:DIR"),
         ("cifar10:", ConfigError, "as in cifar10:DIR"),
-        ("mnist:/no/such/folder", DataError, "there is no folder /no/such/folder"),
+        ("mnist:/no/such/folder", DataError, "there is no folder /no/such/folder; it must hold the four idx files of MNIST"),
+        ("cifar10:no/such", DataError, r"folder no/such \(a relative path counts from the current folder\); it must hold data_b"),
         ("digits:/tmp", ConfigError, "takes no folder"),
         ("stdlib", ConfigError, "needs digits, mnist:DIR or cifar10:DIR"),
         ("cifar10:/", DataError, "neither data_batch_1.bin nor data_batch_1.png"),
     ],
 )  # fmt: skip
 def test_sources_that_are_none_are_refused(corpus: str, kind: type[Exception], says: str) -> None:
-    with pytest.raises(kind, match=says):
+    with pytest.raises(kind, match=says) as caught:
         load_images(corpus)
+    assert "\n" not in str(caught.value)
 
 
 ROWS = 3

@@ -117,6 +117,11 @@ def test_easy_vqa_is_read_with_captions_of_what_its_answers_say(tmp_path: Path) 
     assert train.texts[-1] == ("describe.", "teal circle")
 
 
+def test_missing_easy_vqa_says_what_belongs_there() -> None:
+    with pytest.raises(DataError, match=r"no folder no/such \(a relative path .*\); it must hold the easy-vqa package, unzipped"):
+        load_questions("easy_vqa:no/such")
+
+
 def test_damaged_easy_vqa_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no folders train and test"):
         load_questions(f"easy_vqa:{tmp_path}")

@@ -101,6 +101,14 @@ def test_file_that_is_no_tokenizer_says_what_would_be_right(
         JsonTokenizer(tmp_path / "t.json", end)
 
 
+def test_missing_file_says_from_where_a_relative_path_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"no file data/t.json \(a relative path counts from the current folder\)$"):
+        JsonTokenizer(Path("data/t.json"))
+    with pytest.raises(DataError, match=r"no file /.*/t.json$"):
+        JsonTokenizer(tmp_path / "t.json")
+
+
 def test_file_the_package_refuses_is_told_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_bytes(b'{"model": {"type": "Magic", "vocab": {"</s>": 0}}}')
     with pytest.raises(DataError, match=r"t.json is refused by the package tokenizers: "):

@@ -1,0 +1,43 @@
+"""A live run that is cut by Ctrl-C: what it had stored is a model, and whoever takes it is told how far it got."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import run, small
+from typer.testing import CliRunner
+
+from atoll.cli.app import app
+from atoll.errors import UserError
+from atoll.executor.durable import DurableDisk
+from atoll.protocol.vocabulary import Stored
+from atoll.runtime.cluster import LocalCluster
+from atoll.tape.format import Record
+
+
+def test_interrupted_run_is_evaluated_and_its_outer_step_told(tmp_path: Path) -> None:
+    def interrupt(cluster: LocalCluster, record: Record) -> None:
+        if isinstance(record.event, Stored) and record.event.outer_step >= 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, small(2, outer_steps=5000), watch=interrupt)
+    reached = max(max(kept) for kept in DurableDisk.open(tmp_path / "syncer", read_only=True).kept())
+    assert 12 <= reached < 5000
+    done = CliRunner().invoke(app, ["eval", str(tmp_path), "--json"])
+    assert f"its newest weights are of outer step {reached} of 5000" in done.stderr
+    said = json.loads(done.stdout)
+    assert (said["outer_step"], said["outer_steps"]) == (reached, 5000)
+
+
+def test_run_interrupted_before_its_first_round_is_refused(tmp_path: Path) -> None:
+    def interrupt(cluster: LocalCluster, record: Record) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, small(1, limits={"muster_seconds": 60.0}), watch=interrupt)
+    done = CliRunner().invoke(app, ["export", str(tmp_path), "--hf", str(tmp_path / "hf")])
+    assert isinstance(done.exception, UserError) and "(outer step 0 of 150)" in str(done.exception)
+    assert not (tmp_path / "hf").exists()
