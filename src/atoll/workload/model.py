@@ -233,11 +233,20 @@ def build_decoder(shape: DecoderShape, seed: int) -> Decoder:
 def language_model_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Mean cross entropy of each next token, the z-loss, and with experts the load-balancing loss of this batch; batch is
     [samples, time + 1]."""
-    inside = getattr(model, "module", model)  # DistributedDataParallel must be called itself, but hides the shape
+    inside = _unwrapped(model)  # what wraps it must be called itself, but hides the shape
     if not (isinstance(inside, Decoder) and inside.shape.experts):
         return token_losses(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).mean()
     logits, balance = cast(tuple[Tensor, Tensor], model(batch[:, :-1], with_balance=True))
     return token_losses(logits.flatten(0, 1), batch[:, 1:].flatten()).mean() + inside.shape.balance * balance
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Out of DistributedDataParallel's `module` and torch.compile's `_orig_mod`, however nested."""
+    for name in ("module", "_orig_mod"):
+        inside = getattr(model, name, None)
+        if isinstance(inside, nn.Module):
+            return _unwrapped(inside)
+    return model
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:

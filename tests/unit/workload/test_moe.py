@@ -92,6 +92,27 @@ def test_training_loss_has_the_balance_term_and_held_out_loss_has_not() -> None:
     assert heldout_loss(model, [batch]) == pytest.approx(wanted, rel=1e-6)
 
 
+class Wrapper(torch.nn.Module):
+    """Hides a model as DistributedDataParallel does."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *inputs: Tensor, **named: bool) -> Tensor:
+        found: Tensor = self.module(*inputs, **named)
+        return found
+
+
+def test_wrapped_or_compiled_model_keeps_its_balance_term() -> None:
+    """In bf16, the only type in which torch traces a grouped product."""
+    model, batch = build_decoder(SHAPE, 0).bfloat16(), some_batch()
+    alone = language_model_loss(model, batch).item()
+    compiled = torch.compile(model, backend="eager")
+    for hidden in (Wrapper(model), compiled, Wrapper(compiled)):
+        assert language_model_loss(hidden, batch).item() == pytest.approx(alone, rel=1e-4), "the balance term is 2e-3 of it"
+
+
 def test_balance_loss_reaches_the_router_and_its_weight_is_a_number() -> None:
     grads = []
     for balance in (0.0, 10.0):
