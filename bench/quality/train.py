@@ -24,8 +24,8 @@ import torch
 
 from atoll.chaos import Plan, Scavenge
 from atoll.config import ALL, Config, changed, load
+from atoll.executor.device import evaluated_on
 from atoll.executor.fleet import FleetHands
-from atoll.executor.placement import evaluated_on
 from atoll.executor.workbench import language_workbench
 from atoll.ids import SYNCER, LearnerId, Nanos, WorkerId
 from atoll.protocol.vocabulary import Effect, Event, FixParticipants, StepDone

@@ -26,8 +26,8 @@ def evaluate(
     allow_model: live.AllowOption = None,
 ) -> None:
     """Evaluate a run's model: multiple choice by likelihood, LAMBADA, and the loss on held-out text."""
+    from atoll.executor.device import checked_device
     from atoll.executor.environment import use_threads
-    from atoll.executor.placement import checked_device
     from atoll.executor.trained import check_tasks, evaluate_run, open_trained
 
     wanted = check_tasks([name.strip() for name in tasks.split(",") if name.strip()], data, limit)

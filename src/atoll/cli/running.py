@@ -167,8 +167,8 @@ def _draw(summaries: Sequence[Summary], path: Path, *, asked: bool) -> None:
 def run_virtually(
     settings: Config, plan: Plan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool, device: str = "cpu"
 ) -> Summary:
+    from atoll.executor.device import checked_device
     from atoll.executor.environment import use_threads  # torch takes seconds to import; --help and config do not wait for it
-    from atoll.executor.placement import checked_device
     from atoll.sim.run import run_virtual
 
     use_threads(threads)

@@ -18,9 +18,9 @@ import torch
 
 from atoll.config import CUSTOM, Config, from_builtins
 from atoll.errors import UserError
+from atoll.executor.device import checked_device
 from atoll.executor.environment import code_version, cpu_capability, use_threads
 from atoll.executor.learner import TensorLearner
-from atoll.executor.placement import checked_device
 from atoll.executor.tasks import workbench_for
 from atoll.executor.workbench import Workbench
 from atoll.ids import SECOND

@@ -13,9 +13,9 @@ import torch
 from atoll.chaos import Plan, Scavenge
 from atoll.config import Config, changed, from_builtins, to_toml
 from atoll.errors import UserError
+from atoll.executor.device import evaluated_on, hands_on
 from atoll.executor.environment import code_version, cpu_capability, mismatches
 from atoll.executor.fleet import FleetHands
-from atoll.executor.placement import evaluated_on, hands_on
 from atoll.executor.syncer import TensorHands
 from atoll.executor.tasks import workbench_for
 from atoll.executor.weights import save_weights

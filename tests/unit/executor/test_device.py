@@ -13,8 +13,8 @@ from atoll.chaos import Kill, Plan, Scavenge
 from atoll.cli.app import app
 from atoll.config import Config, load
 from atoll.errors import UserError
-from atoll.executor import placement
-from atoll.executor.placement import checked_device, evaluated_on, hands_on, is_fleet
+from atoll.executor import device as where
+from atoll.executor.device import checked_device, evaluated_on, hands_on, is_fleet
 from atoll.executor.syncer import TensorHands
 from atoll.executor.tasks import workbench_for
 from atoll.sim.cluster import Cluster
@@ -50,8 +50,8 @@ def test_dense_decoders_with_a_stacked_optimiser_step_as_a_fleet(preset: str, as
 def test_another_device_holds_everything_and_its_fleet_has_room_for_all(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No device here but the host: what would be built there is written down."""
     built: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(placement, "FleetHands", lambda bench, device, **kw: built.append(("fleet", kw | {"device": device})))
-    monkeypatch.setattr(placement, "TensorHands", lambda bench, **kw: built.append(("one by one", kw)))
+    monkeypatch.setattr(where, "FleetHands", lambda bench, device, **kw: built.append(("fleet", kw | {"device": device})))
+    monkeypatch.setattr(where, "TensorHands", lambda bench, **kw: built.append(("one by one", kw)))
     config, there = small("decoupled", f"inner.optimizer={optimizer}"), torch.device("cuda:1")
     bench = workbench_for(config)
     hands_on(bench, there, everybody(config, Plan((Scavenge(1.0, 4, 9.0), Kill(2.0, 1, 3.0)))))
