@@ -191,6 +191,8 @@ class Job:
     run: Run
     seed: int
     out: Path
+    settings: tuple[str, ...] = ()
+    """The run's own words and whatever else decides what is trained."""
 
     @property
     def name(self) -> str:
@@ -258,7 +260,7 @@ def end(process: subprocess.Popen[str]) -> None:
 def append(job: Job) -> None:
     line = json.loads(job.beside(".line").read_text(encoding="utf8"))
     with job.out.open("a", encoding="utf8") as file:
-        file.write(json.dumps(line | {"arguments": list(job.run.arguments)}) + "\n")
+        file.write(json.dumps(line | {"arguments": list(job.settings)}) + "\n")
     job.beside(".line").unlink()
 
 
@@ -270,7 +272,18 @@ def done(out: Path) -> set[tuple[str, int, tuple[str, ...]]]:
     return {(line["name"], line["seed"], tuple(line.get("arguments", ()))) for line in lines}
 
 
-def jobs_of(chosen: argparse.Namespace) -> Iterator[Job]:
+def deciding(words: Sequence[str]) -> tuple[str, ...]:
+    """What is said to train.py beyond a run's own words, but for what changes only where and how fast it runs."""
+    kept, passing = [], iter(words)
+    for word in passing:
+        if word in ("--device", "--threads"):
+            next(passing, None)
+        elif word != "--compiled":
+            kept.append(word)
+    return tuple(kept)
+
+
+def jobs_of(chosen: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[Job]:
     """All runs of one seed before the next one: whatever is left undone, what is done can be compared."""
     runs = GROUPS[chosen.group]()
     wanted = set(filter(None, chosen.only.split(",")))
@@ -283,8 +296,9 @@ def jobs_of(chosen: argparse.Namespace) -> Iterator[Job]:
     for seed in map(int, chosen.seeds.split(",")):
         for each in runs:
             scaled = Run(each.name, (*each.arguments, *scale))
-            if (not wanted or each.name in wanted) and (each.name, seed, scaled.arguments) not in already:
-                yield Job(scaled, seed, chosen.out)
+            settings = (*scaled.arguments, *deciding(more))
+            if (not wanted or each.name in wanted) and (each.name, seed, settings) not in already:
+                yield Job(scaled, seed, chosen.out, settings)
 
 
 def options() -> argparse.ArgumentParser:
@@ -308,7 +322,7 @@ def options() -> argparse.ArgumentParser:
 def main(words: Sequence[str]) -> int:
     at = words.index("--") if "--" in words else len(words)
     chosen = options().parse_args(words[:at])
-    jobs = list(jobs_of(chosen))
+    jobs = list(jobs_of(chosen, words[at + 1 :]))
     if chosen.list:
         for job in jobs:
             print(f"{job.name}: {' '.join(job.run.arguments)}")

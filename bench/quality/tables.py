@@ -5,8 +5,10 @@
 One row a name; the newest line of a name and seed counts.
 
 * loss: held-out, of Theta; mean and sample standard deviation over the seeds. "over data-parallel" is against the mean of the
-  run named data_parallel, or as --reference says; "replica" is the loss of learner 0's own weights.
-* bytes: what a learner sent and received, joining included, per inner step; 100 % is data-parallel in bf16, which sends and
+  run named data_parallel, or as --reference says; "replica" is the loss of learner 0's own weights. Data-parallel is its one
+  learner: both columns are of its weights, because Theta has them as they were some steps before the end.
+* tokens: trained by all learners together; decoupled ones are not stopped to the step.
+* bytes: what a learner sent and received, peers' states included, per inner step; 100 % is data-parallel in bf16, which sends and
   receives 2 bytes a parameter in every step. Data-parallel runs are 100 % by definition: their one learner exchanges with nobody.
 * peak: the highest load on a learner's link, the busier direction, if each exchange is spread evenly over the time that its
   method leaves for it: tau steps from the pull to the adoption (H of Async DiLoCo), and one step where tau is 0. Up and down each
@@ -51,6 +53,7 @@ Line = Mapping[str, Any]
 class Row:
     name: str
     losses: tuple[float, ...]
+    tokens: float
     replicas: tuple[float, ...]
     excess: float | None
     """Of the mean loss over data-parallel's, a share; None: there is no data-parallel run."""
@@ -76,16 +79,23 @@ def newest(paths: Sequence[Path]) -> dict[str, list[Line]]:
     for path in paths:
         for text in path.read_text(encoding="utf8").splitlines():
             line = json.loads(text)
-            if missing := sorted({"loss_replica", "config", "inner_steps", "parameters"} - line.keys()):
+            if missing := sorted({"loss_replica", "config", "inner_steps", "parameters", "trained_tokens"} - line.keys()):
                 raise SystemExit(f"{path}: a line of {line.get('name')!r} has no {', '.join(missing)}; those of train.py do")
+            if line.get("recoveries") and "bytes_between_learners" not in line:
+                raise SystemExit(f"{path}: a line of {line['name']!r} has recoveries and no bytes_between_learners; run it again")
             found.setdefault(line["name"], {})[line["seed"]] = line
     return {name: list(by_seed.values()) for name, by_seed in found.items()}
+
+
+def loss_of(line: Line) -> float:
+    return float(line["loss_replica" if line["method"] == DATA_PARALLEL else "loss_final"])
 
 
 def bytes_share(line: Line) -> float:
     if line["method"] == DATA_PARALLEL:
         return 1.0
-    each = (line["bytes_up"] + line["bytes_down"]) / line["inner_steps"]
+    between = 2 * line.get("bytes_between_learners", 0)  # one has sent what another got
+    each = (line["bytes_up"] + line["bytes_down"] + between) / line["inner_steps"]
     return float(each / (2 * BF16_BYTES * line["parameters"]))
 
 
@@ -143,15 +153,15 @@ def _by_the_machines(config: Config, parameters: int, step_seconds: float, gbit:
 
 def rows(paths: Sequence[Path], step_seconds: float, reference: str = DATA_PARALLEL) -> list[Row]:
     runs = newest(paths)
-    base = statistics.mean(line["loss_final"] for line in runs[reference]) if reference in runs else None
+    base = statistics.mean(map(loss_of, runs[reference])) if reference in runs else None
     return [_row(name, lines, step_seconds, base) for name, lines in runs.items()]
 
 
 def _row(name: str, lines: Sequence[Line], step_seconds: float, base: float | None) -> Row:
     """What seeds hardly change, the peak and the hours, is the first one's."""
-    losses = tuple(line["loss_final"] for line in lines)
+    losses = tuple(map(loss_of, lines))
     return Row(
-        name, losses, tuple(line["loss_replica"] for line in lines), statistics.mean(losses) / base - 1 if base else None,
+        name, losses, statistics.mean(line["trained_tokens"] for line in lines), tuple(line["loss_replica"] for line in lines), statistics.mean(losses) / base - 1 if base else None,
         deviation(losses) / base if base else 0.0, statistics.mean(map(bytes_share, lines)),
         peak_gbit(lines[0], step_seconds), hours(lines[0], step_seconds), bool(lines[0]["chips"]),
     )  # fmt: skip
@@ -161,7 +171,7 @@ def _row(name: str, lines: Sequence[Line], step_seconds: float, base: float | No
 
 
 def table(found: Sequence[Row]) -> str:
-    head = ("run", "held-out loss", "over data-parallel, %", "seeds", "replica", "bytes", "peak Gbit/s", "hours at 1 Gbit/s")
+    head = ("run", "held-out loss", "over data-parallel, %", "seeds", "replica", "tokens", "bytes", "peak Gbit/s", "hours at 1 Gbit/s")
     lines = [head, tuple("---" for _ in head), *map(_cells, found)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -172,7 +182,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     over = excess + (f" ± {100 * row.excess_deviation:.2f}" if excess and several else "")
     return (
         row.name, f"{row.loss:.4f}" + (f" ± {deviation(row.losses):.4f}" if several else ""), over, str(len(row.losses)),
-        f"{statistics.mean(row.replicas):.4f}", f"{100 * row.share:.3g} %", f"{row.peak_gbit:.3g}", f"{row.hours:.3g}",
+        f"{statistics.mean(row.replicas):.4f}", f"{row.tokens / 1e6:.1f} M", f"{100 * row.share:.3g} %", f"{row.peak_gbit:.3g}", f"{row.hours:.3g}",
     )  # fmt: skip
 
 

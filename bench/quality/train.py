@@ -3,10 +3,12 @@
     python bench/quality/train.py --name m8 --preset decoupled --learners 8 --tokens 200e6 --data DIR --out results.jsonl
 
 `--data` holds the corpora and the tokenizer, by default those named below. The batch of a step, `--step-tokens`, is dealt to the
-learners. All runs of equal `--tokens` train equally many: where slices fail, learners come and go or rounds spin, a rehearsal
-without tensors finds the number of outer steps. A line of JSON is appended to `--out`: the keys of `atoll train --json`, the
-name, the config, and what it took. data_parallel is one learner with the whole batch, whose merges change nothing (outer SGD,
-rate 1). Texts without files, to try things out: `--corpus stdlib --heldout "" --tokenizer bytes`.
+learners. Runs of equal `--tokens` train equally many, to a few in a thousand: where slices fail, learners come and go or rounds
+spin, a rehearsal without tensors finds the number of outer steps; else the fastest learners are some steps ahead at the end, and
+`trained_tokens` says by how much. A line of JSON is appended to `--out`: the keys of `atoll train --json`, the name, the config,
+and what it took. data_parallel is one learner with the whole batch, whose merges change nothing (outer SGD, rate 1); its last
+steps, fewer than eight, are in no merge, so its loss is `loss_replica`. Texts without files, to try things out:
+`--corpus stdlib --heldout "" --tokenizer bytes`.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -121,7 +124,8 @@ def at_equal_tokens(chosen: argparse.Namespace) -> Config:
 
 
 def is_regular(chosen: argparse.Namespace, config: Config) -> bool:
-    """Every outer step is one step of everybody, but for a few at the edges: nothing to rehearse."""
+    """Every outer step is one step of everybody, but for a few in a thousand by which the fastest get ahead: nothing to
+    rehearse."""
     paced = config.protocol.pace >= 1.0 or config.protocol.quorum == ALL
     return paced and not (chosen.chips or chosen.scavenge or config.cluster.slow_share)
 
@@ -186,8 +190,15 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
         "scavenge": chosen.scavenge, "trained_tokens": trained_tokens(cluster), "loss_replica": replica,
         "parameters": sum(sizes), "fragment_sizes": sizes, "wall_seconds": round(time.time() - begun, 1),
         "rehearsal_seconds": round(prepared - begun, 1), "train_seconds": round(trained - prepared, 1),
-        "config": msgspec.to_builtins(config),
+        "bytes_between_learners": view.bytes_between_learners, "config": without_folder(chosen, config),
     } | steps.told() | keys  # fmt: skip
+
+
+def without_folder(chosen: argparse.Namespace, config: Config) -> dict[str, Any]:
+    """The files by their names alone: where they lay is nobody's business."""
+    plain: dict[str, Any] = msgspec.to_builtins(config)
+    names = {"corpus": chosen.corpus, "heldout": chosen.heldout, "tokenizer": chosen.tokenizer}
+    return plain | {"data": plain["data"] | names}
 
 
 def options() -> argparse.ArgumentParser:

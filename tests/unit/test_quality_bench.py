@@ -55,6 +55,7 @@ def test_study_of_two_runs_leaves_the_keys_of_train_json_at_equal_tokens(study: 
         assert line["loss_final"] < line["loss_first"] and line["loss_replica"] < line["loss_first"]
         assert line["trained_tokens"] == pytest.approx(3072, abs=128)
         assert sum(line["fragment_sizes"]) == line["parameters"]
+        assert str(tmp_path) not in json.dumps(line), "where the files lay is left out"
     assert lines["decoupled_m2"]["method"] == "decoupled" and lines["decoupled_m2"]["inner_steps"] == 2 * 24
     assert lines["data_parallel_failures"]["smallest_inner_step"] < 128, "slices fail and take their part of the batch along"
     assert study.main([*words, "--skip-done", "--list"]) == 0
@@ -93,6 +94,10 @@ def test_run_that_fails_is_told_and_does_not_stop_the_others(study: Any, fake: P
     assert len(lines_of(fake)) == 4, "only what failed was tried again"
     study.main([*words, "--skip-done", "--tokens", "1000"])
     assert len(lines_of(fake)) == 8, "under other settings nothing was done yet"
+    study.main([*words, "--skip-done", "--", "--corpus", "stdlib", "--device", "cpu"])
+    assert len(lines_of(fake)) == 12, "nor on other text"
+    study.main([*words, "--skip-done", "--", "--corpus", "stdlib", "--device", "cuda"])
+    assert len(lines_of(fake)) == 12, "but where it runs makes no other run of it"
 
 
 def test_time_limit_ends_what_runs_and_starts_no_more(study: Any, fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,7 +139,7 @@ def line(name: str, seed: int, loss: float, preset: str = "decoupled", **more: A
     return {
         "name": name, "seed": seed, "method": preset, "loss_final": loss, "loss_replica": loss + 1, "parameters": 24_000_000,
         "fragment_sizes": [1_000_000] * 24, "bytes_up": 0, "bytes_down": 0, "inner_steps": 200, "steps": 100, "chips": 0,
-        "outer_steps": 100, "seconds": 500.0, "config": config,
+        "outer_steps": 100, "seconds": 500.0, "trained_tokens": 2_000_000, "recoveries": [], "config": config,
     } | more  # fmt: skip
 
 
@@ -151,7 +156,8 @@ def test_line_of_another_script_is_refused_with_what_it_lacks(tables: Any, tmp_p
 
 
 def test_rows_hold_mean_deviation_and_excess_over_seeds_and_the_newest_line_counts(tables: Any, tmp_path: Path) -> None:
-    lines = [line("data_parallel", seed, loss, "data_parallel") for seed, loss in enumerate((3.9, 4.1))]
+    """Data-parallel's loss is that of its one learner's weights: Theta has not got its last steps."""
+    lines = [line("data_parallel", seed, loss - 1, "data_parallel") for seed, loss in enumerate((3.9, 4.1))]
     lines += [line("m2", seed, loss) for seed, loss in ((0, 9.0), (1, 4.2), (2, 4.6), (0, 4.4))]
     reference, row = tables.rows([write(tmp_path / "a.jsonl", lines)], 0.1)
     assert reference.loss == pytest.approx(4.0) and reference.excess == pytest.approx(0.0)
@@ -159,13 +165,21 @@ def test_rows_hold_mean_deviation_and_excess_over_seeds_and_the_newest_line_coun
     assert tables.deviation(row.losses) == pytest.approx(0.2)
     assert row.excess == pytest.approx(0.1) and row.excess_deviation == pytest.approx(0.05)
     told = tables.table([reference, row]).splitlines()
-    assert told[3].startswith("| m2 | 4.4000 ± 0.2000 | +10.00 ± 5.00 | 3 | 5.4000 |")
+    assert told[3].startswith("| m2 | 4.4000 ± 0.2000 | +10.00 ± 5.00 | 3 | 5.4000 | 2.0 M |")
 
 
 def test_bytes_are_a_share_of_bf16_both_ways_in_every_step(tables: Any) -> None:
     assert tables.bytes_share(line("dp", 0, 4.0, "data_parallel", bytes_up=123)) == 1.0
     each = 24_000_000 * 4 * 200  # what data-parallel would have moved in as many inner steps
     assert tables.bytes_share(line("m2", 0, 4.0, bytes_up=each // 100, bytes_down=each // 50)) == pytest.approx(0.03)
+    joined = line("m2", 0, 4.0, bytes_up=each // 100, bytes_between_learners=each // 200)
+    assert tables.bytes_share(joined) == pytest.approx(0.02), "what one learner sends, another gets"
+
+
+def test_line_with_recoveries_whose_bytes_were_not_told_is_refused(tables: Any, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [line("m2", 0, 4.0, recoveries=[{"learner": 1}])])
+    with pytest.raises(SystemExit, match="has recoveries and no bytes_between_learners"):
+        tables.rows([path], 0.1)
 
 
 def test_peak_spreads_an_exchange_over_its_overlap(tables: Any) -> None:
