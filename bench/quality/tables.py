@@ -161,7 +161,8 @@ def _row(name: str, lines: Sequence[Line], step_seconds: float, base: float | No
     """What seeds hardly change, the peak and the hours, is the first one's."""
     losses = tuple(map(loss_of, lines))
     return Row(
-        name, losses, statistics.mean(line["trained_tokens"] for line in lines), tuple(line["loss_replica"] for line in lines), statistics.mean(losses) / base - 1 if base else None,
+        name, losses, statistics.mean(line["trained_tokens"] for line in lines), tuple(line["loss_replica"] for line in lines),
+        statistics.mean(losses) / base - 1 if base else None,
         deviation(losses) / base if base else 0.0, statistics.mean(map(bytes_share, lines)),
         peak_gbit(lines[0], step_seconds), hours(lines[0], step_seconds), bool(lines[0]["chips"]),
     )  # fmt: skip
@@ -171,7 +172,9 @@ def _row(name: str, lines: Sequence[Line], step_seconds: float, base: float | No
 
 
 def table(found: Sequence[Row]) -> str:
-    head = ("run", "held-out loss", "over data-parallel, %", "seeds", "replica", "tokens", "bytes", "peak Gbit/s", "hours at 1 Gbit/s")
+    head = (
+        "run", "held-out loss", "over data-parallel, %", "seeds", "replica", "tokens", "bytes", "peak Gbit/s", "hours at 1 Gbit/s",
+    )  # fmt: skip
     lines = [head, tuple("---" for _ in head), *map(_cells, found)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -182,7 +185,8 @@ def _cells(row: Row) -> tuple[str, ...]:
     over = excess + (f" ± {100 * row.excess_deviation:.2f}" if excess and several else "")
     return (
         row.name, f"{row.loss:.4f}" + (f" ± {deviation(row.losses):.4f}" if several else ""), over, str(len(row.losses)),
-        f"{statistics.mean(row.replicas):.4f}", f"{row.tokens / 1e6:.1f} M", f"{100 * row.share:.3g} %", f"{row.peak_gbit:.3g}", f"{row.hours:.3g}",
+        f"{statistics.mean(row.replicas):.4f}", f"{row.tokens / 1e6:.1f} M",
+        f"{100 * row.share:.3g} %", f"{row.peak_gbit:.3g}", f"{row.hours:.3g}",
     )  # fmt: skip
 
 

@@ -63,15 +63,54 @@ def test_every_task_has_a_wording_that_is_tested_or_shared() -> None:
         ("", "task piqa: FILE is empty"),
         ('{"ctx": "a", "gold": 0}\n', "task piqa: line 1 of FILE is no example of it (key 'choices' is missing)"),
         ("[1]\n", "task piqa: line 1 of FILE is no example of it (Expected `object`, got `array`)"),
-        ('{"ctx": "a", "choices": ["b"], "gold": 1}\n', "task piqa: line 1 of FILE has gold = 1 and 1 choices"),
+        ('{"ctx": "a", "choices": ["b", "c"], "gold": 2}\n', "task piqa: line 1 of FILE has gold = 2 and 2 choices"),
+        ('{"ctx": "a", "choices": ["b", "c"], "gold": true}\n', "task piqa: line 1 of FILE has gold = True and 2 choices"),
+        ('{"ctx": "a\\ud800", "choices": ["b", "c"], "gold": 0}\n',
+         "task piqa: line 1 of FILE is no example of it (it holds \\ud800, half of a surrogate pair and no character)"),
     ],
-)
+)  # fmt: skip
 def test_file_that_is_no_benchmark_is_refused_in_one_sentence(content: str, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "piqa_val.jsonl"
     path.write_text(content)
     with pytest.raises(DataError) as caught:
         read_items("piqa", find_file("piqa", tmp_path))
     assert str(caught.value) == sentence.replace("FILE", str(path))
+
+
+CHOICES = "choices must be a list of at least 2 texts"
+
+
+@pytest.mark.parametrize(
+    ("task", "changes", "what"),
+    [
+        ("lambada", {"ctx": 5}, "ctx must be a text, not a number"),
+        ("lambada", {"target": None}, "target must be a text, not null"),
+        ("lambada", {"target": " "}, "target is empty"),
+        ("lambada_newlines", {"continuation": ["signs"]}, "continuation must be a text, not a list"),
+        ("openbookqa", {"ctx": 5}, "ctx must be a text, not a number"),
+        ("piqa", {"ctx": None}, "ctx must be a text, not null"),
+        ("piqa", {"choices": "ab"}, f"{CHOICES}, and is a text"),
+        ("piqa", {"choices": {"text": ["a", "b"], "label": ["A", "B"]}}, f"{CHOICES}, and is an object"),
+        ("piqa", {"choices": ["a"]}, f"{CHOICES}, and has 1"),
+        ("piqa", {"choices": ["a", 3]}, f"{CHOICES}, and number 2 of them is a number"),
+        ("piqa", {"choices": ["", "b"]}, f"{CHOICES}, and number 1 of them is empty"),
+        ("hellaswag", {"ctx_b": True}, "ctx_b must be a text, not true or false"),
+        ("hellaswag", {"label": {}}, "label must be a text, not an object"),
+        ("boolq", {"passage": None}, "passage must be a text, not null"),
+        ("siqa", {"passage": 1.5}, "passage must be a text, not a number"),
+        ("copa", {"question": "why"}, "question = 'why': must be cause or effect"),
+        ("copa", {"question": ["cause"]}, "question must be a text, not a list"),
+        ("winogrande", {"ctx": "no gap"}, "ctx has no gap _"),
+    ],
+)
+def test_record_of_other_types_is_refused_with_its_line_and_never_scored(
+    task: str, changes: dict[str, object], what: str, tmp_path: Path
+) -> None:
+    path = tmp_path / f"{task}.jsonl"
+    path.write_text(json.dumps(RECORDS[task]) + "\n" + json.dumps(RECORDS[task] | changes) + "\n")
+    with pytest.raises(DataError) as caught:
+        read_items(task, path)
+    assert str(caught.value) == f"task {task}: line 2 of {path} is no example of it ({what})"
 
 
 def test_missing_folder_or_file_says_what_was_looked_for(tmp_path: Path) -> None:
