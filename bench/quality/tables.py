@@ -173,7 +173,8 @@ def _row(name: str, lines: Sequence[Line], step_seconds: float, base: float | No
 
 def table(found: Sequence[Row]) -> str:
     head = (
-        "run", "held-out loss", "over data-parallel, %", "seeds", "replica", "tokens", "bytes", "peak Gbit/s", "hours at 1 Gbit/s",
+        "run", "held-out loss", "over data-parallel, %", "seeds", "replica", "tokens", "bytes", "peak Gbit/s",
+        "hours at 1 Gbit/s",
     )  # fmt: skip
     lines = [head, tuple("---" for _ in head), *map(_cells, found)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
