@@ -163,8 +163,17 @@ def tokens_per_step_max(config: Config) -> int:
         return config.limits.tokens_per_step_max
     if config.model.name == CUSTOM:
         return 10**12
-    d = config.data
-    return max(d.samples_by_learner or (d.batch_size,)) * d.seq_len * config.inner.accumulate
+    return samples_max(config) * config.data.seq_len * config.inner.accumulate
+
+
+def samples_max(config: Config) -> int:
+    return max(config.data.samples_by_learner or (config.data.batch_size,))
+
+
+def samples_of(config: Config, learner: LearnerId) -> int:
+    """Of one of its batches. A learner beyond those that the config lists, a scavenged one, takes the largest."""
+    sizes = config.data.samples_by_learner
+    return sizes[learner] if learner < len(sizes) else samples_max(config)
 
 
 GOLDEN = (math.sqrt(5) - 1) / 2

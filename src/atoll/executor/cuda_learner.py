@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
@@ -86,14 +86,14 @@ class CudaSide:
         self._losses[micro].copy_(loss.detach().double(), non_blocking=True)
         self._forward_done.record(torch.cuda.current_stream(self.device))
 
-    def loss(self) -> float:
+    def loss(self, parts: Sequence[float]) -> float:
         """Once the step is launched: waits for its last forward pass, so the device still has the backward pass and the
         optimiser step to do while the host is at the boundary. Launches are never more than a step ahead."""
         self._forward_done.synchronize()
         total = 0.0
-        for loss in self._losses.tolist():  # one by one, as on the CPU
-            total += loss
-        return total / len(self._losses)
+        for loss, part in zip(self._losses.tolist(), parts, strict=True):  # one by one, as on the CPU
+            total += loss / part
+        return total
 
     # ------------------------------------------------------------ staged copies
 
@@ -147,6 +147,16 @@ class CudaSide:
             return None
         finally:
             staged.release()
+
+    def residuals_sent(self) -> dict[FragmentId, Tensor]:
+        """Of what was sent and is not adopted yet. Waits for the device: a snapshot does so anyway."""
+        found: dict[FragmentId, Tensor] = {}
+        for p, staged in self._sent.items():
+            with suppress(NotFinite):
+                staged.wait()
+                if staged.residual is not None:
+                    found[p] = staged.residual
+        return found
 
     def forget_work(self) -> None:
         for key in list(self._staged):

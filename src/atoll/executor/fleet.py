@@ -9,7 +9,7 @@ The loss of a step is told with the learner's next one: asking sooner would wait
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
@@ -40,7 +40,7 @@ from atoll.protocol.vocabulary import (
     StepDone,
     Unstage,
 )  # fmt: skip
-from atoll.rules import Schedule
+from atoll.rules import Schedule, samples_max
 from atoll.tensors.access import read_buffers, read_params
 from atoll.workload.model import Decoder
 from atoll.workload.stacked import stacked_loss
@@ -101,22 +101,24 @@ class Fleet:
         queued, self._queue = self._queue, {}
         self._hear_losses()
         config = self._bench.config
-        taking_part = self._upload(torch.tensor([float(m in queued) for m in range(self._learners)]))
+        rows = {m: self._rows(m, step) for m, (step, _) in queued.items()}
         total, grads = torch.zeros(self._learners, device=self._device), None
         for micro in range(config.inner.accumulate):
-            batch, samples = self._batch({m: step for m, (step, _) in queued.items()}, micro)
+            batch, samples, shares = self._batch(rows, micro)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
                 losses = self._loss(self._shape, self._weights, batch, samples, self._cos, self._sin)
-            scalar = (losses * taking_part / config.inner.accumulate).sum()
+            scalar = (losses * shares).sum()
             # Not backward(): adding to gradients that were zeroed reads and writes each of them twice more.
             found = torch.autograd.grad(scalar, list(self._weights.values()))
             grads = list(found if grads is None else torch._foreach_add(grads, found))
-            total += losses.detach() / config.inner.accumulate
+            total += losses.detach() * shares
         assert grads is not None
         self._untold = (sorted(queued), total)
         who = {m: (step.outer_step, optimizer) for m, (step, optimizer) in queued.items()}
         if config.protocol.freeze_not_due:
             self._moments.step_some(who, grads, {m: self._due_next(outer_step) for m, (outer_step, _) in who.items()})
+        elif self._moments.counts_apart:
+            self._moments.step_some(who, grads, dict.fromkeys(who, range(len(grads))))
         else:
             self._moments.step(who, grads)
 
@@ -126,20 +128,25 @@ class Fleet:
         names = {slot.name for p in due for slot in self._bench.layout.fragments[p].params}
         return [at for at, name in enumerate(self._weights) if name in names]
 
-    def _batch(self, steps: dict[LearnerId, InnerStep], micro: int) -> tuple[Tensor, Tensor]:
-        """[M, B, T + 1], and how many of the B are each learner's; who is not stepping has none."""
+    def _rows(self, m: LearnerId, step: InnerStep) -> list[Tensor]:
+        """A learner's micro-batches."""
         count = self._bench.config.inner.accumulate
-        d = self._bench.config.data
-        most = max(d.samples_by_learner or (d.batch_size,))
-        whole = torch.zeros(self._learners, most, d.seq_len + 1, dtype=torch.int64)
-        samples = [0] * self._learners
-        for m, step in steps.items():
-            position = step.batch * count + micro
+        found = []
+        for position in range(step.batch * count, (step.batch + 1) * count):
             row = self._bench.batch(m, step.stream, position)
-            row = leading(row, step.share, position) if step.share < 1.0 else row
-            whole[m, : row.shape[0]] = row
-            samples[m] = row.shape[0]
-        return self._upload(whole), self._upload(torch.tensor(samples))
+            found.append(leading(row, step.share, position) if step.share < 1.0 else row)
+        return found
+
+    def _batch(self, rows: Mapping[LearnerId, Sequence[Tensor]], micro: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[M, B, T + 1], how many of the B are each learner's, and their share of its step; who is not stepping has none."""
+        config = self._bench.config
+        whole = torch.zeros(self._learners, samples_max(config), config.data.seq_len + 1, dtype=torch.int64)
+        samples, shares = [0] * self._learners, [0.0] * self._learners
+        for m, own in rows.items():
+            samples[m] = len(own[micro])
+            shares[m] = samples[m] / sum(map(len, own))
+            whole[m, : samples[m]] = own[micro]
+        return self._upload(whole), self._upload(torch.tensor(samples)), self._upload(torch.tensor(shares))
 
     def _upload(self, here: Tensor) -> Tensor:
         """From pinned memory: from elsewhere a copy would wait for the device."""
@@ -158,7 +165,7 @@ class FleetLearner(TensorLearner):
     def __init__(self, bench: Workbench, learner: LearnerId, fleet: Fleet, shelf: MemoryShelf, device: torch.device) -> None:
         super().__init__(bench, learner, shelf, model=fleet.module(learner), device=device, resident=True)
         self._fleet = fleet
-        self._raw: dict[tuple[FragmentId, OuterStep], tuple[Stage, Tensor, Tensor]] = {}
+        self._raw: dict[tuple[FragmentId, OuterStep], tuple[Stage, Tensor, Tensor, Tensor | None]] = {}
 
     def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
         if isinstance(effect, Unstage):
@@ -186,18 +193,19 @@ class FleetLearner(TensorLearner):
         """Only the difference is taken now. It is encoded, and checked, if it is pulled: few of those staged are."""
         difference = self._difference(effect.fragment)
         buffers = read_buffers(self._tensors, self._fragments[effect.fragment])
-        self._raw[effect.fragment, effect.slot] = (effect, difference, buffers)
+        # The residual is taken now too: an adoption before the sending would put another in its place.
+        self._raw[effect.fragment, effect.slot] = (effect, difference, buffers, self._residuals.get(effect.fragment))
         self._staged.pop((effect.fragment, effect.slot), None)
         if effect.restart:
             self._round_start[effect.fragment] = read_params(self._tensors, self._fragments[effect.fragment])
         return ()
 
     def _encode(self, key: tuple[FragmentId, OuterStep]) -> None:
-        effect, difference, buffers = self._raw.pop(key)
+        effect, difference, buffers, left = self._raw.pop(key)
         rng, residual = self._rounding(effect), None
         with suppress(NotFinite):  # then there is nothing to send, and the syncer sends this learner into recovery
             if self._config.protocol.error_feedback:
-                packet, residual = encode_with_feedback(self._codec, difference, self._residuals.get(key[0]), rng=rng)
+                packet, residual = encode_with_feedback(self._codec, difference, left, rng=rng)
             else:
                 packet = self._codec.encode(difference, rng=rng)
             self._staged[key] = (packet, buffers, residual)

@@ -3,7 +3,8 @@ data-parallel training uses it on Theta."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -50,6 +51,13 @@ def build_optimizer(config: Config, named: Mapping[str, Tensor], fragments: Iter
                 params, [p for name, p in named.items() if name in turned], lr=inner.learning_rate, momentum=inner.muon_momentum,
                 betas=inner.betas, weight_decay=inner.weight_decay,
             )  # fmt: skip
+
+
+def divisors(tokens: Sequence[int]) -> list[float]:
+    """What each micro-batch's mean loss is divided by, so that every token of a step weighs the same. Batches shrink where
+    slices fail, and answers differ in length."""
+    total = sum(tokens)
+    return [total / t if t else math.inf for t in tokens] if total else [float(len(tokens))] * len(tokens)
 
 
 def optimizer_step(config: Config, optimizer: torch.optim.Optimizer, outer_step: OuterStep) -> None:

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.errors import NotFinite
+from atoll.executor.cuda import adopt_into
 from atoll.executor.cuda_learner import CudaSide, cuda_device_of, leading, on_host, to_device
 from atoll.executor.hands import Blob
-from atoll.executor.inner import build_optimizer, optimizer_step
+from atoll.executor.inner import build_optimizer, divisors, optimizer_step
 from atoll.executor.workbench import Workbench
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.vocabulary import (
@@ -43,8 +44,7 @@ from atoll.protocol.vocabulary import (
     Unstage,
 )  # fmt: skip
 from atoll.rules import Schedule
-from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params, write_buffers, write_params
-from atoll.tensors.outer import mix
+from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
 from atoll.workload.seeds import generator
 
 
@@ -139,37 +139,37 @@ class TensorLearner:
         if self._gradients:
             self.model.zero_grad(set_to_none=True)
         count = config.inner.accumulate
-        tokens = samples = 0
+        batches = [self._micro_batch(effect, effect.batch * count + micro) for micro in range(count)]
+        counts = [bench.count(batch) for batch in batches]
+        parts = divisors([tokens for tokens, _ in counts])
         total = 0.0
         if self._cuda is not None:
             self._cuda.trains_here()
-        for micro in range(count):
-            position = effect.batch * count + micro
-            batch = bench.batch(self._learner, effect.stream, position)
-            if effect.share < 1.0:
-                batch = leading(batch, effect.share, position)
-            more_tokens, more_samples = bench.count(batch)
-            tokens, samples = tokens + more_tokens, samples + more_samples
-            if self._device.type != "cpu":
-                batch = to_device(batch, self._device)
-            loss = bench.loss(self.model, batch)
+        for micro, batch in enumerate(batches):
+            loss = bench.loss(self.model, batch if self._device.type == "cpu" else to_device(batch, self._device))
             if self._cuda is not None:
                 self._cuda.told_loss(micro, loss)
-            (loss / count if count > 1 else loss).backward()
+            (loss / parts[micro] if count > 1 else loss).backward()
             if self._cuda is None:
-                total += float(loss.detach())
+                total += float(loss.detach()) / parts[micro]
         if not self._gradients:  # data-parallel steps on Theta, with everybody's gradients
             if config.protocol.freeze_not_due:
                 self._freeze(effect.outer_step)
             optimizer_step(config, self.optimizer, effect.outer_step)
-        return StepDone(tokens, samples, 0, total / count if self._cuda is None else self._cuda.loss())
+        tokens, samples = (sum(column) for column in zip(*counts, strict=True))
+        return StepDone(tokens, samples, 0, total if self._cuda is None else self._cuda.loss(parts))
+
+    def _micro_batch(self, effect: InnerStep, position: int) -> Any:
+        batch = self._bench.batch(self._learner, effect.stream, position)
+        return leading(batch, effect.share, position) if effect.share < 1.0 else batch
 
     def _seed(self, seed: int) -> None:
         """torch.manual_seed would also note the seed for every kind of device that is not here, with a stack trace each, at
         every step, for ever."""
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+            with torch.cuda.device(self._device):  # torch seeds the current one, which need not be this learner's
+                torch.cuda.manual_seed(seed)
 
     def _freeze(self, outer_step: OuterStep) -> None:
         """FedPart: only what is due next trains."""
@@ -274,12 +274,10 @@ class TensorLearner:
             self._cuda.adopt(fragment, self._tensors, announced, buffers, effect.alpha, self.optimizer)
             residual = self._cuda.residual_of(p, merged=effect.merged)
         else:
-            weights = announced
-            if effect.alpha > 0:
-                weights = mix(read_params(self._tensors, fragment), announced, effect.alpha)
-            write_params(self._tensors, fragment, weights)
-            write_buffers(self._tensors, fragment, buffers)
-            residual = self._uncommitted.pop(p, None)
+            adopt_into(fragment, self._tensors, announced, buffers, effect.alpha, self.optimizer)
+            residual = None
+        sent = self._uncommitted.pop(p, None)
+        residual = sent if residual is None else residual
         if self._config.protocol.anchor == "round_start":
             self._round_start[p] = read_params(self._tensors, fragment)
         if residual is not None and effect.merged:
@@ -301,7 +299,9 @@ class TensorLearner:
             "kept": dict(self._kept),
         }
         if with_residuals:
+            sent = self._uncommitted if self._cuda is None else self._uncommitted | self._cuda.residuals_sent()
             state["residuals"] = {p: residual.cpu() for p, residual in self._residuals.items()}
+            state["uncommitted"] = {p: residual.cpu() for p, residual in sent.items()}
         return state
 
     def _load_state(self, state: dict[str, Any], *, resumes: bool = False) -> None:
@@ -322,6 +322,10 @@ class TensorLearner:
         if resumes:
             here = {p: residual.to(self._device) for p, residual in residuals.items()}
             self._residuals = here if cuda is None else cuda.pinned(residuals)
+            # What was under way is delivered again: when it is merged, what it left out counts, and not what it made up for.
+            sent = dict(state.get("uncommitted", {}))
+            there = {p: residual.to(self._device) for p, residual in sent.items()}
+            self._uncommitted = there if cuda is None else cuda.pinned(sent)
             return
         kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]]
         kept = dict(state["kept"]) if cuda is None else cuda.pinned(state["kept"])

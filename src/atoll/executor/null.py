@@ -36,7 +36,7 @@ from atoll.protocol.vocabulary import (
     Stored,
     Unstage,
 )  # fmt: skip
-from atoll.rules import shrunk
+from atoll.rules import samples_of, shrunk
 
 BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125, "e3m0": 4.125}
 """Bits a parameter on the wire: codes, and one fp32 scale a block of 256."""
@@ -166,8 +166,7 @@ class NullSyncer:
 
 def batch_size(config: Config, learner: LearnerId, batch: int = 0, share: float = 1.0) -> tuple[int, int]:
     """(tokens, samples) of one inner step, at this batch of its stream."""
-    sizes = config.data.samples_by_learner
-    whole = sizes[learner] if learner < len(sizes) else config.data.batch_size
+    whole = samples_of(config, learner)
     count = config.inner.accumulate
     samples = sum(shrunk(whole, share, batch * count + micro) for micro in range(count)) if share < 1.0 else whole * count
     return samples * config.data.seq_len, samples

@@ -38,6 +38,10 @@ class StackedOptimizer:
             {name: torch.zeros_like(w) for name in (TURNED if at in self._turned else MOMENTS)}
             for at, w in enumerate(self._weights)
         ]
+        self.counts_apart = config.protocol.freeze_not_due or (
+            not config.inner.preserve_optimizer_state and config.protocol.fragments > 1
+        )
+        """Tensors have step counts of their own, because not all of them step, or are emptied, together."""
         self._update: Callable[..., None] = torch.compile(_update, dynamic=False) if compiled else _update
 
     @torch.no_grad()
@@ -58,7 +62,7 @@ class StackedOptimizer:
     @torch.no_grad()
     def step_some(self, who: Stepping, grads: list[Tensor], which: Mapping[LearnerId, Collection[int]]) -> None:
         """Each learner steps those of its tensors only; the others keep weight, moments and step count, and no gradient of
-        theirs is clipped with. Tensor by tensor, because each has a step count of its own: for ablations, and slow."""
+        theirs is clipped with. Tensor by tensor: for ablations, and slow."""
         inner, learners, device = self._config.inner, self._weights[0].shape[0], self._weights[0].device
         states = {m: self._states(m, optimizer) for m, (_, optimizer) in who.items()}
         rates = torch.tensor([learning_rate(self._config, who[m][0]) if m in who else 0.0 for m in range(learners)]).to(device)
@@ -92,17 +96,22 @@ class StackedOptimizer:
     def _states(self, m: LearnerId, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """Of its tensors. A state that is not these slices any more was emptied or loaded, and is taken over."""
         states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
-        name, own_ = next(iter(self._moments[0].items()))
-        mine = states[0].get(name)
-        if mine is None or mine.data_ptr() != own_[m].data_ptr():
-            count = torch.tensor(float(states[0].get("step", 0.0)))
+        if self.counts_apart:
             for at, found in enumerate(states):
-                own = torch.tensor(float(found.get("step", 0.0)))
-                self._take_over(m, at, found)
-                found["step"] = own if self._config.protocol.freeze_not_due else count  # one for all: they step together
+                if not self._is_mine(m, at, found):
+                    self._take_over(m, at, found, torch.tensor(float(found.get("step", 0.0))))
+        elif not self._is_mine(m, 0, states[0]):
+            count = torch.tensor(float(states[0].get("step", 0.0)))  # one for all: they step together
+            for at, found in enumerate(states):
+                self._take_over(m, at, found, count)
         return states
 
-    def _take_over(self, m: LearnerId, at: int, found: dict[str, Any]) -> None:
+    def _is_mine(self, m: LearnerId, at: int, found: dict[str, Any]) -> bool:
+        name, stacked = next(iter(self._moments[at].items()))
+        held = found.get(name)
+        return held is not None and held.data_ptr() == stacked[m].data_ptr()
+
+    def _take_over(self, m: LearnerId, at: int, found: dict[str, Any], count: Tensor) -> None:
         for name, stacked in self._moments[at].items():
             own = stacked[m]
             if name in found:
@@ -110,6 +119,7 @@ class StackedOptimizer:
             else:
                 own.zero_()
             found[name] = own
+        found["step"] = count
 
 
 def _update(

@@ -12,6 +12,7 @@ from atoll.config import Config
 from atoll.errors import ConfigError
 from atoll.executor.workbench import Workbench, layout_for
 from atoll.ids import LearnerId
+from atoll.rules import samples_max, samples_of
 from atoll.workload.evaluate import heldout_classes
 from atoll.workload.images import ImageStream, Scale, heldout_images, load_images, spread
 from atoll.workload.model import SIZES, Number, build_model
@@ -36,14 +37,13 @@ def _classes(config: Config) -> Workbench:
     d, name = config.data, config.model.name
     data = load_images(d.corpus)
     _, channels, size, _ = data.train.pixels.shape
-    sizes = d.samples_by_learner or (d.batch_size,)
-    if name == "resnet18" and min(sizes) < 2:
+    if name == "resnet18" and min(d.samples_by_learner or (d.batch_size,)) < 2:
         raise ConfigError("key data.batch_size = 1: batch normalisation needs at least 2 pictures to compare")
     numbers: dict[str, Number] = {"channels": channels, "classes": data.classes}
     if name == "lenet5":
         numbers["size"] = size
     build = _builder(config, numbers)
-    stream = ImageStream(data, config.seed, config.learners, max(sizes), d.augment)
+    stream = ImageStream(data, config.seed, config.learners, samples_max(config), d.augment)
 
     def measured(model: nn.Module) -> tuple[float, float]:
         return heldout_classes(model, heldout_images(data, d.batch_size, d.heldout_batches))
@@ -64,8 +64,7 @@ def _questions(config: Config) -> Workbench:
     patch = int(config.model.numbers.get("patch", 4))
     context = patches_of(size, max(patch, 1)) + d.seq_len
     build = _builder(config, SIZES["nano"] | {"channels": channels, "size": size, "context": context})
-    sizes = d.samples_by_learner or (d.batch_size,)
-    stream = QuestionStream(data, config.seed, config.learners, max(sizes), d.seq_len)
+    stream = QuestionStream(data, config.seed, config.learners, samples_max(config), d.seq_len)
     held = Encoded(data.heldout, Scale(data.train.pixels), d.seq_len)
     parts = spread(len(held), d.batch_size, d.heldout_batches)
 
@@ -93,11 +92,9 @@ def _builder(config: Config, derived: Mapping[str, Number]) -> Callable[[], nn.M
 
 def _by_learner(config: Config, draw: Callable[[int, int], Any]) -> Callable[[LearnerId, LearnerId, int], Any]:
     """A learner's share of a batch, where learners' batches differ in size."""
-    sizes = config.data.samples_by_learner
 
     def batch(learner: LearnerId, stream: LearnerId, position: int) -> Any:
-        whole = draw(stream, position)
-        return _first(whole, sizes[learner]) if learner < len(sizes) else whole
+        return _first(draw(stream, position), samples_of(config, learner))
 
     return batch
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from atoll.config import Config
 from atoll.errors import ConfigError
 from atoll.ids import LearnerId
+from atoll.rules import samples_max, samples_of
 from atoll.tensors.access import named_tensors, write_buffers, write_params
 from atoll.tensors.layout import Layout, build_layout
 from atoll.workload.bpe import Tokenizer
@@ -85,13 +86,11 @@ def language_workbench(config: Config, allowed: Collection[str] = (), progress: 
     text = text_data(d, progress)
     data, tokenizer = text.tokens, text.tokenizer
     build = model_builder(config, tokenizer, allowed)
-    sizes = d.samples_by_learner or (d.batch_size,)
-    stream = Stream(data, config.seed, config.learners, max(sizes), d.seq_len)
+    stream = Stream(data, config.seed, config.learners, samples_max(config), d.seq_len)
     heldout = heldout_batches(data, d.batch_size, d.seq_len, d.heldout_batches)
 
     def batch(learner: LearnerId, stream_id: LearnerId, position: int) -> Tensor:
-        whole = stream.batch(stream_id, position)
-        return whole[: sizes[learner]] if learner < len(d.samples_by_learner) else whole
+        return stream.batch(stream_id, position)[: samples_of(config, learner)]
 
     return Workbench(
         config, build, batch, language_model_loss, lambda b: (b.shape[0] * (b.shape[1] - 1), b.shape[0]),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +11,12 @@ from small_runs import HIDDEN, Run, batch_norm_mlp, bench_for, configured, draw,
 from torch import Tensor, nn
 
 from atoll.codecs import codec
+from atoll.executor.hands import Blob
+from atoll.executor.learner import TensorLearner
+from atoll.executor.syncer import initial_versions
 from atoll.executor.workbench import Workbench
-from atoll.ids import WorkerId
-from atoll.protocol.vocabulary import Adopt, Effect
+from atoll.ids import SYNCER, WorkerId
+from atoll.protocol.vocabulary import NO_VERSION, Adopt, Contribution, Effect, Envelope, InnerStep, Keep, Send, Stage
 from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
 
 
@@ -182,3 +187,63 @@ def test_integer_buffer_after_a_round_is_the_mean_rounded_and_a_transient_one_st
         assert learner.model.count == 2 and learner.model.count.dtype == torch.int64
         assert learner.model.scratch == 4.0
     assert found.theta()["count"] == 2
+
+
+class Mastered(torch.optim.SGD):
+    """As optimisers of 16-bit models do: the truth is an fp32 copy in the state, and weights are its cast."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p].setdefault("master", p.float().clone()))
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.25])
+def test_adoption_reaches_the_master_weights_which_the_next_step_casts(alpha: float) -> None:
+    bench = bench_for(configured(), lambda: mlp().bfloat16())
+    model = bench.build()
+    optimizer = Mastered(model.parameters(), lr=0.0)
+    optimizer.step()
+    learner = TensorLearner(bench, 0, model=model, optimizer=optimizer)
+    before = {name: tensor.detach().float().clone() for name, tensor in model.named_parameters()}
+    for p, version in enumerate(initial_versions(bench)):
+        learner.execute(Keep(p, 1, NO_VERSION), Blob("fragment", 0, (version.announced + 1.0, version.buffers)))
+        learner.execute(Adopt(p, 1, alpha, False, "test"), None)
+    optimizer.step()
+    for name, tensor in model.named_parameters():
+        torch.testing.assert_close(tensor.detach().float(), before[name] + (1 - alpha), rtol=0.01, atol=0.01)
+
+
+def test_learner_resumed_between_sending_and_adopting_takes_what_its_packet_left_out() -> None:
+    """Without that the residual which the packet had carried would be sent a second time."""
+    bench = bench_for(configured(protocol={"error_feedback": True, "codec_up": "int2"}))
+    start = initial_versions(bench)
+
+    def fresh() -> TensorLearner:
+        learner = TensorLearner(bench, 0)
+        for p, version in enumerate(start):
+            adopt(learner, p, 0, merged=False)
+        return learner
+
+    def adopt(learner: TensorLearner, p: int, version: int, *, merged: bool) -> None:
+        learner.execute(Keep(p, version, NO_VERSION), Blob("fragment", 0, (start[p].announced.clone(), start[p].buffers)))
+        learner.execute(Adopt(p, version, 0.0, merged, "test"), None)
+
+    def train_and_send(learner: TensorLearner, t: int) -> None:
+        learner.execute(InnerStep(t, 0, t, 0), None)
+        learner.execute(Stage(0, t, NO_VERSION, False), None)
+        learner.blob_for(Send(Envelope(0, 0, SYNCER, t, (), Contribution(t, 0, t, 0, 1, 1, 1, 1))))
+
+    learner = fresh()
+    train_and_send(learner, 1)
+    adopt(learner, 0, 1, merged=True)
+    train_and_send(learner, 2)
+    snapshot = learner.state(with_residuals=True)
+    adopt(learner, 0, 2, merged=True)
+    resumed = fresh()
+    resumed._load_state(snapshot, resumes=True)
+    adopt(resumed, 0, 2, merged=True)
+    wanted = learner.state(with_residuals=True)["residuals"]
+    assert wanted[0].norm() > 0
+    assert torch.equal(resumed.state(with_residuals=True)["residuals"][0], wanted[0])

@@ -14,10 +14,12 @@ from atoll.config import load
 from atoll.errors import ConfigError
 from atoll.executor.hands import Blob
 from atoll.executor.learner import TensorLearner
+from atoll.executor.null import batch_size
 from atoll.executor.syncer import Disk, initial_versions
+from atoll.executor.workbench import language_workbench
 from atoll.ids import SYNCER, WorkerId
 from atoll.protocol.vocabulary import NO_VERSION, Adopt, Effect, InnerStep, Keep, StepDone
-from atoll.rules import Schedule
+from atoll.rules import Schedule, tokens_per_step_max
 from atoll.tensors.access import named_tensors, read_params
 
 # ---------------------------------------------------------------- inner steps
@@ -55,8 +57,39 @@ def test_accumulation_of_micro_batches_is_one_step_on_their_mean_loss() -> None:
         assert torch.allclose(value, model.state_dict()[name], rtol=1e-6, atol=1e-8), name
 
 
-def alone(config: Any) -> TensorLearner:
-    bench = bench_for(config)
+def test_accumulation_weighs_every_token_alike_where_micro_batches_differ_in_size() -> None:
+    """Three samples of four in the first, one in the second: the step is that on the mean over all four."""
+    def uneven(learner: int, stream: int, position: int) -> Batch:
+        x, y = draw(learner, stream, position)
+        return (x[:3], y[:3]) if position % 2 == 0 else (x[:1], y[:1])
+
+    learner = alone(configured("diloco", inner={"accumulate": 2, "clip_norm": 0.0}), uneven)
+    (done,) = learner.execute(InnerStep(1, 0, 3, 0), None)
+    model = mlp()
+    whole = tuple(torch.cat(parts) for parts in zip(uneven(0, 0, 6), uneven(0, 0, 7), strict=True))
+    loss = squared_error(model, (whole[0], whole[1]))
+    loss.backward()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3 * (1 / (0.05 * 12 + 1)), betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer.step()
+    assert isinstance(done, StepDone) and (done.tokens, done.samples) == (4, 4)
+    assert done.loss == pytest.approx(float(loss.detach()))
+    for name, value in learner.model.state_dict().items():
+        assert torch.allclose(value, model.state_dict()[name], rtol=1e-5, atol=1e-7), name
+
+
+def test_learner_beyond_the_listed_ones_has_the_batch_that_its_books_say() -> None:
+    for sizes in ([2, 2, 3], [8, 4, 4]):
+        config = load(preset_name="decoupled", overrides={
+            "learners": 3, "data": {"samples_by_learner": sizes, "batch_size": 4, "seq_len": 8, "max_bytes": 100_000},
+        })  # fmt: skip
+        bench = language_workbench(config)
+        for m in range(5):
+            assert bench.count(bench.batch(m, 0, 7)) == batch_size(config, m)
+            assert batch_size(config, m)[0] <= tokens_per_step_max(config)
+
+
+def alone(config: Any, batch: Any = draw) -> TensorLearner:
+    bench = bench_for(config, batch=batch)
     learner = TensorLearner(bench, 0)
     for p, version in enumerate(Disk(initial_versions(bench)).newest()):
         learner.execute(Keep(p, 0, NO_VERSION), Blob("fragment", 0, (version.announced, version.buffers)))

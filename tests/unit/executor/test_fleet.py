@@ -11,7 +11,7 @@ from atoll.chaos import Kill, Plan
 from atoll.config import Config, load
 from atoll.errors import ConfigError
 from atoll.executor.fleet import FleetHands
-from atoll.executor.syncer import TensorHands
+from atoll.executor.syncer import TensorHands, initial_versions
 from atoll.executor.workbench import language_workbench
 from atoll.protocol.vocabulary import FixParticipants, StepDone
 from atoll.sim.cluster import Cluster
@@ -92,6 +92,36 @@ def test_fleet_takes_the_course_of_every_preset(preset: str, protocol: dict[str,
     alone, together, loss, fleet_loss = both(settings(preset, protocol=protocol))
     assert alone == together
     assert fleet_loss == pytest.approx(loss, rel=2e-3)
+
+
+def apart(config: Config) -> float:
+    """How far the two Thetas lie apart, as a share of the way that either has come."""
+    bench = language_workbench(config)
+    ends = []
+    for hands in (TensorHands(bench), FleetHands(bench, CPU)):
+        Cluster(config, hands_for=hands).run(until_seconds=1e5)
+        ends.append(torch.cat(list(hands.disk.theta()[0])))
+    start = torch.cat([version.theta for version in initial_versions(bench)])
+    return float((ends[0] - ends[1]).norm() / (ends[0] - start).norm())
+
+
+@pytest.mark.parametrize("preset, sections", [
+    ("decoupled", {}), ("decoupled", {"inner": {"preserve_optimizer_state": False}}),
+    ("decoupled", {"inner": {"preserve_optimizer_state": False, "optimizer": "Muon"}}),
+    ("diloco", {"protocol": {"fragments": 1}, "inner": {"preserve_optimizer_state": False}}),
+    ("decoupled", {"protocol": {"error_feedback": True, "codec_up": "int2"}}),
+    ("async_diloco", {"protocol": {"overlap": 6, "error_feedback": True, "codec_up": "int2", "fragments": 1}}),
+])  # fmt: skip
+def test_fleet_ends_with_the_same_theta(preset: str, sections: dict[str, dict[str, object]]) -> None:
+    """A loss hardly tells a moment that should have been emptied, or a residual that was taken too late; the weights do."""
+    assert apart(settings(preset, **sections)) < 0.01
+
+
+def test_micro_batches_of_unequal_size_weigh_in_a_fleet_as_one_by_one() -> None:
+    config = settings(data={"batch_size": 3}, inner={"accumulate": 2, "learning_rate": 0.01})
+    _, together, loss, fleet_loss = both(config, chips=3 * 64)
+    assert {row[2] for row in together if isinstance(row, tuple)} >= {5, 6}, "some pairs are of a smaller and a larger batch"
+    assert fleet_loss == pytest.approx(loss, rel=1e-3)
 
 
 def test_fleet_survives_kills_and_recoveries() -> None:
