@@ -79,6 +79,19 @@ def test_ranks_merge_the_statistics_of_batch_norm_as_the_virtual_preset_does(tmp
     assert summary_of(config, outcome, tmp_path).accuracy == pytest.approx(virtual.accuracy, abs=0.02)
 
 
+def test_model_of_ones_own_is_trained_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_ranks.py").write_text(
+        "from torch import nn\n\n"
+        "def make(vocab, width, **_):\n    return nn.Sequential(nn.Embedding(vocab, width), nn.Linear(width, vocab))\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = tiny(2, model={"name": "own_ranks:make", "numbers": {"width": 16}})
+    with pytest.raises(UserError, match="is code of yours; allow it here with --allow-model own_ranks:make"):
+        run_ddp(config, tmp_path / "refused", threads=1)
+    outcome = run_ddp(config, tmp_path / "run", threads=1, allowed=["own_ranks:make"])
+    assert outcome.loss_first is not None and outcome.loss_final is not None and outcome.loss_final < outcome.loss_first
+
+
 def test_outcome_adds_up_and_fits_a_summary(trained: Any) -> None:
     directory, outcome, told = trained
     config = tiny()
@@ -102,7 +115,7 @@ def test_folder_holds_the_config_and_a_report_a_rank_and_is_not_used_twice(train
     assert (directory / "config.toml").read_text() == to_toml(tiny())
     assert {path.name for path in directory.glob("rank-*.json")} == {"rank-0.json", "rank-1.json"}
     assert not (directory / "rendezvous").exists()
-    with pytest.raises(UserError, match="holds a run already"):
+    with pytest.raises(UserError, match="is not empty; choose a new folder"):
         run_ddp(tiny(), directory, threads=1)
 
 
@@ -170,7 +183,7 @@ def test_what_a_rank_finds_wrong_with_the_users_input_is_told_as_the_users(tmp_p
     ("key", "sections"),
     [
         ("data.samples_by_learner", {"data": {"samples_by_learner": [2, 3]}}),
-        ("protocol.fragments", {"protocol": {"fragmentation": "balanced", "fragments": 2}}),
+        ("protocol.fragmentation", {"protocol": {"fragmentation": "balanced", "fragments": 2}}),
         ("protocol.codec_up", {"protocol": {"codec_up": "bf16"}}),
         ("protocol.elastic", {"protocol": {"elastic": True}}),
         ("protocol.snapshot_interval", {"protocol": {"snapshot_interval": 4}}),

@@ -46,7 +46,7 @@ def test_train_with_json_ends_with_one_object_and_its_tape_replays(tmp_path: Pat
     assert summary["theta_sha256"] in replayed.stdout
     again = atoll("train", "--virtual", "--out", "run", *SMALL, cwd=tmp_path)
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert "--out run: is not empty; choose a new folder" in again.stderr
 
 
 def test_sim_strip_and_damaged_tape(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_config_printed_for_a_preset_is_a_recipe_that_loads_as_itself(tmp_path: 
         (["train", "--learners", "0"], "learners"),
         (["train", "--virtual", "--twin"], "--virtual: goes with neither"),
         (["train", "--snapshot", "4"], "--snapshot: says which snapshot --resume takes"),
-        (["train", "--resume", "missing"], "missing/config.toml: no such file"),
+        (["train", "--resume", "missing"], "--resume missing: is no run's folder"),
         (["train", "--set", "model.name=custom"], "learners bring that model"),
         (["train", "--set", "model.name=no.such:thing"], "allow it here with --allow-model no.such:thing"),
         (["compare", "ddp", "decoupled", "--chaos", "random:1:1:1"], "torch's DDP has no answer to faults"),

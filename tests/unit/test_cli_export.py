@@ -173,8 +173,9 @@ def test_runs_that_cannot_be_exported_say_why(run: Path, tmp_path: Path) -> None
     tensors = load_file(run / "theta.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, tmp_path / "theta.safetensors")
     assert "tensor norm.weight is missing" in refusal("export", tmp_path, "--hf", tmp_path / "hf")
-    for name, sentence in (("custom", "is code of yours"), ("lenet5", "reads pictures"), ("a.b:c", "allow it here")):
-        config = load(preset_name="decoupled", overrides=SMALL | {"model": {"name": name}})
+    unfit = {"custom": "is code of yours", "lenet5": "reads pictures", "a.b:c": "has no Hugging Face architecture"}
+    for name, sentence in unfit.items():
+        config = load(preset_name="decoupled", overrides=SMALL | {"model": {"name": name}, "data": {}})
         (tmp_path / "config.toml").write_text(to_toml(config))
         assert sentence in refusal("export", tmp_path, "--hf", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

@@ -246,6 +246,13 @@ def test_unknown_codec_is_refused_at_the_border_with_the_codecs_there_are(key: s
         ("decoupled", ["protocol.fragments=0"], "protocol.fragments = 0", "give a number"),
         ("streaming", ["model.name=mlp"], "protocol.fragments = 0", "model.numbers.layers"),
         ("decoupled", ["limits.members_max=3"], "learners = 4", "limits.members_max = 3"),
+        ("ddp", ["protocol.fragmentation=balanced"], "protocol.fragmentation = 'balanced'", "'whole' alone"),
+        ("ddp", ["protocol.fragmentation=tensor"], "protocol.fragmentation = 'tensor'", "'whole' alone"),
+        ("decoupled", ["model.numbers.context=4"], "model.numbers.context = 4", "at least data.seq_len = 64"),
+        ("decoupled", ["model.name=vlm", "model.numbers.context=63"], "model.numbers.context = 63", "at least data.seq_len = 64"),
+        ("diloco", ["model.name=lenet5", "data.heldout=x.txt"], "data.heldout = 'x.txt'", "'lenet5' reads pictures"),
+        ("diloco", ["model.name=resnet18", "data.tokenizer=bpe"], "data.tokenizer = 'bpe'", "'resnet18' reads pictures"),
+        ("diloco", ["model.name=vlm", "data.max_bytes=1000"], "data.max_bytes = 1000", "'vlm' reads pictures"),
     ],
 )  # fmt: skip
 def test_combination_that_makes_no_sense_is_refused_with_what_would(
@@ -272,6 +279,24 @@ def test_recipe_without_a_preset_is_decoupled(tmp_path: Path) -> None:
 
 def test_preset_by_name_wins_over_the_recipes_own(tmp_path: Path) -> None:
     assert load(recipe(tmp_path, 'preset = "diloco"\n'), preset_name="fedavg").preset == "fedavg"
+
+
+@pytest.mark.parametrize(("own", "asked"), [("decoupled", "diloco"), ("diloco", "fedavg"), ("decoupled", "decoupled_ramp")])
+def test_preset_over_a_written_out_config_of_another_is_refused_for_it_would_change_the_name_alone(
+    tmp_path: Path, own: str, asked: str
+) -> None:
+    path = recipe(tmp_path, to_toml(load(preset_name=own, assignments=["learners=2", "inner.optimizer=Muon"])))
+    with pytest.raises(ConfigError) as caught:
+        load(path, preset_name=asked, assignments=["protocol.local_steps_per_round=7"])
+    sentence = str(caught.value)
+    assert sentence.startswith(f"preset = {asked!r}: {path} is of preset {own!r}")
+    assert "give the recipe that it was made from" in sentence and "\n" not in sentence
+    assert load(path, preset_name=own) == load(path)
+
+
+def test_preset_over_a_written_out_config_is_taken_where_its_own_section_makes_a_difference(tmp_path: Path) -> None:
+    path = recipe(tmp_path, to_toml(load(preset_name="decoupled")) + "[for.decoupled_ramp.protocol]\nramp = 0.1\n")
+    assert load(path, preset_name="decoupled_ramp").protocol.ramp == 0.1
 
 
 def test_recipe_section_for_a_preset_holds_only_for_that_preset(tmp_path: Path) -> None:
@@ -437,6 +462,7 @@ def test_presets_as_they_are_warn_of_nothing(name: str) -> None:
         ("decoupled", ["protocol.codec_up=top_k:0.1"], "top_k"),
         ("decoupled", ["protocol.codec_up=random_drop:0.1"], "random_drop"),
         ("diloco", ["inner.optimizer=SGD"], "AdamW"),
+        ("diloco", ["outer_steps=250", "protocol.local_steps_per_round=30"], "the last 10 of outer_steps = 250 are in no merge"),
     ],
 )
 def test_combination_allowed_but_unfaithful_warns_with_one_sentence(preset_name: str, assignments: list[str], word: str) -> None:

@@ -15,9 +15,9 @@ def export(
     hf: Annotated[Path, typer.Option("--hf", metavar="DIR", help="A new folder: config, weights and tokenizer.")],
 ) -> None:
     """Write a run's model as Hugging Face's Qwen3 (with experts Qwen3-MoE), which needs no code of ours to load."""
-    from atoll.executor.trained import export_hf, open_trained
+    from atoll.executor.trained import export_hf, open_to_export
 
-    trained = open_trained(run)
+    trained = open_to_export(run)
     if trained.early:
         err.print(f"warning: {trained.early}", style="yellow", soft_wrap=True)
     for path in export_hf(trained, hf):

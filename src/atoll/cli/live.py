@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -50,6 +50,13 @@ def log_to_stderr(verbose: bool = False) -> None:
 
 def built(settings: Config, allowed: Collection[str], say: Callable[[str], None]) -> Workbench:
     """What cannot be built, what was left out of the data and what takes long is said before anything is started."""
+    bench = _workbench(settings, allowed, say)
+    for note in bench.notes:
+        say(f"warning: {note}")
+    return bench
+
+
+def _workbench(settings: Config, allowed: Collection[str], say: Callable[[str], None]) -> Workbench:
     from atoll.executor.tasks import workbench_for
 
     said_at = time.monotonic()
@@ -60,10 +67,25 @@ def built(settings: Config, allowed: Collection[str], say: Callable[[str], None]
             said_at = time.monotonic()
             say(f"{what}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
-    bench = workbench_for(settings, allowed, progress)
-    for note in bench.notes:
-        say(f"warning: {note}")
-    return bench
+    return workbench_for(settings, allowed, progress)
+
+
+def check_buildable(each: Sequence[Config], allowed: Collection[str], say: Callable[[str], None]) -> None:
+    """Of several presets on one recipe: what cannot be built is told before the first is trained. Model and data are most often
+    the same, and loaded once; fragments are each preset's own."""
+    from atoll.executor.workbench import layout_for
+
+    known: list[Workbench] = []
+    for settings in each:
+        like = next((b for b in known if _same_task(b.config, settings)), None)
+        if like is None:
+            known.append(_workbench(settings, allowed, say))
+        else:
+            layout_for(settings, like.build())
+
+
+def _same_task(one: Config, other: Config) -> bool:
+    return (one.model, one.data, one.seed, one.learners) == (other.model, other.data, other.seed, other.learners)
 
 
 def run_syncer(
@@ -74,6 +96,7 @@ def run_syncer(
         os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
+    from atoll.executor.snapshots import read_manifest
     from atoll.runtime.home import Home
     from atoll.runtime.syncer import SyncerProcess
     from atoll.transport import server_credentials
@@ -87,6 +110,8 @@ def run_syncer(
         for warning in found.warnings:
             logging.getLogger("atoll.syncer").warning(warning)
         credentials = server_credentials(found.certificate, found.key, found.ca)
+    if resume is not None:
+        _refuse_nothing_left(settings, resume, read_manifest(resume).snapshot)
     use_threads(threads)
     say = logging.getLogger("atoll.syncer").warning
     bench = None if settings.model.name == CUSTOM else built(settings, allowed, say)
@@ -140,7 +165,15 @@ def problems_of(run: Path, outer_step: int) -> list[str]:
     return verify(run, outer_step)
 
 
-def snapshot_to_resume(run: Path, wanted: int | None) -> tuple[Path, int]:
+def _refuse_nothing_left(settings: Config, where: Path, outer_step: int) -> None:
+    """A syncer ends when it stores the last outer step, and here that is behind it: it would wait for ever."""
+    if settings.outer_steps <= outer_step:
+        raise UserError(
+            f"outer_steps = {settings.outer_steps}: the snapshot in {where} is of outer step {outer_step} already; give more"
+        )
+
+
+def snapshot_to_resume(run: Path, wanted: int | None, settings: Config) -> tuple[Path, int]:
     """A learner whose part is missing joins the resumed run as a newcomer; the syncer's part must be sound."""
     from atoll.executor.snapshots import newest_usable
 
@@ -154,15 +187,32 @@ def snapshot_to_resume(run: Path, wanted: int | None) -> tuple[Path, int]:
     damaged = [problem for problem in problems_of(run, chosen) if "/learners/" not in problem]
     if damaged:
         raise UserError(f"run {run}: snapshot {chosen} is damaged: {damaged[0]}")
+    _refuse_nothing_left(settings, run, chosen)
     return run, chosen
 
 
-def ddp_summary(settings: Config, directory: Path, threads: int, device: str, progress: RunProgress) -> Summary:
+def check_live(settings: Config, device: str) -> None:
+    """What processes would refuse, before there are any: torch's own data-parallel has more of it."""
+    from atoll.executor.device import checked_device
+
+    if settings.preset != "ddp":
+        checked_device(device)
+        return
+    from atoll.runtime.ddp import check, devices_for
+
+    check(settings)
+    devices_for(device, settings.learners)
+
+
+def ddp_summary(
+    settings: Config, directory: Path, threads: int, device: str, allowed: Sequence[str], progress: RunProgress
+) -> Summary:
     from atoll.runtime.ddp import run_ddp, summary_of
 
+    built(settings, allowed, progress.say)  # for what it refuses: ranks build for themselves, when their folder is there
     began = time.monotonic()
     outcome = run_ddp(
-        settings, directory, threads=threads, device=device,
+        settings, directory, threads=threads, device=device, allowed=allowed,
         progress=lambda step, loss: progress.reached(step, time.monotonic() - began, loss),
     )  # fmt: skip
     return summary_of(settings, outcome, directory)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -35,6 +35,7 @@ from atoll.cli.shared import (
 )  # fmt: skip
 from atoll.config import CUSTOM, PRESETS, Config
 from atoll.errors import UserError
+from atoll.tape.folder import refuse_used
 from atoll.views.run import RunView, Summary, summarise
 from atoll.views.tables import comparison_table
 
@@ -71,26 +72,55 @@ def train(
 ) -> None:
     """Train a model: a syncer and learners as processes of this machine, or with --virtual in virtual time."""
     if tape is not None:
-        if virtual or resume is not None or twin or chaos or preset or learners or device != "cpu" or allow_model:
-            raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads and --json only")
-        show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json), as_json)
+        others = (resume, snapshot, chaos, preset, learners)
+        if virtual or twin or device != "cpu" or any(other is not None for other in others):
+            raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads, --allow-model and --json only")
+        show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json, allow_model or []), as_json)
         return
     if virtual and (resume is not None or twin):
         raise UserError("--virtual: goes with neither --resume nor --twin")
     if snapshot is not None and resume is None:
         raise UserError("--snapshot: says which snapshot --resume takes; give --resume RUN too")
-    if recipe is None and resume is not None:
-        recipe = resume / "config.toml"
+    if resume is not None:
+        recipe = _recipe_to_resume(resume, recipe, preset)
     settings = settings_from(recipe, preset, learners, seed, set_)
     plan = load_plan(chaos, settings.learners) if chaos else Plan()
+    allowed = allow_model or []
+    if twin and not plan.faults:
+        raise UserError("--twin: runs the same again without faults; give some with --chaos")
     if virtual:
-        summary = run_virtually(settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json, device=device)
-    else:
-        start = live.snapshot_to_resume(resume, snapshot) if resume is not None else None
-        summary = run_live(settings, plan, out_dir, threads, as_json, device, allow_model or [], start)
-    if twin and plan.faults:
-        summary = _with_twin(summary, settings, threads, as_json, device, allow_model or [])
+        done = run_virtually(
+            settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json, device=device, allowed=allowed
+        )
+        show(done, as_json)
+        return
+    start = live.snapshot_to_resume(resume, snapshot, settings) if resume is not None else None
+    directory = out_dir or new_directory(settings.preset, settings.seed)
+    if twin:
+        refuse_used(_twin_of(directory))
+    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start)
+    if twin:
+        again = run_live(settings, Plan(), _twin_of(directory), threads, as_json, device, allowed, start)
+        summary = msgspec.structs.replace(summary, twin_loss=again.loss_final)
+        write_summary(directory, summary)
     show(summary, as_json)
+
+
+def _recipe_to_resume(run: Path, recipe: Path | None, preset: str | None) -> Path:
+    """The run's own config, unless a recipe is given: two machines' folders, brought together, need not have one."""
+    own = run / "config.toml"
+    if not run.is_dir() or (recipe is None and not own.is_file()):
+        raise UserError(f"--resume {run}: is no run's folder, it has no config.toml")
+    was = config.load(own).preset if own.is_file() else preset
+    if preset not in (None, was):
+        kept = f"the run in {run} is of preset {was!r}, and a resumed run keeps it"
+        raise UserError(f"--preset {preset}: {kept}; leave --preset out")
+    return recipe or own
+
+
+def _twin_of(directory: Path) -> Path:
+    named = directory if directory.name not in ("", "..") else directory.resolve()  # --out . has no name to add to
+    return named.with_name(named.name + "-twin")
 
 
 def sim(
@@ -132,20 +162,44 @@ def compare(
     plan = load_plan(chaos, min(settings.learners for settings in each)) if chaos else Plan()
     if chaos and not virtual and "ddp" in names:
         raise UserError("--chaos: torch's DDP has no answer to faults; leave ddp out, or say --virtual")
-    base = out_dir or new_directory("compare", each[0].seed)
-    summaries = []
-    for settings in each:
-        directory = base / settings.preset
-        if virtual:
-            done = run_virtually(settings, plan, directory, tensors=True, threads=threads, quiet=as_json, device=device)
+    base, allowed = out_dir or new_directory("compare", each[0].seed), allow_model or []
+    refuse_used(base)
+    _check_comparison(each, figure, device, allowed, virtual=virtual)
+    summaries: list[Summary] = []
+    try:
+        for settings in each:
+            directory = base / settings.preset
+            if virtual:
+                done = run_virtually(
+                    settings, plan, directory, tensors=True, threads=threads, quiet=as_json, device=device, allowed=allowed
+                )
+            else:
+                done = run_live(settings, plan, directory, threads, as_json, device, allowed)
             summaries.append(done)
-        else:
-            summaries.append(run_live(settings, plan, directory, threads, as_json, device, allow_model or []))
+    finally:  # hours of training are told whatever became of the rest
+        if summaries and as_json:
+            print_json(summaries)
+        elif summaries:
+            out.print(comparison_table(summaries))
     _draw(summaries, figure or base / "comparison.png", asked=figure is not None)
-    if as_json:
-        print_json(summaries)
-    else:
-        out.print(comparison_table(summaries))
+
+
+def _check_comparison(
+    each: Sequence[Config], figure: Path | None, device: str, allowed: Collection[str], *, virtual: bool
+) -> None:
+    """All that can be known of any of the runs, before the first."""
+    from atoll.executor.device import checked_device
+    from atoll.views.figures import check_suffix
+
+    if figure is not None:
+        check_suffix(figure)
+    for settings in each:
+        _refuse_custom(settings)
+        if virtual:
+            checked_device(device)
+        else:
+            live.check_live(settings, device)
+    live.check_buildable(each, allowed, lambda text: err.print(text, soft_wrap=True))
 
 
 def _draw(summaries: Sequence[Summary], path: Path, *, asked: bool) -> None:
@@ -165,18 +219,22 @@ def _draw(summaries: Sequence[Summary], path: Path, *, asked: bool) -> None:
 
 
 def run_virtually(
-    settings: Config, plan: Plan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool, device: str = "cpu"
-) -> Summary:
+    settings: Config, plan: Plan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool, device: str = "cpu",
+    allowed: Collection[str] = (),
+) -> Summary:  # fmt: skip
     from atoll.executor.device import checked_device
     from atoll.executor.environment import use_threads  # torch takes seconds to import; --help and config do not wait for it
     from atoll.sim.run import run_virtual
 
+    if tensors:
+        _refuse_custom(settings)
     use_threads(threads)
     there = checked_device(device)
     directory = directory or new_directory(settings.preset, settings.seed)
+    refuse_used(directory)
     view = RunView(settings.learners)
     with RunProgress(settings, view, quiet, "virtual ") as observer, readable_tape(directory):
-        bench = live.built(settings, (), observer.say) if tensors else None
+        bench = live.built(settings, allowed, observer.say) if tensors else None
         done = run_virtual(settings, plan, directory, tensors=tensors, observers=[view, observer], bench=bench, device=there)
     return virtual_summary(settings, view, done, directory)
 
@@ -202,7 +260,7 @@ def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: P
 
 def run_on_tape(
     path: Path, recipe: Path | None, seed: int | None, assignments: Sequence[str], directory: Path | None, threads: int,
-    quiet: bool,
+    quiet: bool, allowed: Collection[str] = (),
 ) -> Summary:  # fmt: skip
     """Decisions are the tape's; model, data, optimisers and seed may be the recipe's or --set."""
     from atoll.executor.environment import use_threads
@@ -214,11 +272,12 @@ def run_on_tape(
     tape = Tape(path / "run.tape" if path.is_dir() else path)
     tables = config.recipe_for(recipe, tape.header.config["preset"]) if recipe is not None else {}
     settings = config_on_tape(tape, tables | ({} if seed is None else {"seed": seed}), assignments)
+    _refuse_custom(settings)
     use_threads(threads)
     directory = directory or new_directory(f"{settings.preset}-on-tape", settings.seed)
     view = RunView(settings.learners)
     with RunProgress(settings, view, quiet, "virtual ") as progress, readable_tape(directory):
-        done = train_on_tape(tape, settings, directory, observers=[view, progress])
+        done = train_on_tape(tape, settings, directory, observers=[view, progress], allowed=allowed)
     if tape.cut:
         err.print(f"the history did not end: {tape.path} stops after record {tape.whole_records}", soft_wrap=True)
     return virtual_summary(settings, view, done, directory)
@@ -234,18 +293,20 @@ def run_live(
     """Processes on this machine; `--preset ddp` is torch's own data-parallel training under the same launcher."""
     from atoll.executor.environment import use_threads
 
-    if settings.model.name == CUSTOM:
-        raise UserError("model.name = 'custom': learners bring that model; start `atoll syncer`, and join with atoll.join(...)")
+    _refuse_custom(settings)
+    ddp = settings.preset == "ddp"
+    if ddp and (plan.faults or resume is not None):
+        raise UserError("--preset ddp: torch's DDP has no answer to faults or snapshots; see --virtual")
+    directory = directory or new_directory(settings.preset, settings.seed)
+    refuse_used(directory)
+    live.check_live(settings, device)
     use_threads(threads)
     live.log_to_stderr()
-    directory = directory or new_directory(settings.preset, settings.seed)
     view = RunView(settings.learners)
     with RunProgress(settings, view, quiet, "") as progress:
         try:
-            if settings.preset == "ddp":
-                if plan.faults or resume is not None:
-                    raise UserError("--preset ddp: torch's DDP has no answer to faults or snapshots; see --virtual")
-                summary = live.ddp_summary(settings, directory, threads, device, progress)
+            if ddp:
+                summary = live.ddp_summary(settings, directory, threads, device, allowed, progress)
             else:
                 summary = live.cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress)
         except KeyboardInterrupt:
@@ -255,12 +316,6 @@ def run_live(
     return summary
 
 
-def _with_twin(
-    summary: Summary, settings: Config, threads: int, quiet: bool, device: str, allowed: list[str]
-) -> Summary:
-    assert summary.run_dir is not None
-    directory = Path(summary.run_dir)
-    twin = run_live(settings, Plan(), directory.with_name(directory.name + "-twin"), threads, quiet, device, allowed)
-    both = msgspec.structs.replace(summary, twin_loss=twin.loss_final)
-    write_summary(directory, both)
-    return both
+def _refuse_custom(settings: Config) -> None:
+    if settings.model.name == CUSTOM:
+        raise UserError("model.name = 'custom': learners bring that model; start `atoll syncer`, and join with atoll.join(...)")

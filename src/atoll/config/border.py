@@ -28,17 +28,39 @@ def load(
     """Preset, then the recipe's keys, then its [for.PRESET] keys, then overrides and --set: the later wins. The optimiser that
     these choose decides which of its settings the preset brings."""
     tables, special = _recipe_tables(recipe) if recipe is not None else ({}, {})
+    own = tables.get("preset")
     chosen = preset_name or tables.get("preset", "decoupled")
     if not isinstance(chosen, str):
         raise ConfigError(f"preset = {chosen!r}: must be one of {', '.join(PRESETS)}")
     tables["preset"] = chosen
     layers = [tables, special.get(chosen, {}), overrides or {}, *map(parse_assignment, assignments)]
-    raw = msgspec.to_builtins(preset(chosen, _chosen_optimizer(layers)))
+    optimizer = _chosen_optimizer(layers)
+    raw = msgspec.to_builtins(preset(chosen, optimizer))
+    if isinstance(own, str) and own in PRESETS and own != chosen:
+        _refuse_new_name(recipe, (own, chosen), tables, special, optimizer)
     for layer in layers:
         _lay_over(raw, layer, "")
     if raw["preset"] != chosen:
         raise ConfigError(f"key preset = {raw['preset']!r}: a preset is chosen by --preset or at the top of a recipe")
     return from_builtins(raw)
+
+
+def _refuse_new_name(
+    recipe: Path | None, names: tuple[str, str], tables: Mapping[str, Any], special: Mapping[str, Any], optimizer: str
+) -> None:
+    """A run's own config.toml is complete, and a recipe's keys outrank a preset's: another preset over it would train the same
+    under another name. So would it over any recipe that sets whatever the two presets differ in."""
+    trained = []
+    for name in names:
+        raw = msgspec.to_builtins(preset(name, optimizer))
+        for layer in (tables, special.get(name, {})):
+            _lay_over(raw, layer, "")
+        trained.append(raw | {"preset": names[1]})
+    if trained[0] == trained[1]:
+        raise ConfigError(
+            f"preset = {names[1]!r}: {recipe} is of preset {names[0]!r} and sets every key in which they differ, as the config "
+            f"that a run writes does, so only the name would change; give the recipe that it was made from"
+        )
 
 
 def _chosen_optimizer(layers: Sequence[Mapping[str, Any]]) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from atoll.config.sections import ALL, Config
+from atoll.config.sections import ALL, PICTURE_MODELS, Config, Data
 
 
 def contradictions(c: Config) -> list[tuple[bool, str]]:
     """Each with whether it is one."""
     p, o = c.protocol, c.outer
     exact_all = p.quorum == ALL and p.adopt == "exact"
+    context = c.model.numbers.get("context", c.data.seq_len)
     return [
         (p.overlap >= p.local_steps_per_round and p.anchor != "round_start" and p.overlap > 0,
          f"key protocol.overlap = {p.overlap}: must be below protocol.local_steps_per_round = {p.local_steps_per_round}"),
@@ -33,6 +34,9 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
          f"key data.samples_by_learner = {c.data.samples_by_learner}: must be empty or hold {c.learners} numbers"),
         (p.contribution == "gradient" and not (p.local_steps_per_round == 1 and p.overlap == 0 and exact_all),
          "key protocol.contribution = 'gradient': needs local_steps_per_round = 1, overlap = 0, quorum = 'all', adopt = 'exact'"),
+        (p.contribution == "gradient" and p.fragmentation != "whole",
+         f"key protocol.fragmentation = {p.fragmentation!r}: Theta's optimiser clips each fragment by itself, so contribution = "
+         f"'gradient' is data-parallel training with 'whole' alone"),
         ((p.contribution == "gradient") != (o.outer_optimizer == "inner"),
          f"key outer.outer_optimizer = {o.outer_optimizer!r}: 'inner' and protocol.contribution = 'gradient' go together"),
         (p.ramp > 0 and p.adopt != "arrival",
@@ -46,6 +50,19 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
         (p.stochastic_rounding and p.codec_up not in ("int8", "int4", "int2", "e3m0"),
          f"key protocol.stochastic_rounding = true: needs int8, int4, int2 or e3m0 as codec_up, not {p.codec_up!r}"),
         (c.learners > c.limits.members_max, f"key learners = {c.learners}: above limits.members_max = {c.limits.members_max}"),
+        (c.model.name in ("decoder", "vlm") and context < c.data.seq_len,
+         f"key model.numbers.context = {context}: must be at least data.seq_len = {c.data.seq_len}"),
+        *_text_for_pictures(c),
+    ]  # fmt: skip
+
+
+def _text_for_pictures(c: Config) -> list[tuple[bool, str]]:
+    """Of [data], what only text has. `field`, `vocab` and `cache` are left alone: they mean nothing to some text either."""
+    usual, name = Data(), c.model.name
+    return [
+        (name in PICTURE_MODELS and value != getattr(usual, key),
+         f"key data.{key} = {value!r}: is for text, and model.name = {name!r} reads pictures; leave it out")
+        for key, value in (("heldout", c.data.heldout), ("tokenizer", c.data.tokenizer), ("max_bytes", c.data.max_bytes))
     ]  # fmt: skip
 
 
@@ -56,6 +73,9 @@ def warnings(c: Config) -> list[str]:
     first = next((k * h // p.fragments for k in range(1, p.fragments) if k * h // p.fragments), h)
     if first > c.outer_steps and p.ramp == 0:
         found.append(f"outer_steps = {c.outer_steps}: ends before anything is due (first at {first}), so nothing will be merged")
+    elif p.fragments == 1 and p.anchor != "round_start" and (rest := c.outer_steps % h):
+        lost = f"the last {rest} of outer_steps = {c.outer_steps} are in no merge"
+        found.append(f"{lost}: it is no multiple of protocol.local_steps_per_round = {h}")
     if c.outer.apply_outer_optimizer_to == "all_floating":
         found.append("outer.apply_outer_optimizer_to = 'all_floating' gives buffers outer momentum: an experiment, not DiLoCo")
     if not c.inner.preserve_optimizer_state:

@@ -17,6 +17,8 @@ Below1 = Annotated[float, Meta(ge=0.0, lt=1.0)]
 ALL: Literal["all"] = "all"
 CUSTOM = "custom"
 """A model the syncer has no code of: the first learner to join brings its shapes and initial weights."""
+PICTURE_MODELS = ("lenet5", "resnet18", "vlm")
+"""Models that read pictures: the text's keys of [data] mean nothing to them."""
 CODEC = r"^(fp32|bf16|int8|int4|int2|int1|e3m0|(top_k|random_drop):(0?\.\d*[1-9]\d*|1(\.0*)?))$"
 CodecName = Annotated[str, Meta(pattern=CODEC, description="fp32 bf16 int8 int4 int2 int1 e3m0 top_k:SHARE random_drop:SHARE")]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -147,16 +147,6 @@ class CudaSide:
             return None
         finally:
             staged.release()
-
-    def residuals_sent(self) -> dict[FragmentId, Tensor]:
-        """Of what was sent and is not adopted yet. Waits for the device: a snapshot does so anyway."""
-        found: dict[FragmentId, Tensor] = {}
-        for p, staged in self._sent.items():
-            with suppress(NotFinite):
-                staged.wait()
-                if staged.residual is not None:
-                    found[p] = staged.residual
-        return found
 
     def forget_work(self) -> None:
         for key in list(self._staged):

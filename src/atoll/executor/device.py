@@ -21,8 +21,8 @@ from atoll.executor.workbench import Workbench
 def checked_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).item()  # read back, which a device of shapes alone (meta) cannot do
+    except (RuntimeError, AssertionError, ImportError) as error:
         raise UserError(f"--device {name}: cannot be used here ({str(error).splitlines()[0]})") from None
     return device
 

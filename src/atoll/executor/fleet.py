@@ -10,13 +10,11 @@ The loss of a step is told with the learner's next one: asking sooner would wait
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 
 import torch
 from torch import Tensor, nn
 
-from atoll.codecs import encode_with_feedback
-from atoll.errors import ConfigError, NotFinite
+from atoll.errors import ConfigError
 from atoll.executor.cuda_learner import leading
 from atoll.executor.hands import Blob, Hands
 from atoll.executor.inner import turned_names
@@ -28,20 +26,16 @@ from atoll.executor.syncer import Disk, TensorSyncer, initial_versions
 from atoll.executor.workbench import Workbench
 from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, OuterStep, WorkerId
 from atoll.protocol.vocabulary import (
-    NO_VERSION,
-    Contribution,
     Effect,
     Event,
     InnerStep,
     Keep,
     Send,
-    Stage,
     StateTransfer,
     StepDone,
     Unstage,
 )  # fmt: skip
 from atoll.rules import Schedule, samples_max
-from atoll.tensors.access import read_buffers, read_params
 from atoll.workload.model import Decoder
 from atoll.workload.stacked import stacked_loss
 
@@ -165,50 +159,21 @@ class FleetLearner(TensorLearner):
     def __init__(self, bench: Workbench, learner: LearnerId, fleet: Fleet, shelf: MemoryShelf, device: torch.device) -> None:
         super().__init__(bench, learner, shelf, model=fleet.module(learner), device=device, resident=True)
         self._fleet = fleet
-        self._raw: dict[tuple[FragmentId, OuterStep], tuple[Stage, Tensor, Tensor, Tensor | None]] = {}
 
     def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
-        if isinstance(effect, Unstage):
-            self._raw.pop((effect.fragment, effect.slot), None)
-        elif not isinstance(effect, InnerStep | Keep | Send):  # those do not touch the weights
+        if not isinstance(effect, InnerStep | Keep | Send | Unstage):  # those do not touch the weights
             self._fleet.settle(self._learner)
         return super().execute(effect, blob)
 
-    def _forget_work(self) -> None:
-        super()._forget_work()
-        self._raw.clear()
-
     def blob_for(self, send: Send) -> Blob | None:
-        body = send.envelope.body
-        if isinstance(body, Contribution):
-            for key in ((body.fragment, body.outer_step), (body.fragment, NO_VERSION)):
-                if key in self._raw:
-                    self._encode(key)
-                    break
-        elif isinstance(body, StateTransfer):
+        if isinstance(send.envelope.body, StateTransfer):
             self._fleet.settle(self._learner)
         return super().blob_for(send)
 
-    def _stage(self, effect: Stage) -> Sequence[Event]:
-        """Only the difference is taken now. It is encoded, and checked, if it is pulled: few of those staged are."""
-        difference = self._difference(effect.fragment)
-        buffers = read_buffers(self._tensors, self._fragments[effect.fragment])
-        # The residual is taken now too: an adoption before the sending would put another in its place.
-        self._raw[effect.fragment, effect.slot] = (effect, difference, buffers, self._residuals.get(effect.fragment))
-        self._staged.pop((effect.fragment, effect.slot), None)
-        if effect.restart:
-            self._round_start[effect.fragment] = read_params(self._tensors, self._fragments[effect.fragment])
-        return ()
-
-    def _encode(self, key: tuple[FragmentId, OuterStep]) -> None:
-        effect, difference, buffers, left = self._raw.pop(key)
-        rng, residual = self._rounding(effect), None
-        with suppress(NotFinite):  # then there is nothing to send, and the syncer sends this learner into recovery
-            if self._config.protocol.error_feedback:
-                packet, residual = encode_with_feedback(self._codec, difference, left, rng=rng)
-            else:
-                packet = self._codec.encode(difference, rng=rng)
-            self._staged[key] = (packet, buffers, residual)
+    def _poison(self, p: FragmentId, difference: Tensor, buffers: Tensor) -> str:
+        """Not asked for here, which would wait for the device. NaN and Inf are found when it is encoded: then there is nothing to
+        send, and the syncer sends this learner into recovery."""
+        return ""
 
     def _inner_step(self, effect: InnerStep) -> StepDone:
         tokens, samples = batch_size(self._config, self._learner, effect.batch, effect.share)

@@ -6,9 +6,10 @@ On CUDA the host does not wait for the device at a boundary: packets, anchors an
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import Any, Protocol
+from contextlib import nullcontext, suppress
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.errors import NotFinite
 from atoll.executor.cuda import adopt_into
-from atoll.executor.cuda_learner import CudaSide, cuda_device_of, leading, on_host, to_device
+from atoll.executor.cuda_learner import CudaSide, Key, cuda_device_of, leading, on_host, to_device
 from atoll.executor.hands import Blob
 from atoll.executor.inner import build_optimizer, divisors, optimizer_step
 from atoll.executor.workbench import Workbench
@@ -55,6 +56,15 @@ class StateShelf(Protocol):
     def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any: ...
 
 
+class Copied(NamedTuple):
+    """What was taken at a step boundary and is encoded when it is pulled; few of those staged are."""
+
+    effect: Stage
+    difference: Tensor
+    buffers: Tensor
+    residual: Tensor | None
+
+
 class TensorLearner:
     def __init__(
         self, bench: Workbench, learner: LearnerId, shelf: StateShelf | None = None, *, model: torch.nn.Module | None = None,
@@ -83,7 +93,8 @@ class TensorLearner:
         self.anchors: list[Tensor | None] = [None] * len(self._fragments)
         self._round_start: list[Tensor | None] = [None] * len(self._fragments)
         self._kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]] = {}
-        self._staged: dict[tuple[FragmentId, OuterStep], tuple[Packet, Tensor, Tensor | None]] = {}
+        self._copied: dict[Key, Copied] = {}
+        self._staged: dict[Key, tuple[Packet, Tensor, Tensor | None]] = {}
         self._residuals: dict[FragmentId, Tensor] = {}
         self._uncommitted: dict[FragmentId, Tensor] = {}
 
@@ -107,9 +118,7 @@ class TensorLearner:
             case Stage():
                 return self._stage(effect) if self._cuda is None else self._stage_on_device(self._cuda, effect)
             case Unstage(fragment=fragment, slot=slot):
-                self._staged.pop((fragment, slot), None)
-                if self._cuda is not None:
-                    self._cuda.drop((fragment, slot))
+                self._drop((fragment, slot))
             case Keep(fragment=fragment, version=version, previous=previous):
                 assert blob is not None
                 self._keep(fragment, version, previous, blob.content)
@@ -182,25 +191,37 @@ class TensorLearner:
     # ------------------------------------------------------------ staging
 
     def _stage(self, effect: Stage) -> Sequence[Event]:
+        """Only the difference is taken at the boundary, and the residual that goes with it: an adoption would put another in its
+        place. Encoding is for whoever is pulled, while the next step runs."""
         p = effect.fragment
-        self._staged.pop((p, effect.slot), None)  # should this one be poisoned, an older copy must not go in its place
+        self._drop((p, effect.slot))  # should this one be poisoned, an older copy must not go in its place
         difference = self._difference(p)
         buffers = read_buffers(self._tensors, self._fragments[p])
-        rng = self._rounding(effect)
-        residual: Tensor | None = None
-        try:
-            if not bool(torch.isfinite(buffers).all()):
-                raise NotFinite("a buffer")
-            if self._config.protocol.error_feedback:
-                packet, residual = encode_with_feedback(self._codec, difference, self._residuals.get(p), rng=rng)
-            else:
-                packet = self._codec.encode(difference, rng=rng)
-        except NotFinite:
-            return (Poisoned(self._name_poison(p, difference, buffers)),)
-        self._staged[p, effect.slot] = (packet, buffers, residual)
+        if poison := self._poison(p, difference, buffers):
+            return (Poisoned(poison),)
+        self._copied[p, effect.slot] = Copied(effect, difference, buffers, self._residuals.get(p))
         if effect.restart:
             self._round_start[p] = read_params(self._tensors, self._fragments[p])
         return ()
+
+    def _encoded(self, key: Key) -> tuple[Packet, Tensor, Tensor | None] | None:
+        """None: nothing is staged, or it cannot be encoded (finite values whose sum with the residual is not)."""
+        copied = self._copied.pop(key, None)
+        if copied is not None:
+            rng, residual = self._rounding(copied.effect), None
+            with suppress(NotFinite):
+                if self._config.protocol.error_feedback:
+                    packet, residual = encode_with_feedback(self._codec, copied.difference, copied.residual, rng=rng)
+                else:
+                    packet = self._codec.encode(copied.difference, rng=rng)
+                self._staged[key] = (packet, copied.buffers, residual)
+        return self._staged.get(key)
+
+    def _drop(self, key: Key) -> None:
+        self._copied.pop(key, None)
+        self._staged.pop(key, None)
+        if self._cuda is not None:
+            self._cuda.drop(key)
 
     def _stage_on_device(self, cuda: CudaSide, effect: Stage) -> Sequence[Event]:
         """NaN and Inf are seen when the device is done with it: by whoever sends it, or here at the next boundary."""
@@ -243,7 +264,10 @@ class TensorLearner:
             before = cast_like(fragment, anchor)
         return before - read_params(self._tensors, fragment)
 
-    def _name_poison(self, p: FragmentId, difference: Tensor, buffers: Tensor) -> str:
+    def _poison(self, p: FragmentId, difference: Tensor, buffers: Tensor) -> str:
+        """Where NaN or Inf is; "" where there is none."""
+        if is_finite(difference) and is_finite(buffers):
+            return ""
         for flat, slots in ((difference, self._fragments[p].params), (buffers, self._fragments[p].buffers)):
             for slot in slots:
                 if not bool(torch.isfinite(flat[slot.offset : slot.offset + slot.numel]).all()):
@@ -275,9 +299,7 @@ class TensorLearner:
             residual = self._cuda.residual_of(p, merged=effect.merged)
         else:
             adopt_into(fragment, self._tensors, announced, buffers, effect.alpha, self.optimizer)
-            residual = None
-        sent = self._uncommitted.pop(p, None)
-        residual = sent if residual is None else residual
+            residual = self._uncommitted.pop(p, None)
         if self._config.protocol.anchor == "round_start":
             self._round_start[p] = read_params(self._tensors, fragment)
         if residual is not None and effect.merged:
@@ -299,9 +321,7 @@ class TensorLearner:
             "kept": dict(self._kept),
         }
         if with_residuals:
-            sent = self._uncommitted if self._cuda is None else self._uncommitted | self._cuda.residuals_sent()
             state["residuals"] = {p: residual.cpu() for p, residual in self._residuals.items()}
-            state["uncommitted"] = {p: residual.cpu() for p, residual in sent.items()}
         return state
 
     def _load_state(self, state: dict[str, Any], *, resumes: bool = False) -> None:
@@ -322,10 +342,6 @@ class TensorLearner:
         if resumes:
             here = {p: residual.to(self._device) for p, residual in residuals.items()}
             self._residuals = here if cuda is None else cuda.pinned(residuals)
-            # What was under way is delivered again: when it is merged, what it left out counts, and not what it made up for.
-            sent = dict(state.get("uncommitted", {}))
-            there = {p: residual.to(self._device) for p, residual in sent.items()}
-            self._uncommitted = there if cuda is None else cuda.pinned(sent)
             return
         kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]]
         kept = dict(state["kept"]) if cuda is None else cuda.pinned(state["kept"])
@@ -338,6 +354,7 @@ class TensorLearner:
         """After recovery the residual is zero: it spoke of weights that are gone."""
         self._residuals.clear()
         self._uncommitted.clear()
+        self._copied.clear()
         self._staged.clear()
         if self._cuda is not None:
             self._cuda.forget_work()
@@ -358,9 +375,9 @@ class TensorLearner:
             key = (body.fragment, body.outer_step)
             if self._cuda is not None:
                 return self._cuda.blob([key, (body.fragment, NO_VERSION)], feedback=self._config.protocol.error_feedback)
-            staged = self._staged.get(key if key in self._staged else (body.fragment, NO_VERSION))
+            staged = self._encoded(key if key in self._copied or key in self._staged else (body.fragment, NO_VERSION))
             if staged is None:
-                return Blob("packet", 0, None)  # its staging found NaN or Inf: nothing to send, and the syncer will refuse it
+                return Blob("packet", 0, None)  # NaN or Inf was found: nothing to send, and the syncer will refuse it
             packet, buffers, residual = staged
             if residual is not None:
                 self._uncommitted[body.fragment] = residual
@@ -370,6 +387,11 @@ class TensorLearner:
                 state = self.state()
             return Blob("state", _state_bytes(state), state)
         return None
+
+
+def is_finite(flat: Tensor) -> bool:
+    """In one pass and without a copy: NaN and Inf go into a sum, and a double holds any sum of floats."""
+    return math.isfinite(flat.sum(dtype=torch.float64))
 
 
 def _gradient(parameter: Tensor) -> Tensor:

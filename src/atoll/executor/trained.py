@@ -16,6 +16,7 @@ from torch import nn
 from atoll.config import CUSTOM, Config, load
 from atoll.errors import DataError, UserError
 from atoll.executor.durable import FOLDER, DurableDisk
+from atoll.executor.kept_text import kept_text, tokenizer_of
 from atoll.executor.vision import VISION_MODELS
 from atoll.executor.weights import save_weights
 from atoll.executor.workbench import layout_for, model_builder
@@ -32,13 +33,13 @@ from atoll.workload.export import (
     hf_tensors,
     hf_tokenizer,
     hf_tokenizer_config,
-    read_tokenizer,
     refuse_unexportable,
     token_text,
 )  # fmt: skip
 from atoll.workload.likelihood import likelihoods
 from atoll.workload.model import Decoder
 from atoll.workload.stream import heldout_batches
+from atoll.workload.tokenizer_json import JsonTokenizer
 from atoll.workload.tokens import named_tokenizer, text_data
 
 HELDOUT = "heldout"
@@ -75,10 +76,7 @@ class Trained:
 def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
     """A virtual run's folder, a live one's, or that of a syncer started alone. What a live run had stored when it ended early
     counts too, `early` then says so; the weights that a run began with are no model of its making."""
-    path = run / "config.toml"
-    if not path.is_file():
-        raise UserError(f"run {run}: is no run's folder, it has no config.toml")
-    config = load(path)
+    config = _config_of(run)
     if config.model.name == CUSTOM:
         raise UserError(f"run {run}: model.name = 'custom' is code of yours, and only it can load theta.safetensors")
     if config.model.name in VISION_MODELS:
@@ -92,7 +90,8 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
     if outer_step == 0:
         began = f"holds only the weights it began with (outer step 0 of {config.outer_steps})"
         raise UserError(f"run {run}: {began}; name a run that stored an outer step")
-    tokenizer = named_tokenizer(config.data) or text_data(config.data).tokenizer
+    found = kept_text(run)
+    tokenizer = tokenizer_of(*found, config.data) if found else named_tokenizer(config.data) or text_data(config.data).tokenizer
     model = model_builder(config, tokenizer, allowed)()
     if ended:
         _load(home / "theta.safetensors", model)
@@ -101,6 +100,13 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
         outer_step = _newest(disk)
         _load_versions(disk, config, model)
     return Trained(run, config, model, tokenizer, outer_step)
+
+
+def _config_of(run: Path) -> Config:
+    path = run / "config.toml"
+    if not path.is_file():
+        raise UserError(f"run {run}: is no run's folder, it has no config.toml")
+    return load(path)
 
 
 def _newest(disk: DurableDisk) -> OuterStep:
@@ -150,11 +156,23 @@ def _load_versions(disk: DurableDisk, config: Config, model: nn.Module) -> None:
 # ---------------------------------------------------------------- export
 
 
+def open_to_export(run: Path) -> Trained:
+    """As `open_trained`. A model of the user's own is told by its name: to build it, only to refuse it, would take its code."""
+    name = _config_of(run).model.name
+    if ":" in name:
+        raise _without_architecture(run, name)
+    return open_trained(run)
+
+
+def _without_architecture(run: Path, name: str) -> UserError:
+    return UserError(f"run {run}: model.name = {name!r} has no Hugging Face architecture; 'decoder' has")
+
+
 def export_hf(trained: Trained, directory: Path) -> list[Path]:
     """config.json, generation_config.json, model.safetensors and the tokenizer's two files."""
     model, config = trained.model, trained.config
     if not isinstance(model, Decoder):
-        raise UserError(f"run {trained.run}: model.name = {config.model.name!r} has no Hugging Face architecture; 'decoder' has")
+        raise _without_architecture(trained.run, config.model.name)
     refuse_unexportable(model.shape)
     end = trained.tokenizer.end_of_document
     files: dict[str, Any] = {
@@ -179,7 +197,8 @@ def _tokenizer_files(trained: Trained, context: int) -> dict[str, Any]:
     tokenizer = trained.tokenizer
     if isinstance(tokenizer, ByteTokenizer | BpeTokenizer):
         return {"tokenizer.json": hf_tokenizer(tokenizer), "tokenizer_config.json": hf_tokenizer_config(context, END_TEXT)}
-    content = read_tokenizer(Path(trained.config.data.tokenizer).expanduser())
+    assert isinstance(tokenizer, JsonTokenizer)
+    content = tokenizer.content
     end = token_text(content, tokenizer.end_of_document)
     return {"tokenizer.json": content, "tokenizer_config.json": hf_tokenizer_config(context, end)}
 
@@ -218,7 +237,10 @@ def evaluate_run(
 def _heldout(trained: Trained) -> Result:
     """What training told of Theta, on the same batches. An example is a sequence: a batch is as large as memory allows."""
     d = trained.config.data
-    batches = heldout_batches(text_data(d).tokens, d.batch_size, d.seq_len, d.heldout_batches)
+    tokens, found = text_data(d).tokens, kept_text(trained.run)
+    if found is not None and tokens.fingerprint != found[1].data:
+        raise UserError(f"--tasks {HELDOUT}: the text of run {trained.run} ({d.corpus}) is not what it was; leave this task out")
+    batches = heldout_batches(tokens, d.batch_size, d.seq_len, d.heldout_batches)
     return Result(task=HELDOUT, examples=sum(map(len, batches)), loss=heldout_loss(trained.model, batches))
 
 

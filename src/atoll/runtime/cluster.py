@@ -24,6 +24,7 @@ from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
 from atoll.protocol.vocabulary import Finished, FixParticipants
 from atoll.runtime.hurdles import Hurdles
 from atoll.runtime.nursery import Child, Nursery
+from atoll.tape.folder import refuse_used
 from atoll.tape.format import Record, Tape
 from atoll.tape.tail import Tail
 
@@ -33,6 +34,7 @@ RESTARTS_MAX = 3
 """Deaths of one worker that nobody ordered."""
 END_SECONDS = 25.0
 """How long learners have to end after the syncer did."""
+REFUSES = "atoll: "
 
 
 @dataclass
@@ -58,8 +60,15 @@ class _Worker:
         return self.child.poll() if self.child is not None else None
 
     def last_words(self) -> str:
-        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
-        return " | ".join(line for line in lines[-3:] if line.strip())
+        return " | ".join(line for line in self._lines()[-3:] if line.strip())
+
+    def refusal(self) -> str:
+        """The sentence for the user, which the command line begins so; what it logged before is not part of it."""
+        said = [line for line in self._lines() if line.startswith(REFUSES)]
+        return said[-1].removeprefix(REFUSES) if said else f"{worker_name(self.worker)} refused its input, see {self.log}"
+
+    def _lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
 
 
 class LocalCluster:
@@ -105,10 +114,9 @@ class LocalCluster:
             self._hurdles.stop()
 
     def _prepare(self) -> None:
+        refuse_used(self.directory)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            if any(self.directory.iterdir()):
-                raise UserError(f"--out {self.directory}: is not empty; choose a new folder")
             (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf8")
             (self.directory / "plan.toml").write_text(self._plan.to_toml(), encoding="utf8")
         except OSError as error:
@@ -197,10 +205,9 @@ class LocalCluster:
         w.back_at = now + 1.0
 
     def _fail_as(self, w: _Worker, code: int) -> None:
-        words = w.last_words()
         if code == 2:
-            raise UserError(words.removeprefix("atoll: ") or f"{worker_name(w.worker)} refused its input, see {w.log}")
-        raise RunFailed(f"{worker_name(w.worker)} died ({code}); its log {w.log} ends: {words}")
+            raise UserError(w.refusal())
+        raise RunFailed(f"{worker_name(w.worker)} died ({code}); its log {w.log} ends: {w.last_words()}")
 
     def _syncer_is_done(self) -> bool:
         w = self._workers[SYNCER]

@@ -36,12 +36,14 @@ from atoll.config import Config, load, to_toml
 from atoll.errors import AtollError, ConfigError, NotFinite, RunFailed, UserError
 from atoll.executor.cuda_learner import to_device
 from atoll.executor.environment import use_threads
-from atoll.executor.inner import build_optimizer, optimizer_step
+from atoll.executor.inner import build_optimizer, divisors, optimizer_step
+from atoll.executor.kept_text import keep_text
 from atoll.executor.syncer import digest
 from atoll.executor.tasks import workbench_for
 from atoll.executor.weights import save_weights
 from atoll.executor.workbench import Workbench
 from atoll.ids import LearnerId, Nanos, seconds
+from atoll.tape.folder import refuse_used
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers
 from atoll.tensors.merge import merge_buffers
 from atoll.views.run import Summary, Tokens
@@ -62,6 +64,8 @@ class Job(msgspec.Struct, frozen=True):
     threads: int
     backend: str
     devices: tuple[str, ...]
+    allowed: tuple[str, ...] = ()
+    """Code of the user's own that may be imported as the model."""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
@@ -121,12 +125,13 @@ class DdpOutcome:
 
 
 def run_ddp(
-    config: Config, directory: Path, *, threads: int, device: str = "cpu", progress: Progress | None = None
+    config: Config, directory: Path, *, threads: int, device: str = "cpu", allowed: Sequence[str] = (),
+    progress: Progress | None = None,
 ) -> DdpOutcome:  # fmt: skip
     """Train `config` by one process a learner and return when all have ended. `progress(steps done, mean train loss)`."""
     check(config)
-    devices, backend = _devices(device, config.learners)
-    _prepare(directory, config, Job(threads, backend, devices))
+    devices, backend = devices_for(device, config.learners)
+    _prepare(directory, config, Job(threads, backend, devices, tuple(allowed)))
     fold = _Fold(config.learners)
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(_started(directory, rank)) for rank in range(config.learners)]
@@ -153,7 +158,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"key {key} = {value!r}: {sentence}")
 
 
-def _devices(device: str, count: int) -> tuple[tuple[str, ...], str]:
+def devices_for(device: str, count: int) -> tuple[tuple[str, ...], str]:
     """Each rank's device. `cuda` goes round the GPUs; ranks that share one cannot talk by nccl, and use gloo."""
     kind, _, index = device.partition(":")
     if device == "cpu":
@@ -168,13 +173,12 @@ def _devices(device: str, count: int) -> tuple[tuple[str, ...], str]:
 
 
 def _prepare(directory: Path, config: Config, job: Job) -> None:
+    refuse_used(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with (directory / "ddp.json").open("xb") as file:
+        with (directory / "ddp.json").open("xb") as file:  # of two that start together one is told, here
             file.write(msgspec.json.encode(job))
         (directory / "config.toml").write_text(to_toml(config), encoding="utf8")
-    except FileExistsError:
-        raise UserError(f"--out {directory}: holds a run already; choose another") from None
     except OSError as error:
         raise UserError(f"--out {directory}: cannot be written ({error.strerror})") from None
 
@@ -351,13 +355,14 @@ def _train(bench: Workbench, rank: LearnerId, device: torch.device, channel: Bin
     for step in range(config.outer_steps):
         began, total = ended, 0.0
         torch.manual_seed(generator("inner step", config.seed, rank, step).initial_seed())
-        for micro in range(count):
-            batch = bench.batch(rank, rank, step * count + micro)
+        batches = [bench.batch(rank, rank, step * count + micro) for micro in range(count)]
+        counts = [bench.count(batch)[0] for batch in batches]
+        tokens += sum(counts)
+        for micro, (batch, part) in enumerate(zip(batches, divisors(counts), strict=True)):
             with parallel.no_sync() if micro + 1 < count else contextlib.nullcontext():
                 loss = bench.loss(parallel, to_device(batch, device))
-                (loss / count if count > 1 else loss).backward()
-            tokens += bench.count(batch)[0]
-            total += float(loss.detach())
+                (loss / part if count > 1 else loss).backward()
+            total += float(loss.detach()) / part
         ready, reduced = reduction.settle()
         if not math.isfinite(total):
             raise NotFinite(f"the train loss of rank {rank} in step {step + 1}")
@@ -370,7 +375,7 @@ def _train(bench: Workbench, rank: LearnerId, device: torch.device, channel: Bin
                 tensors[name].copy_(master)
         gathered += _merge_buffers(bench, tensors)
         waited, ended = waited + reduced - ready, time.monotonic_ns()
-        _say(channel, Stepped(step, began, ready, reduced, ended, total / count))
+        _say(channel, Stepped(step, began, ready, reduced, ended, total))
     params = [read_params(theta, fragment).cpu() for fragment in bench.layout.fragments]
     buffers = [read_buffers(theta, fragment).cpu() for fragment in bench.layout.fragments]
     sent = round(reduction.gradient_bytes * 2 * (config.learners - 1) / config.learners) + gathered
@@ -402,7 +407,7 @@ def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
     job = msgspec.json.decode((directory / "ddp.json").read_bytes(), type=Job)
     use_threads(job.threads)
     config, device = load(directory / "config.toml"), torch.device(job.devices[rank])
-    bench = workbench_for(config)
+    bench = workbench_for(config, job.allowed)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     # All ranks are of this machine: the loopback needs no name to resolve. A file needs no port that is free.
@@ -414,6 +419,7 @@ def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
     )  # fmt: skip
     report, model = _train(bench, rank, device, channel)
     if rank == 0:
+        keep_text(directory, bench)
         save_weights(directory / "theta.safetensors", named_tensors(model))
     (directory / f"rank-{rank}.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     _say(channel, report)

@@ -26,6 +26,7 @@ from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
 from atoll.executor.durable import DurableDisk, lock_directory
 from atoll.executor.environment import code_version, cpu_capability
+from atoll.executor.kept_text import keep_text, refuse_other_tokenizer
 from atoll.executor.offer import named_tensors_of, unpack_offer
 from atoll.executor.snapshots import link_versions, load_syncer
 from atoll.executor.state import write_file
@@ -61,6 +62,7 @@ class Home:
         self.machine = SyncerMachine(config)
         self.tape_path = directory / TAPE
         self.data_fingerprint = bench.fingerprint if bench else ""
+        self.tokenizer_fingerprint = bench.tokenizer.fingerprint if bench and bench.tokenizer else ""
         self.layout: Layout | None = bench.layout if bench else None
         self.hands: TensorSyncer | None = None
         self._locks = contextlib.ExitStack()
@@ -90,10 +92,14 @@ class Home:
     def _create(self, resume: Path | None, plan: list[dict[str, object]]) -> None:
         self.run, self.epoch = new_run_id(), wall()
         if resume is not None:
+            if self._bench is not None:
+                refuse_other_tokenizer(resume, self._bench)
             self._books = self._take_snapshot(resume)
         elif self._bench is not None:
             self._furnish(DurableDisk.create(self.directory, initial_versions(self._bench)))
         (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf8")
+        if self._bench is not None:
+            keep_text(self.directory, self._bench)
         header = Header(
             config=msgspec.to_builtins(self.config), code_version=code_version(), data_fingerprint=self.data_fingerprint,
             threads=torch.get_num_threads(), dtype=self.config.model.dtype, torch_version=str(torch.__version__),

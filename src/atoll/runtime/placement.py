@@ -48,6 +48,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     layout: str
     """Digest of the fragments, to be met by the learner's own; empty while nobody has brought a model."""
     needs_model: bool = False
+    tokenizer: str = ""
+    """Its fingerprint, to be met by the learner's own; empty where there is none."""
 
 
 class Placed(msgspec.Struct, frozen=True):

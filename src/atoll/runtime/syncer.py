@@ -144,7 +144,7 @@ class SyncerProcess:
         return msgspec.msgpack.encode(Placement(
             learner=placed.learner, incarnation=placed.incarnation, key=key, run=self._home.run, epoch=self._home.epoch,
             config=msgspec.to_builtins(self._config), data_fingerprint=self._home.data_fingerprint,
-            layout=self._home.layout_digest, needs_model=self._home.layout is None,
+            layout=self._home.layout_digest, needs_model=self._home.layout is None, tokenizer=self._home.tokenizer_fingerprint,
         ))  # fmt: skip
 
     def _offer(self, metadata: object, payload: bytearray) -> bytes:

@@ -20,6 +20,7 @@ from atoll.config import CUSTOM, Config, from_builtins
 from atoll.errors import UserError
 from atoll.executor.device import checked_device
 from atoll.executor.environment import code_version, cpu_capability, use_threads
+from atoll.executor.kept_text import said
 from atoll.executor.learner import TensorLearner
 from atoll.executor.tasks import workbench_for
 from atoll.executor.workbench import Workbench
@@ -81,6 +82,11 @@ def _workbench(config: Config, placement: Placement, allowed: Collection[str]) -
     bench = workbench_for(config, allowed)
     if bench.layout.fingerprint != placement.layout:
         raise UserError("the model built here has other tensors than the syncer's: install the same atoll and torch")
+    if bench.tokenizer is not None and placement.tokenizer not in ("", bench.tokenizer.fingerprint):
+        raise UserError(
+            f"{said(config.data)} gives another tokenizer here than at the syncer, so tokens would mean something else: "
+            "bring the same text or file to both"
+        )
     if bench.fingerprint != placement.data_fingerprint:
         log.warning("the data here is not the syncer's (another Python or corpus): training goes on, replay will not")
     return bench

@@ -16,6 +16,7 @@ from atoll.errors import UserError
 from atoll.executor.device import evaluated_on, hands_on
 from atoll.executor.environment import code_version, cpu_capability, mismatches
 from atoll.executor.fleet import FleetHands
+from atoll.executor.kept_text import keep_text
 from atoll.executor.syncer import TensorHands
 from atoll.executor.tasks import workbench_for
 from atoll.executor.weights import save_weights
@@ -23,6 +24,7 @@ from atoll.executor.workbench import Workbench
 from atoll.protocol.ledger import Fates
 from atoll.sim.cluster import Cluster, Observer
 from atoll.sim.slices import SliceHardware
+from atoll.tape.folder import refuse_used
 from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tape.replay import Outcome, Source, replay
 from atoll.tape.retrain import retrain
@@ -62,13 +64,15 @@ def run_virtual(
 ) -> Outputs:  # fmt: skip
     """`limit_seconds` bounds virtual time; by default ten times what an undisturbed run would take, and the plan's length.
     `slices`: learners made of chips that fail, for a synthetic history. `device`: where all learners train, side by side."""
+    if directory is not None:
+        refuse_used(directory)
     if tensors and bench is None:
         bench = workbench_for(config)
     bench = evaluated_on(bench, device) if bench else None
     hands = hands_on(bench, device, everybody(config, plan)) if bench else None
     first = bench.evaluate_theta(*hands.disk.theta()) if bench and hands else None
     header = header_for(config, plan, bench, slices.describe() if slices else None, str(device))
-    writer = _open_tape(directory, config, plan, header) if directory else None
+    writer = _open_tape(directory, config, plan, header, bench) if directory else None
     watching: list[Observer] = [writer.append] if writer else []
     cluster = Cluster(config, plan=plan, hands_for=hands, observers=[*watching, *observers], hardware=slices)
     cluster.run(until_seconds=limit_seconds if limit_seconds is not None else patience(config, plan))
@@ -89,13 +93,16 @@ def everybody(config: Config, plan: Plan) -> int:
     return max([config.learners, *(fault.learner + 1 for fault in plan.faults if isinstance(fault, Scavenge))])
 
 
-def train_on_tape(tape: Tape, config: Config, directory: Path, observers: Sequence[Observer] = ()) -> Outputs:
+def train_on_tape(
+    tape: Tape, config: Config, directory: Path, observers: Sequence[Observer] = (), allowed: Collection[str] = ()
+) -> Outputs:
     """The tape's history under real weights; leaves a run of its own, which replays like any other."""
-    bench = workbench_for(config)
+    refuse_used(directory)
+    bench = workbench_for(config, allowed)
     hands = TensorHands(bench)
     first = bench.evaluate_theta(*hands.disk.theta())
     plan = msgspec.convert({"faults": tape.header.plan}, Plan)
-    with _open_tape(directory, config, plan, header_for(config, plan, bench, tape.header.hardware)) as writer:
+    with _open_tape(directory, config, plan, header_for(config, plan, bench, tape.header.hardware), bench) as writer:
         outcome = retrain(tape, config, hands, [writer.append, *observers])
     if outcome.fates is None:
         raise UserError(f"tape {tape.path}: holds no syncer, so there is nothing to train on")
@@ -130,7 +137,7 @@ def _transfer_seconds(config: Config) -> float:
     return config.cluster.parameters * 32 * 2 / (min(config.cluster.up_gbit, config.cluster.down_gbit) * 1e9)
 
 
-def _open_tape(directory: Path, config: Config, plan: Plan, header: Header) -> TapeWriter:
+def _open_tape(directory: Path, config: Config, plan: Plan, header: Header, bench: Workbench | None) -> TapeWriter:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -138,6 +145,8 @@ def _open_tape(directory: Path, config: Config, plan: Plan, header: Header) -> T
     writer = TapeWriter.create(directory / "run.tape", header)
     (directory / "config.toml").write_text(to_toml(config), encoding="utf8")
     (directory / "plan.toml").write_text(plan.to_toml(), encoding="utf8")
+    if bench is not None:
+        keep_text(directory, bench)
     return writer
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeAlias
 import msgspec
 
 from atoll.errors import DataError
+from atoll.workload.documents import lone_surrogate
 from atoll.workload.likelihood import Likelihood, Query
 
 Record: TypeAlias = Mapping[str, Any]
@@ -50,6 +51,36 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     perplexity_stderr: float | None = None
 
 
+# ---------------------------------------------------------------- what a record holds
+
+
+_KINDS: Final[dict[type, str]] = {
+    str: "a text", list: "a list", dict: "an object", bool: "true or false", type(None): "null",
+    int: "a number", float: "a number",
+}  # fmt: skip
+"""What JSON may hold, in words."""
+
+
+def _text(record: Record, key: str) -> str:
+    """Checked, because any other value would be asked too: null as the word None, an object by its keys."""
+    value = record[key]
+    if not isinstance(value, str):
+        raise ValueError(f"{key} must be a text, not {_KINDS[type(value)]}")
+    return value
+
+
+def _choices(record: Record) -> list[str]:
+    found, right = record["choices"], "choices must be a list of at least 2 texts"
+    if not isinstance(found, list):
+        raise ValueError(f"{right}, and is {_KINDS[type(found)]}")
+    if len(found) < 2:
+        raise ValueError(f"{right}, and has {len(found)}")
+    for number, choice in enumerate(found, 1):
+        if not isinstance(choice, str) or not choice:
+            raise ValueError(f"{right}, and number {number} of them is {'empty' if choice == '' else _KINDS[type(choice)]}")
+    return found
+
+
 # ---------------------------------------------------------------- how each is asked
 
 
@@ -59,16 +90,16 @@ def _choose(context: str, choices: Sequence[str], gold: int) -> Item:
 
 
 def _answer(record: Record) -> Item:
-    return _choose(f"Question: {record['ctx']}\nAnswer:", record["choices"], record["gold"])
+    return _choose(f"Question: {_text(record, 'ctx')}\nAnswer:", _choices(record), record["gold"])
 
 
 def _continue(record: Record) -> Item:
-    return _choose(record["ctx"], record["choices"], record["gold"])
+    return _choose(_text(record, "ctx"), _choices(record), record["gold"])
 
 
 def _hellaswag(record: Record) -> Item:
-    context = f"{record['label']}: {record['ctx_a']} {record['ctx_b'].capitalize()}"
-    return _choose(_without_brackets(context), [_without_brackets(choice) for choice in record["choices"]], record["gold"])
+    context = f"{_text(record, 'label')}: {_text(record, 'ctx_a')} {_text(record, 'ctx_b').capitalize()}"
+    return _choose(_without_brackets(context), [_without_brackets(choice) for choice in _choices(record)], record["gold"])
 
 
 def _without_brackets(text: str) -> str:
@@ -77,32 +108,36 @@ def _without_brackets(text: str) -> str:
 
 
 def _boolq(record: Record) -> Item:
-    return _choose(f"{record['passage']}\nQuestion: {record['ctx']}?\nAnswer:", record["choices"], record["gold"])
+    context = f"{_text(record, 'passage')}\nQuestion: {_text(record, 'ctx')}?\nAnswer:"
+    return _choose(context, _choices(record), record["gold"])
 
 
 def _siqa(record: Record) -> Item:
-    return _choose(f"Q: {record['passage']} {record['ctx']}\nA:", record["choices"], record["gold"])
+    return _choose(f"Q: {_text(record, 'passage')} {_text(record, 'ctx')}\nA:", _choices(record), record["gold"])
 
 
 def _copa(record: Record) -> Item:
-    joint = {"cause": "because", "effect": "therefore"}[record["question"]]
-    choices = [choice[:1].lower() + choice[1:] for choice in record["choices"]]
-    return _choose(f"{record['ctx'].strip()[:-1]} {joint}", choices, record["gold"])
+    question, joints = _text(record, "question"), {"cause": "because", "effect": "therefore"}
+    if question not in joints:
+        raise ValueError(f"question = {question!r}: must be cause or effect")
+    choices = [choice[:1].lower() + choice[1:] for choice in _choices(record)]
+    return _choose(f"{_text(record, 'ctx').strip()[:-1]} {joints[question]}", choices, record["gold"])
 
 
 def _winogrande(record: Record) -> Item:
     """The gap is filled with each choice, and the rest of the sentence is scored: the same text after either."""
-    before, gap, after = record["ctx"].partition("_")
+    before, gap, after = _text(record, "ctx").partition("_")
     if not gap:
         raise ValueError("ctx has no gap _")
-    queries = tuple(Query(before + choice, f" {after.strip()}") for choice in record["choices"])
+    queries = tuple(Query(before + choice, f" {after.strip()}") for choice in _choices(record))
     return Item(queries, record["gold"])
 
 
 def _lambada(record: Record) -> Item:
-    newlines = "context" in record
-    context, target = (record["context"], record["continuation"]) if newlines else (record["ctx"], record["target"])
-    return Item((Query(context, f" {target}"),))
+    context, target = ("context", "continuation") if "context" in record else ("ctx", "target")
+    if not _text(record, target).strip():
+        raise ValueError(f"{target} is empty")
+    return Item((Query(_text(record, context), f" {record[target]}"),))
 
 
 @dataclass(frozen=True)
@@ -110,6 +145,8 @@ class Task:
     files: tuple[str, ...]
     """Tried in this order; a file of the task's own name comes before."""
     ask: Callable[[Record], Item]
+    chooses: bool = True
+    """LAMBADA does not: its one query is what should come."""
 
 
 TASKS: Final[dict[str, Task]] = {
@@ -123,8 +160,8 @@ TASKS: Final[dict[str, Task]] = {
     "openbookqa": Task(("openbookqa_test", "openbookqa_val"), _continue),
     "commonsenseqa": Task(("commonsenseqa_val",), _answer),
     "copa": Task(("copa_val",), _copa),
-    "lambada": Task(("lambada_openai_test", "lambada_test"), _lambada),
-    "lambada_newlines": Task(("lambada_openai_newlines",), _lambada),
+    "lambada": Task(("lambada_openai_test", "lambada_test"), _lambada, chooses=False),
+    "lambada_newlines": Task(("lambada_openai_newlines",), _lambada, chooses=False),
 }
 
 
@@ -151,15 +188,21 @@ def read_items(task: str, path: Path, limit: int | None = None) -> list[Item]:
     for number, line in enumerate(lines[:limit], 1):
         try:
             item = TASKS[task].ask(msgspec.json.decode(line, type=dict[str, Any]))
-        except (msgspec.DecodeError, KeyError, TypeError, AttributeError, ValueError) as error:
-            what = f"key {error} is missing" if isinstance(error, KeyError) else str(error)
-            raise DataError(f"task {task}: line {number} of {path} is no example of it ({what})") from None
+        except (msgspec.DecodeError, KeyError, ValueError, RecursionError) as error:
+            raise DataError(f"task {task}: line {number} of {path} is no example of it ({_flaw(line, error)})") from None
         if not (type(item.gold) is int and 0 <= item.gold < len(item.queries)):
             raise DataError(f"task {task}: line {number} of {path} has gold = {item.gold!r} and {len(item.queries)} choices")
         items.append(item)
     if not items:
         raise DataError(f"task {task}: {path} is empty")
     return items
+
+
+def _flaw(line: bytes, error: Exception) -> str:
+    if isinstance(error, KeyError):
+        return f"key {error} is missing"
+    half = lone_surrogate(line)
+    return f"it holds {half}" if half else str(error)
 
 
 # ---------------------------------------------------------------- what it comes to
@@ -169,7 +212,7 @@ def result(task: str, file: str, items: Sequence[Item], scores: Sequence[Likelih
     """`scores` are of all items' queries, one after the other."""
     rest = iter(scores)
     by_item = [[next(rest) for _ in item.queries] for item in items]
-    if len(items[0].queries) == 1:
+    if not TASKS[task].chooses:
         acc, acc_error = _mean([float(score.greedy) for (score,) in by_item])
         log, log_error = _mean([score.total for (score,) in by_item])
         perplexity = math.exp(min(-log, 700.0))

@@ -150,9 +150,7 @@ def train_bpe(sample: bytes, vocab_size: int) -> BpeTokenizer:
     counts, and an entry counts only while it equals the present one.
     """
     if not BYTE_VOCAB <= vocab_size <= VOCAB_MAX:
-        raise DataError(
-            f"a BPE vocabulary of {vocab_size} entries is not possible: ask for {BYTE_VOCAB} to {VOCAB_MAX}"
-        )
+        raise DataError(f"data.vocab = {vocab_size}: is not possible for a BPE: ask for {BYTE_VOCAB} to {VOCAB_MAX} entries")
     tally = Counter(_WORD.findall(sample))
     words = [list(word) for word in tally]
     weights = list(tally.values())
@@ -170,7 +168,7 @@ def train_bpe(sample: bytes, vocab_size: int) -> BpeTokenizer:
         if best is None:
             possible = BYTE_VOCAB + len(merges)
             raise DataError(
-                f"a sample of {len(sample)} bytes repeats too little for a BPE vocabulary of {vocab_size} entries: "
+                f"data.vocab = {vocab_size}: a sample of {len(sample)} bytes repeats too little for so many entries of a BPE: "
                 f"ask for at most {possible}, or give more text"
             )
         merges.append(best)

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, cast
 
 import msgspec
 
 from atoll.errors import DataError
-from atoll.workload.corpus import CUT_BYTES, Progress, Skips, files_under
+from atoll.workload.corpus import CUT_BYTES, Progress, Skips
 from atoll.workload.packing import PACKED, counted_from, importing, opened
 
 DOCUMENT_BYTES_MAX: Final = 1 << 28
@@ -39,8 +42,9 @@ class Source:
 
     @property
     def bare(self) -> str:
-        """The name without what it was packed with."""
-        return next((self.path.name.removesuffix(packed) for packed in PACKED if self.path.name.endswith(packed)), self.path.name)
+        """The name without what it was packed with, in lower case: a suffix in capitals is the same suffix."""
+        name = self.path.name.lower()
+        return next((name.removesuffix(packed) for packed in PACKED if name.endswith(packed)), name)
 
     @property
     def is_lines(self) -> bool:
@@ -48,11 +52,33 @@ class Source:
 
     @property
     def is_parquet(self) -> bool:
-        return self.path.name.endswith(_PARQUET)
+        return self.path.name.lower().endswith(_PARQUET)
 
     @property
     def is_text(self) -> bool:
         return not self.is_lines and not self.is_parquet
+
+
+@dataclass
+class Found:
+    sources: list[Source]
+    twice: list[Path]
+    """Named again, or reached again by a link, and read once."""
+    passed: list[Path]
+    """Files of folders that are no text by their names."""
+
+    def notes(self, key: str) -> Iterator[str]:
+        skips = Skips()
+        for path in self.twice:
+            skips.add(str(path), "named twice and read once")
+        if sentence := skips.sentence(key):
+            yield sentence
+        if self.passed:
+            yield (
+                f"{key}: files in folders passed over by their names: {len(self.passed)}, such as {self.passed[0]}; "
+                f"of a folder {', '.join((*_PLAIN, *_LINES))} (packed or not) and {_PARQUET} are read, "
+                f"others where they are named themselves or by a glob"
+            )
 
 
 class FileTexts:
@@ -66,7 +92,10 @@ class FileTexts:
         self.key = key
         self.name = wanted
         self._field = field
-        self.sources, self._twice = find_sources(wanted, key)
+        found = find_sources(wanted, key)
+        self.sources = found.sources
+        self.notes: tuple[str, ...] = tuple(found.notes(key))
+        """On the files themselves. Not among what a reading skips, which is cached: the same text may be named otherwise."""
         filled = [source for source in self.sources if _stat(source.path)[0] > 0]
         self._cut = cut and len(filled) == 1 and filled[0].is_text
         self._before = self._stats()
@@ -78,8 +107,6 @@ class FileTexts:
 
     def read(self, skips: Skips | None = None, progress: Progress | None = None) -> Iterator[bytes]:
         skips = skips if skips is not None else Skips()
-        for path in self._twice:
-            skips.add(str(path), "named twice and read once")
         done, total = 0, sum(size for size, _ in self._before)
         for source, (size, _) in zip(self.sources, self._before, strict=True):
             yield from self._documents(source, skips)
@@ -106,22 +133,26 @@ class FileTexts:
                 yield from _texts(stream, source.path, self._cut, skips)
 
 
-def find_sources(wanted: str, key: str) -> tuple[list[Source], list[Path]]:
-    """Files in the order of the parts between commas, sorted within a folder or a glob; and what was named twice.
+def find_sources(wanted: str, key: str) -> Found:
+    """Files in the order of the parts between commas, sorted within a folder or a glob.
 
     A path that exists is that path, whatever characters are in it.
     """
     parts = [wanted] if _exists(wanted) else [part.strip() for part in wanted.split(",")]
     found: dict[Path, Source] = {}
     twice: list[Path] = []
+    passed: dict[Path, Path] = {}
     for part in parts:
-        for source in _matching(part, key):
+        matching = _matching(part, key)
+        for source in matching.sources:
             same = source.path.resolve()
             if same in found:
                 twice.append(source.path)
             else:
                 found[same] = source
-    return list(found.values()), twice
+        twice += matching.twice
+        passed |= {path.resolve(): path for path in matching.passed}
+    return Found(list(found.values()), twice, [path for same, path in passed.items() if same not in found])
 
 
 def _exists(part: str) -> bool:
@@ -131,17 +162,17 @@ def _exists(part: str) -> bool:
         return False
 
 
-def _matching(part: str, key: str) -> Sequence[Source]:
+def _matching(part: str, key: str) -> Found:
     if not part:
         raise DataError(f"{key}: a name is missing; give a path, a glob, or several separated by commas")
     if _exists(part):
         path = Path(part).expanduser()
         if path.is_file():
-            return [Source(path, path.name)]
+            return Found([Source(path, path.name)], [], [])
         if not path.is_dir():
             raise DataError(f"{key}: {path} is neither a file nor a folder, and text is read more than once: name a file")
-        inside = [Source(path / relative, relative) for relative in files_under(path, IN_FOLDERS)]
-        if not inside:
+        inside = _in_folder(path, key)
+        if not inside.sources:
             kinds = ", ".join((*_PLAIN, *_LINES, _PARQUET))
             raise DataError(f"{key}: the folder {path} has no {kinds} file: put text there, or name another folder")
         return inside
@@ -150,9 +181,35 @@ def _matching(part: str, key: str) -> Sequence[Source]:
         files = [Source(Path(name), Path(name).name) for name in names if Path(name).is_file()]
         if not files:
             raise DataError(f"{key}: no file matches {part}: check the glob, relative to {Path.cwd()}")
-        return files
+        return Found(files, [], [])
     wanted = f"name a file of text, JSON lines or Parquet, a folder of them, or a glob{counted_from(Path(part))}"
     raise DataError(f"{key}: {part} does not exist: {wanted}")
+
+
+def _in_folder(root: Path, key: str) -> Found:
+    """Sorted by name. Linked folders wait until all that is really there was entered, so that no link renames a file; and no
+    folder is entered twice, so that a circle of links ends."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"{key}: the folder {error.filename} cannot be read: {error.strerror}") from error
+
+    files: list[str] = []
+    again: list[Path] = []
+    entered: set[tuple[int, int]] = set()
+    waiting = deque([root])
+    while waiting:
+        for name, folders, inside in os.walk(waiting.popleft(), onerror=refuse):
+            folder, status = Path(name), os.stat(name)
+            if (status.st_dev, status.st_ino) in entered:
+                again.append(folder)
+                folders.clear()
+                continue
+            entered.add((status.st_dev, status.st_ino))
+            folders.sort()
+            waiting.extend(folder / each for each in folders if (folder / each).is_symlink())
+            files += [(folder / each).relative_to(root).as_posix() for each in inside]
+    texts = [Source(root / each, each) for each in sorted(files) if each.lower().endswith(IN_FOLDERS)]
+    return Found(texts, again, [root / each for each in sorted(files) if not each.lower().endswith(IN_FOLDERS)])
 
 
 def _stat(path: Path) -> tuple[int, int]:
@@ -240,9 +297,7 @@ def _until_newline(stream: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def _lines(stream: BinaryIO, path: Path, field: str, skips: Skips) -> Iterator[bytes]:
-    # Only the one field is built: the others are passed over without making objects of them.
-    shape = msgspec.defstruct("Line", [("text", str)], rename={"text": field})
-    decoder = msgspec.json.Decoder(shape)
+    text_of = _picking(field)
     number = 0
     while line := stream.readline(DOCUMENT_BYTES_MAX + 1):
         number += 1
@@ -254,8 +309,8 @@ def _lines(stream: BinaryIO, path: Path, field: str, skips: Skips) -> Iterator[b
             skips.add(f"{path} line {number}", "blank line")
             continue
         try:
-            document: bytes = getattr(decoder.decode(line), "text").encode()  # noqa: B009
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            document = text_of(line).encode()
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(f"the file {path}, line {number}: {_flaw(line, field, error)}") from error
         if document:
             yield document
@@ -265,20 +320,53 @@ def _lines(stream: BinaryIO, path: Path, field: str, skips: Skips) -> Iterator[b
         skips.add(str(path), "empty")
 
 
+class _Line(msgspec.Struct):
+    text: str
+
+
+def _picking(field: str) -> Callable[[bytes], str]:
+    """Only the one field is built: the others are passed over without making objects of them."""
+    plain = msgspec.json.Decoder(_Line)
+    try:
+        named = cast(type[_Line], msgspec.defstruct("Line", [("text", str)], rename={"text": field}))
+    except ValueError:  # a quotation mark, a backslash: msgspec has no struct for such a name
+        parts = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+        def unusual(line: bytes) -> str:
+            value = parts.decode(line).get(field)
+            return plain.decode(b"{}" if value is None else b'{"text":%b}' % bytes(value)).text
+
+        return unusual
+    decoder = msgspec.json.Decoder(named)
+    return lambda line: decoder.decode(line).text
+
+
 def _flaw(line: bytes, field: str, error: Exception) -> str:
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as wrong:
         return f"is not utf-8 (byte {wrong.start} of the line is 0x{line[wrong.start]:02x}): convert it"
     what = str(error)
+    if half := lone_surrogate(line):
+        return f"holds {half}: remove it"
     if not isinstance(error, msgspec.ValidationError):
-        return f"is not valid JSON ({what[0].lower()}{what[1:]}); JSON lines hold one object a line"
+        what = what if what[1:2].isupper() else what[:1].lower() + what[1:]
+        return f"is not valid JSON ({what}); JSON lines hold one object a line"
     if "missing required field" in what:
         return f"has no field {field!r}: name the one that holds the text with data.field"
     if "$" in what:
         got = what.partition("got ")[2].partition(" ")[0].strip("`")
         return f"its field {field!r} holds {got}, not a string"
     return f"is not an object but {what.rpartition('got ')[2].strip('`')}; JSON lines hold one object a line"
+
+
+def lone_surrogate(line: bytes) -> str:
+    """Of a line that msgspec refuses. It takes half of a pair for text that breaks off; the standard library reads it."""
+    try:
+        found = re.search("[\ud800-\udfff]", json.dumps(json.loads(line), ensure_ascii=False))
+    except (ValueError, RecursionError):
+        return ""
+    return f"\\u{ord(found[0]):04x}, half of a surrogate pair and no character" if found else ""
 
 
 def _rows(path: Path, field: str, skips: Skips) -> Iterator[bytes]:

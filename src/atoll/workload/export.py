@@ -8,7 +8,6 @@ character, as GPT-2 does, so that expressions over characters there mean what ex
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +17,6 @@ from torch import Tensor
 from atoll.errors import ConfigError
 from atoll.workload.bpe import END_OF_DOCUMENT, BpeTokenizer, ByteTokenizer
 from atoll.workload.model import INIT_STD, NORM_EPS, ROPE_BASE, DecoderShape
-from atoll.workload.packing import opened
 
 END_TEXT: Final = "<|endoftext|>"
 
@@ -47,8 +45,8 @@ _EXPERTS: Final = {"mlp.gate": "gate_proj", "mlp.up": "up_proj", "mlp.down": "do
 def refuse_unexportable(shape: DecoderShape) -> None:
     if shape.shared and shape.experts:
         raise ConfigError(
-            f"model.shared = {shape.shared}: Qwen3-MoE has no shared experts, and no other architecture of transformers has them "
-            f"with this routing and norms on queries and keys; a model with model.shared = 0 can be exported"
+            f"model.numbers.shared = {shape.shared}: Qwen3-MoE has no shared experts, and no other architecture of transformers "
+            f"has them with this routing and norms on queries and keys; a model with model.numbers.shared = 0 can be exported"
         )
 
 
@@ -166,14 +164,6 @@ def hf_tokenizer_config(context: int, end: str) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": False,
         "bos_token": end, "eos_token": end, "pad_token": end,
     }  # fmt: skip
-
-
-
-
-def read_tokenizer(path: Path) -> bytes:
-    """The JSON of a Hugging Face tokenizer, unpacked."""
-    with opened(path / "tokenizer.json" if path.is_dir() else path) as stream:
-        return stream.read()
 
 
 def token_text(content: bytes, token: int) -> str:

@@ -213,6 +213,8 @@ def read_idx(path: Path, axes: int) -> Tensor:
     body = len(content) - 4 - 4 * axes
     if body != math.prod(shape):
         raise DataError(f"{path}: says {' x '.join(map(str, shape))} bytes and holds {max(body, 0)}: it is truncated or damaged")
+    if not body:
+        raise DataError(f"{path}: says {' x '.join(map(str, shape))} bytes, which is nothing: it is no file of MNIST")
     return _bytes(content[4 + 4 * axes :]).reshape(shape)
 
 
@@ -237,7 +239,8 @@ def _cifar_binary(path: Path, rows: int) -> Images:
     if len(content) != rows * record:
         raise DataError(f"{path}: has {len(content):,} bytes, not {rows:,} records of {record}: it is truncated or no CIFAR-10")
     table = _bytes(content).reshape(rows, record)
-    return Images(table[:, 1:].reshape(rows, 3, CIFAR_SIZE, CIFAR_SIZE), _cifar_classes(path, table[:, 0].long()))
+    _check_classes(path, int(table[:, 0].min()), int(table[:, 0].max()))
+    return Images(table[:, 1:].reshape(rows, 3, CIFAR_SIZE, CIFAR_SIZE), table[:, 0].long())
 
 
 def _cifar_png(path: Path, rows: int) -> Tensor:
@@ -257,14 +260,14 @@ def _cifar_labels(folder: Path, side: str, count: int) -> Tensor:
                 raise DataError(f"{folder / name}: is no list of whole numbers")
             if len(found) != count:
                 raise DataError(f"{folder / name}: holds {len(found):,} labels for {count:,} pictures")
-            return _cifar_classes(folder / name, torch.tensor(found))
+            _check_classes(folder / name, min(found), max(found))
+            return torch.tensor(found)
     raise DataError(f"{folder}: holds no {side}_lables.json beside its PNG files")
 
 
-def _cifar_classes(path: Path, labels: Tensor) -> Tensor:
-    if int(labels.max()) >= CIFAR_CLASSES or int(labels.min()) < 0:
+def _check_classes(path: Path, least: int, greatest: int) -> None:
+    if least < 0 or greatest >= CIFAR_CLASSES:
         raise DataError(f"{path}: holds a label outside 0 to {CIFAR_CLASSES - 1}: this is not CIFAR-10")
-    return labels
 
 
 SOURCES: Final[dict[str, Callable[[Path], ImageData]]] = {"digits": _digits, "mnist": mnist, "cifar10": cifar10}
@@ -293,7 +296,7 @@ def _bytes(content: bytes) -> Tensor:
 def read_json(path: Path) -> Any:
     try:
         return json.loads(_read(path))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path}: is no JSON ({error})") from None
 
 

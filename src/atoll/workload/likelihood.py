@@ -15,11 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atoll.errors import DataError
 from atoll.workload.bpe import Tokenizer
 from atoll.workload.evaluate import evaluating
 
 LOGITS_MAX: Final = 1 << 26
 """Numbers in the logits of one batch: 256 MB in fp32."""
+SHOWN: Final = 60
+"""Letters of a text that a sentence repeats."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,10 @@ class Likelihood:
 
 def encode(query: Query, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     """Tokens of the context and of the continuation, neither of them empty."""
-    whole = tokenizer.encode((query.context + query.continuation).encode())
+    text = query.context + query.continuation
+    whole = tokenizer.encode(text.encode())
+    if not whole:
+        raise DataError(f"the tokenizer has no entry for any of {text[:SHOWN]!r}, which is asked: take another")
     before = tokenizer.encode(query.context.rstrip().encode())
     if len(before) >= len(whole):  # a token reaches across the seam, and nothing is left behind it
         before = whole[:-1]

@@ -57,10 +57,10 @@ class DecoderShape:
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "layers", "heads", "mlp", "context"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"model.{name} = {getattr(self, name)}: must be at least 1")
+                raise ConfigError(f"model.numbers.{name} = {getattr(self, name)}: must be at least 1")
         if self.width % (2 * self.heads):
             raise ConfigError(
-                f"model.width = {self.width} with model.heads = {self.heads}: "
+                f"model.numbers.width = {self.width} with model.numbers.heads = {self.heads}: "
                 f"the width must be a multiple of 2 x heads = {2 * self.heads} (rotary positions turn pairs)"
             )
         if self.experts:
@@ -69,12 +69,12 @@ class DecoderShape:
     def _check_experts(self) -> None:
         if not 2 <= self.top_k <= self.experts:
             raise ConfigError(
-                f"model.top_k = {self.top_k} of model.experts = {self.experts}: must be 2 to the number of experts "
-                f"(one expert's normalised probability is always 1, and its router would learn nothing)"
+                f"model.numbers.top_k = {self.top_k} of model.numbers.experts = {self.experts}: must be 2 to the number of "
+                f"experts (one expert's normalised probability is always 1, and its router would learn nothing)"
             )
         for name, value in (("width", self.width), ("mlp", self.mlp)):
             if value % ALIGNED:
-                raise ConfigError(f"model.{name} = {value}: must be a multiple of {ALIGNED} in a model with experts")
+                raise ConfigError(f"model.numbers.{name} = {value}: must be a multiple of {ALIGNED} in a model with experts")
 
 
 SIZES: Final[dict[str, dict[str, Number]]] = {
@@ -213,8 +213,8 @@ class Decoder(nn.Module):
         time = tokens.shape[1]
         if time > self.shape.context:
             raise ConfigError(
-                f"a sequence of {time} tokens is longer than model.context = {self.shape.context}: "
-                f"set model.context to at least {time}"
+                f"a sequence of {time} tokens is longer than model.numbers.context = {self.shape.context}: "
+                f"set model.numbers.context to at least {time}"
             )
         cos, sin = self.cos[:time], self.sin[:time]
         x = self.embedding(tokens)
@@ -290,7 +290,7 @@ def _check_number(key: str, value: Number, parameter: inspect.Parameter) -> None
     wanted = getattr(parameter.annotation, "__name__", parameter.annotation)
     if type(value).__name__ != wanted and not (wanted == "float" and type(value) is int):
         right = {"bool": "true or false", "float": "a number"}.get(wanted, "a whole number")
-        raise ConfigError(f"model.{key} = {value!r}: must be {right}")
+        raise ConfigError(f"model.numbers.{key} = {value!r}: must be {right}")
     least = 0 if parameter.default == 0 or wanted == "float" else 1
     if wanted != "bool" and value < least:
-        raise ConfigError(f"model.{key} = {value}: must be at least {least}")
+        raise ConfigError(f"model.numbers.{key} = {value}: must be at least {least}")

@@ -36,7 +36,7 @@ def importing(module: str, purpose: str, package: str, extra: str) -> Any:
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
     """The unpacked bytes. A file that breaks off is an error, not a short text."""
-    zst = _zst_module(path) if path.suffix == ".zst" else None
+    zst = _zst_module(path) if path.suffix.lower() == ".zst" else None
     broken: tuple[type[Exception], ...] = (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError)
     if zst is not None:
         broken += (zst.ZstdError,)
@@ -50,9 +50,9 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def _unpacked(path: Path, zst: Any) -> BinaryIO:
-    if path.suffix == ".xz":
+    if path.suffix.lower() == ".xz":
         return io.BufferedReader(lzma.open(path), _BLOCK)
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         return io.BufferedReader(cast(Any, gzip.open(path)), _BLOCK)
     if zst is None:
         return path.open("rb")

@@ -31,6 +31,9 @@ GRIDS: Final = (8192, 512)
 QUESTIONS_EACH: Final = 4
 PLACES: Final = ("top left", "top right", "bottom left", "bottom right")
 DESCRIBE: Final = "describe."
+PICTURES_MAX: Final = 1 << 32
+SHOWN: Final = 60
+"""Letters of an entry that a sentence repeats."""
 SHAPES: Final = frozenset(("circle", "rectangle", "triangle"))
 
 
@@ -198,14 +201,17 @@ def easy_vqa(folder: Path) -> QuestionData:
     """The folders `train` and `test` of the package's `data`, each with images/N.png and questions.json; MIT licence."""
     for found in (folder, folder / "data", folder / "easy_vqa" / "data"):
         if (found / "train").is_dir() and (found / "test").is_dir():
-            return question_data(_easy_side(found / "train"), _easy_side(found / "test"))
+            train, test = _easy_side(found / "train"), _easy_side(found / "test")
+            if train.pixels.shape[1:] != test.pixels.shape[1:]:
+                sizes = [" x ".join(map(str, side.pixels.shape[2:])) for side in (train, test)]
+                said = f"its train pictures are {sizes[0]} and its test pictures {sizes[1]}"
+                raise DataError(f"{found}: {said}; they must be of one size")
+            return question_data(train, test)
     raise DataError(f"{folder}: holds no folders train and test; give the data folder of the easy-vqa package")
 
 
 def _easy_side(folder: Path) -> Questions:
-    rows = read_json(folder / "questions.json")
-    if not isinstance(rows, list) or not rows or not all(_is_row(row) for row in rows):
-        raise DataError(f"{folder / 'questions.json'}: is no list of [question, answer, picture]")
+    rows = _easy_rows(folder / "questions.json")
     numbers = sorted({row[2] for row in rows})
     place = {number: at for at, number in enumerate(numbers)}
     pictures = [read_png(folder / "images" / f"{number}.png") for number in numbers]
@@ -219,8 +225,25 @@ def _easy_side(folder: Path) -> Questions:
     return Questions(pixels, torch.tensor([at for _, _, at in texts]), tuple((q, a) for q, a, _ in texts))
 
 
+def _easy_rows(path: Path) -> list[list[Any]]:
+    rows, right = read_json(path), "is no list of [question, answer, picture]"
+    if not isinstance(rows, list) or not rows:
+        raise DataError(f"{path}: {right}")
+    for number, row in enumerate(rows, 1):
+        if not _is_row(row):
+            raise DataError(f"{path}: {right}; entry {number} is {ascii(row)[:SHOWN]}")
+    return rows
+
+
 def _is_row(row: Any) -> bool:
-    return isinstance(row, list) and [type(field) for field in row] == [str, str, int]
+    """Two texts and a picture's number. Half of a surrogate pair is no text: it has no bytes to be learnt."""
+    if not isinstance(row, list) or [type(field) for field in row] != [str, str, int]:
+        return False
+    try:
+        "".join(row[:2]).encode()
+    except UnicodeEncodeError:
+        return False
+    return 0 <= int(row[2]) < PICTURES_MAX
 
 
 def _captions(rows: list[list[Any]], place: dict[int, int]) -> list[tuple[str, str, int]]:

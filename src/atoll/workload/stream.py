@@ -77,8 +77,8 @@ class Stream:
         self.windows = self._windows.shape[0]
         if self.windows < streams:
             raise DataError(
-                f"the train text gives {self.windows} windows of seq_len = {seq_len}, fewer than {streams} streams: "
-                f"give more text, a shorter seq_len or fewer streams"
+                f"the train text gives {self.windows} windows of data.seq_len = {seq_len}, fewer than {streams} learners: "
+                f"give more text, a shorter data.seq_len or fewer learners"
             )
         self.seed = seed
         self.streams = streams
@@ -140,8 +140,8 @@ def _windows(tokens: Tensor, seq_len: int, side: str) -> Tensor:
     """A view, [windows, seq_len + 1]: nothing is copied until a batch is drawn."""
     if tokens.numel() <= seq_len:
         raise DataError(
-            f"seq_len = {seq_len} is longer than the {side} text of {tokens.numel()} tokens: "
-            f"set seq_len to at most {max(tokens.numel() - 1, 0)}, or give more text"
+            f"data.seq_len = {seq_len} is longer than the {side} text of {tokens.numel()} tokens: "
+            f"set it to at most {max(tokens.numel() - 1, 0)}, or give more text"
         )
     return tokens.unfold(0, seq_len + 1, seq_len)
 

@@ -7,6 +7,7 @@ the tokens in its cache trains without the package.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,18 +21,22 @@ from atoll.workload.packing import counted_from, importing, opened
 ENDS: Final = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """What tokenizers call the end of a document, tried in this order."""
 FILE_BYTES_MAX: Final = 1 << 28
+LOST_MAX: Final = 0.01
+"""A smaller share of each letter may go by how words are joined ("do not" to "don't"), so it is no loss by itself."""
+SHOWN: Final = 5
 
 
 class JsonTokenizer:
     """Text never turns into special tokens: a document that holds the letters <|endoftext|> does not end there."""
 
-    def __init__(self, path: Path, end: str = "") -> None:
+    def __init__(self, path: Path, end: str = "", content: bytes | None = None) -> None:
+        """`content`: the JSON, where it is not to be read from `path`."""
         self._path = path
-        content = _read(path)
+        self.content = content = _read(path) if content is None else content
         try:
             self._parts: dict[str, Any] = msgspec.json.decode(content, type=dict[str, Any])
             ids = _ids(self._parts)
-        except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise DataError(
                 f"data.tokenizer: {path} is no Hugging Face tokenizer ({error}): name a file as Tokenizer.save() writes it"
             ) from error
@@ -50,7 +55,14 @@ class JsonTokenizer:
             words = [text.decode("utf-8") for text in texts]
         except UnicodeDecodeError as error:
             raise DataError(f"a Hugging Face tokenizer takes utf-8 text only: {error}") from error
-        return [found.ids for found in self._engine.encode_batch_fast(words, add_special_tokens=False)]
+        engine = self._engine
+        try:
+            return [found.ids for found in engine.encode_batch_fast(words, add_special_tokens=False)]
+        except Exception as error:  # the package raises bare Exceptions
+            raise DataError(
+                f"data.tokenizer: {self._path} cannot encode the text ({error}): "
+                f"give one that knows all of it, or has an unknown token"
+            ) from error
 
     def decode(self, ids: Iterable[int]) -> bytes:
         """The end of a document decodes to nothing."""
@@ -61,6 +73,34 @@ class JsonTokenizer:
         text: str = self._engine.decode([token for token in known if token != self.end_of_document], skip_special_tokens=False)
         return text.encode()
 
+    def losses(self, sample: bytes) -> str | None:
+        """What to tell of a tokenizer that has no entry for some of the text, and so drops it or writes its unknown token.
+
+        What its normaliser changes is meant to be changed, and blanks come and go as words are joined: neither is lost.
+        """
+        text = sample.decode("utf-8", "ignore")  # a sample may end inside a character
+        normaliser = self._engine.normalizer
+        wanted = _printed(normaliser.normalize_str(text) if normaliser is not None else text)
+        unknown = self._unknown
+        found = _printed(self.decode(token for token in self.encode(text.encode()) if token != unknown).decode())
+        lost = wanted - found
+        kinds = {letter: count for letter, count in lost.items() if 2 * count > wanted[letter]}
+        if not kinds and lost.total() <= LOST_MAX * wanted.total():
+            return None
+        shown = ", ".join(repr(letter) for letter, _ in Counter(kinds or lost).most_common(SHOWN))
+        return (
+            f"data.tokenizer: {self._path} has no entry for some of the text: in a sample {lost.total():,} of {wanted.total():,} "
+            f"characters are lost to the model, such as {shown}; a byte-level tokenizer, or one with byte fallback, loses none"
+        )
+
+    @property
+    def _unknown(self) -> int | None:
+        """Unigram's is a number, others' a name."""
+        model = self._parts["model"]
+        name = model.get("unk_token")
+        token: int | None = self._engine.token_to_id(name) if isinstance(name, str) else model.get("unk_id")
+        return token
+
     @cached_property
     def _engine(self) -> Any:
         package = importing("tokenizers", f"to use {self._path}", "tokenizers", "hf")
@@ -69,8 +109,10 @@ class JsonTokenizer:
         parts = {**self._parts, "truncation": None, "padding": None, "model": model}
         try:
             engine = package.Tokenizer.from_str(msgspec.json.encode(parts).decode())
-        except Exception as error:  # the package raises bare Exceptions
+        except Exception as error:
             raise DataError(f"data.tokenizer: {self._path} is refused by the package tokenizers: {error}") from error
+        if engine.decoder is None and isinstance(engine.pre_tokenizer, package.pre_tokenizers.ByteLevel):
+            engine.decoder = package.decoders.ByteLevel()  # or each byte of the text would come back as a letter
         engine.encode_special_tokens = True
         return engine
 
@@ -87,6 +129,11 @@ def _read(path: Path) -> bytes:
     if len(content) > FILE_BYTES_MAX:
         raise DataError(f"data.tokenizer: {file} holds more than {FILE_BYTES_MAX} bytes: this is no tokenizer")
     return content
+
+
+def _printed(text: str) -> Counter[str]:
+    """All but blanks, of which \u2581 is sentencepiece's."""
+    return Counter(letter for letter in text if not letter.isspace() and letter != "\u2581")
 
 
 def _ids(parts: dict[str, Any]) -> dict[str, int]:

@@ -43,13 +43,15 @@ from atoll.workload.documents import FileTexts
 from atoll.workload.stream import INT16_VOCAB_MAX, TokenData, token_data
 from atoll.workload.tokenizer_json import JsonTokenizer
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Of the cache; raised whenever the same text and settings would give other tokens or other files."""
 NO_CACHE: Final = "off"
 BATCH_BYTES: Final = 4_000_000
 """Text encoded at once. A Hugging Face encoding takes about a hundred bytes a token while it lasts."""
 PIECE_BYTES: Final = 8_000_000
 """A longer document is encoded in pieces, cut at a line's end where there is one."""
+LOSSES_BYTES: Final = 1 << 16
+"""Text by which it is told that a tokenizer loses some."""
 _SIDES: Final = ("train", "heldout")
 
 
@@ -73,7 +75,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     vocab_size: int
     documents: int
-    text_bytes: int
+    text_bytes: dict[str, int]
+    """Of the corpus and of the held-out text, by key: `data.max_bytes` is the most of each."""
     tokens: dict[str, int]
     files: dict[str, Check]
     notes: tuple[str, ...] = ()
@@ -141,7 +144,7 @@ class Survey:
 
     is_heldout: Callable[[bytes], bool]
     documents: int
-    text_bytes: int
+    text_bytes: dict[str, int]
     notes: tuple[str, ...]
 
 
@@ -168,11 +171,11 @@ class Work:
                 for (side, piece, ends), ids in zip(batch, tokenizer.encode_batch([piece for _, piece, _ in batch]), strict=True):
                     writers[side].append(ids, ends)
                     done, documents = done + len(piece), documents + ends
-                self._progress("encoding text", done, survey.text_bytes)
+                self._progress("encoding text", done, sum(survey.text_bytes.values()))
         self._check_unchanged()
         identity = f"{self._texts.fingerprint} {tokenizer.fingerprint} {self._kept_out}"
         about = About(
-            format=FORMAT, vocab_size=tokenizer.vocab_size, documents=documents, text_bytes=done, notes=survey.notes,
+            format=FORMAT, vocab_size=tokenizer.vocab_size, documents=documents, text_bytes=survey.text_bytes, notes=survey.notes,
             fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
             tokens={side: writer.count for side, writer in zip(_SIDES, writers, strict=True)},
             files={f"{side}.npy": _checked(folder / f"{side}.npy") for side in _SIDES},
@@ -190,17 +193,20 @@ class Work:
         for name, check in about.files.items():
             if (folder / name).stat().st_size != check.size or _checked(folder / name) != check:
                 raise ValueError(name)
+        self._check_size(max(about.text_bytes.values()))
         train, heldout = (_mapped(folder / f"{side}.npy") for side in _SIDES)
         tokenizer = self._tokenizer or BpeTokenizer(about.merges)
-        return TextData(TokenData(train, heldout, about.vocab_size, about.fingerprint), tokenizer, about.notes)
+        notes = (*_notes(self._texts), *_notes(self._heldout), *about.notes)
+        return TextData(TokenData(train, heldout, about.vocab_size, about.fingerprint), tokenizer, notes)
 
     def _survey(self) -> Survey:
-        keys, kept_out = self._heldout_keys()
-        split, skips = HashSplit(), Skips()
+        keys, kept_out, heldout_size = self._heldout_keys()
+        split, skips, sampler = HashSplit(), Skips(), Sampler(LOSSES_BYTES)
         documents = size = contaminated = 0
         for document in self._texts.read(skips, self._progress):
             key = document_key(document)
             split.see(key)
+            sampler.see(key, document)
             contaminated += key in keys
             documents, size = documents + 1, size + len(document)
             self._check_size(size)
@@ -211,21 +217,23 @@ class Work:
         notes = [skips.sentence("data.corpus"), kept_out.sentence("data.heldout")]
         if contaminated:
             notes.append(f"data.heldout: {contaminated} of the training documents are held out too, which flatters the loss")
+        if isinstance(self._tokenizer, JsonTokenizer):
+            notes.append(self._tokenizer.losses(sampler.sample()))
         is_heldout = split.heldout if self._heldout is None else _never
-        return Survey(is_heldout, documents, size, tuple(note for note in notes if note is not None))
+        sizes = {"data.corpus": size, "data.heldout": heldout_size}
+        return Survey(is_heldout, documents, sizes, tuple(note for note in notes if note is not None))
 
-    def _heldout_keys(self) -> tuple[set[bytes], Skips]:
+    def _heldout_keys(self) -> tuple[set[bytes], Skips, int]:
         keys: set[bytes] = set()
-        skips = Skips()
+        skips, size = Skips(), 0
         if self._heldout is not None:
-            size = 0
             for document in self._heldout.read(skips, self._progress):
                 keys.add(document_key(document))
                 size += len(document)
                 self._check_size(size)
             if not keys:
                 raise DataError(f"data.heldout: {self._heldout.name} is empty: it must hold some text")
-        return keys, skips
+        return keys, skips, size
 
     def _check_size(self, size: int) -> None:
         if size > self._max_bytes:
@@ -250,6 +258,10 @@ class Work:
         self._texts.check_unchanged()
         if self._heldout is not None:
             self._heldout.check_unchanged()
+
+
+def _notes(texts: Texts | None) -> tuple[str, ...]:
+    return texts.notes if isinstance(texts, FileTexts) else ()
 
 
 def _never(key: bytes) -> bool:

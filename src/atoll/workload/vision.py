@@ -32,7 +32,7 @@ class LeNet5(nn.Module):
     def __init__(self, seed: int, *, channels: int = 1, size: int = 28, classes: int = 10) -> None:
         super().__init__()
         if size < 4:
-            raise ConfigError(f"model.size = {size}: LeNet-5 halves a picture twice, so it must be at least 4")
+            raise ConfigError(f"pictures are {size} x {size}: LeNet-5 halves them twice, so they must be at least 4 x 4")
         padding = 0 if size >= 14 else 2
         self.conv1 = unset_conv(channels, 6, 5, padding=2, bias=True)
         self.conv2 = unset_conv(6, 16, 5, padding=padding, bias=True)

@@ -27,7 +27,7 @@ class VisionLanguage(nn.Module):
     def __init__(self, shape: DecoderShape, seed: int, *, channels: int, size: int, patch: int) -> None:
         super().__init__()
         if size % patch:
-            raise ConfigError(f"model.patch = {patch}: pictures are {size} x {size}, and patches must divide that")
+            raise ConfigError(f"model.numbers.patch = {patch}: pictures are {size} x {size}, and patches must divide that")
         self.patch = patch
         self.patches = patches_of(size, patch)
         self.project = unset_linear(channels * patch * patch, shape.width)
@@ -44,7 +44,8 @@ class VisionLanguage(nn.Module):
         x = torch.cat((seen, decoder.embedding(tokens)), dim=1)
         time = x.shape[1]
         if time > decoder.shape.context:
-            raise ConfigError(f"{self.patches} patches and {tokens.shape[1]} tokens need model.context of at least {time}")
+            needed = f"{self.patches} patches and {tokens.shape[1]} tokens"
+            raise ConfigError(f"{needed} need model.numbers.context of at least {time}")
         for block in decoder.blocks:
             x = block(x, decoder.cos[:time], decoder.sin[:time])
         return cast(Tensor, decoder.head(decoder.norm(x[:, self.patches :])))

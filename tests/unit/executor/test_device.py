@@ -39,7 +39,7 @@ def small(preset: str = "decoupled", *assignments: str) -> Config:
         ("decoupled", ["model.numbers={experts = 4}"], False),
         ("decoupled", ["model.numbers={experts = 0}"], True),
         ("decoupled", ["model.dtype=bfloat16"], False),
-        ("decoupled", ["model.name=lenet5", "data.corpus=digits"], False),
+        ("decoupled", ["model.name=lenet5", "data.corpus=digits", "data.max_bytes=0"], False),
     ],
 )
 def test_dense_decoders_with_a_stacked_optimiser_step_as_a_fleet(preset: str, assignments: list[str], fleet: bool) -> None:
@@ -81,7 +81,8 @@ def test_resident_learners_take_the_same_course_to_the_same_bits(preset: str, ke
 
 
 def test_held_out_set_is_measured_where_the_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = workbench_for(small("decoupled", "model.name=lenet5", "data.corpus=digits", "protocol.fragments=2"))
+    pictures = ("model.name=lenet5", "data.corpus=digits", "data.max_bytes=0")
+    bench = workbench_for(small("decoupled", *pictures, "protocol.fragments=2"))
     assert evaluated_on(bench, CPU) is bench
     moved: list[Any] = []
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: moved.append(device) or model)
@@ -96,6 +97,10 @@ def test_held_out_set_is_measured_where_the_tensors_lie(monkeypatch: pytest.Monk
 def test_device_that_is_not_there_is_refused_with_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--device rubbish: cannot be used here"):
         checked_device("rubbish")
+    with pytest.raises(UserError, match="--device meta: cannot be used here"):
+        checked_device("meta")  # tensors may be made there, but hold no numbers
+    with pytest.raises(UserError, match="--device privateuseone: cannot be used here"):
+        checked_device("privateuseone")  # torch looks for a module of that name
     words = ["train", "--virtual", "--device", "rubbish", "--out", str(tmp_path / "run")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code != 0 and not (tmp_path / "run").exists()

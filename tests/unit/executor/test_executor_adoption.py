@@ -15,8 +15,8 @@ from atoll.executor.hands import Blob
 from atoll.executor.learner import TensorLearner
 from atoll.executor.syncer import initial_versions
 from atoll.executor.workbench import Workbench
-from atoll.ids import SYNCER, WorkerId
-from atoll.protocol.vocabulary import NO_VERSION, Adopt, Contribution, Effect, Envelope, InnerStep, Keep, Send, Stage
+from atoll.ids import WorkerId
+from atoll.protocol.vocabulary import NO_VERSION, Adopt, Effect, Keep
 from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
 
 
@@ -213,37 +213,3 @@ def test_adoption_reaches_the_master_weights_which_the_next_step_casts(alpha: fl
     optimizer.step()
     for name, tensor in model.named_parameters():
         torch.testing.assert_close(tensor.detach().float(), before[name] + (1 - alpha), rtol=0.01, atol=0.01)
-
-
-def test_learner_resumed_between_sending_and_adopting_takes_what_its_packet_left_out() -> None:
-    """Without that the residual which the packet had carried would be sent a second time."""
-    bench = bench_for(configured(protocol={"error_feedback": True, "codec_up": "int2"}))
-    start = initial_versions(bench)
-
-    def fresh() -> TensorLearner:
-        learner = TensorLearner(bench, 0)
-        for p, version in enumerate(start):
-            adopt(learner, p, 0, merged=False)
-        return learner
-
-    def adopt(learner: TensorLearner, p: int, version: int, *, merged: bool) -> None:
-        learner.execute(Keep(p, version, NO_VERSION), Blob("fragment", 0, (start[p].announced.clone(), start[p].buffers)))
-        learner.execute(Adopt(p, version, 0.0, merged, "test"), None)
-
-    def train_and_send(learner: TensorLearner, t: int) -> None:
-        learner.execute(InnerStep(t, 0, t, 0), None)
-        learner.execute(Stage(0, t, NO_VERSION, False), None)
-        learner.blob_for(Send(Envelope(0, 0, SYNCER, t, (), Contribution(t, 0, t, 0, 1, 1, 1, 1))))
-
-    learner = fresh()
-    train_and_send(learner, 1)
-    adopt(learner, 0, 1, merged=True)
-    train_and_send(learner, 2)
-    snapshot = learner.state(with_residuals=True)
-    adopt(learner, 0, 2, merged=True)
-    resumed = fresh()
-    resumed._load_state(snapshot, resumes=True)
-    adopt(resumed, 0, 2, merged=True)
-    wanted = learner.state(with_residuals=True)["residuals"]
-    assert wanted[0].norm() > 0
-    assert torch.equal(resumed.state(with_residuals=True)["residuals"][0], wanted[0])

@@ -10,6 +10,7 @@ import torch
 from small_runs import Batch, Run, bench_for, configured, draw, finite, mlp, run, same, squared_error
 from torch import Tensor
 
+from atoll.codecs import encode_with_feedback
 from atoll.config import load
 from atoll.errors import ConfigError
 from atoll.executor.hands import Blob
@@ -18,7 +19,7 @@ from atoll.executor.null import batch_size
 from atoll.executor.syncer import Disk, initial_versions
 from atoll.executor.workbench import language_workbench
 from atoll.ids import SYNCER, WorkerId
-from atoll.protocol.vocabulary import NO_VERSION, Adopt, Effect, InnerStep, Keep, StepDone
+from atoll.protocol.vocabulary import NO_VERSION, Adopt, Effect, InnerStep, Keep, Stage, StepDone
 from atoll.rules import Schedule, tokens_per_step_max
 from atoll.tensors.access import named_tensors, read_params
 
@@ -132,6 +133,19 @@ def test_run_with_any_codec_up_trains_and_sends_the_bytes_the_codec_promises(up:
 def theta_with_rounding(seed: int, up: str) -> str:
     config = configured("diloco", seed=seed, protocol={"codec_up": up, "stochastic_rounding": True})
     return run(config).hands.disk.theta_sha256()
+
+
+def test_only_what_is_pulled_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step boundary copies; the loop encodes while the next step runs."""
+    encoded: list[int] = []
+
+    def watched(c: Any, x: Tensor, residual: Tensor | None, **more: Any) -> Any:
+        encoded.append(x.numel())
+        return encode_with_feedback(c, x, residual, **more)
+
+    monkeypatch.setattr("atoll.executor.learner.encode_with_feedback", watched)
+    found = run(configured(outer_steps=30, protocol={"error_feedback": True, "codec_up": "bf16", "fragments": 4}))
+    assert 0 < len(encoded) == len(found.packets) < len(found.effects(Stage))
 
 
 @pytest.mark.parametrize("up", ["int4", "e3m0"])

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.errors import DataError
-from atoll.workload.benchmarks import TASKS, find_file, read_items, result
+from atoll.workload.benchmarks import TASKS, Item, find_file, read_items, result
 from atoll.workload.bpe import BpeTokenizer, ByteTokenizer
 from atoll.workload.likelihood import Likelihood, Query, encode, likelihoods
 from atoll.workload.model import DecoderShape, build_decoder
@@ -62,6 +62,8 @@ def test_every_task_has_a_wording_that_is_tested_or_shared() -> None:
     [
         ("", "task piqa: FILE is empty"),
         ('{"ctx": "a", "gold": 0}\n', "task piqa: line 1 of FILE is no example of it (key 'choices' is missing)"),
+        ('{"a":' + "[" * 5000, "task piqa: line 1 of FILE is no example of it "
+         "(maximum recursion depth exceeded while deserializing an object)"),
         ("[1]\n", "task piqa: line 1 of FILE is no example of it (Expected `object`, got `array`)"),
         ('{"ctx": "a", "choices": ["b", "c"], "gold": 2}\n', "task piqa: line 1 of FILE has gold = 2 and 2 choices"),
         ('{"ctx": "a", "choices": ["b", "c"], "gold": true}\n', "task piqa: line 1 of FILE has gold = True and 2 choices"),
@@ -133,6 +135,15 @@ def test_seam_of_context_and_continuation_is_the_harnesss() -> None:
 
 
 
+def test_question_without_any_token_is_refused() -> None:
+    class Deaf(ByteTokenizer):
+        def encode(self, text: bytes) -> list[int]:
+            return []
+
+    with pytest.raises(DataError, match="the tokenizer has no entry for any of '日本', which is asked: take another"):
+        encode(Query("日", "本"), Deaf())
+
+
 def alone(model: nn.Module, query: Query, longest: int) -> Likelihood:
     context, continuation = encode(query, ByteTokenizer())
     tokens = (context + continuation)[-(longest + 1) :]
@@ -198,3 +209,9 @@ def test_lambada_is_told_as_greedy_accuracy_and_perplexity(tmp_path: Path) -> No
     assert found.perplexity == pytest.approx(math.exp(2.0))
     assert found.perplexity_stderr == pytest.approx(math.exp(2.0) * math.sqrt(4.5 / 2))
     assert read_items("lambada", path, limit=1) == read_items("lambada", path)[:1]
+
+
+def test_lambada_is_known_by_its_name_and_not_by_how_many_queries_an_example_has() -> None:
+    items = [Item((Query("q", " a"),)), Item((Query("q", " a"), Query("q", " b")))]
+    found = result("winogrande", "file", items, scored(-1.0, -2.0, -1.0))
+    assert (found.acc, found.perplexity) == (0.5, None)

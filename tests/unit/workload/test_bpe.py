@@ -110,12 +110,12 @@ def test_decode_of_the_end_of_a_document_is_nothing(trained: BpeTokenizer) -> No
 
 @pytest.mark.parametrize("size", [0, 256, 65_537])
 def test_train_bpe_with_an_impossible_vocabulary_names_the_range(size: int) -> None:
-    with pytest.raises(DataError, match="ask for 257 to 65536"):
+    with pytest.raises(DataError, match=f"data.vocab = {size}: is not possible for a BPE: ask for 257 to 65536 entries"):
         train_bpe(SAMPLE, size)
 
 
 def test_train_bpe_on_too_little_text_says_how_far_it_goes() -> None:
-    with pytest.raises(DataError, match=r"a sample of 5 bytes repeats too little .* ask for at most 258"):
+    with pytest.raises(DataError, match=r"data.vocab = .*: a sample of 5 bytes repeats too little .* ask for at most 258"):
         train_bpe(b"ab ab", 1024 - 512)
     assert train_bpe(b"ab ab", 258).vocab_size == 258
 

@@ -48,6 +48,50 @@ def test_folder_gives_its_text_and_json_lines_in_order_of_name(tmp_path: Path) -
     assert read(tmp_path) == [b"one", b"two", b"three"]
 
 
+def test_folder_says_how_many_of_its_files_are_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, {"a/b.txt": b"two", "a/c.bin": b"\xff", "a.md": b"x"})
+    (note,) = FileTexts(str(tmp_path), "text", "data.heldout").notes
+    assert note == (
+        f"data.heldout: files in folders passed over by their names: 2, such as {tmp_path}/a.md; of a folder .txt, .py, .jsonl, "
+        ".ndjson, .json (packed or not) and .parquet are read, others where they are named themselves or by a glob"
+    )
+    assert FileTexts(f"{tmp_path}/a,{tmp_path}/*/c.bin", "text").notes == (), "it is read after all"
+
+
+def test_linked_folders_are_followed_once_and_circles_end(tmp_path: Path) -> None:
+    write(tmp_path, {"text/b.txt": b"b", "text/deep/d.txt": b"d", "far/e.txt": b"e", "far/z/f.txt": b"f"})
+    (tmp_path / "text" / "a").symlink_to(tmp_path / "far")
+    (tmp_path / "far" / "back").symlink_to(tmp_path / "text")
+    (tmp_path / "far" / "z" / "here").symlink_to(".")
+    (tmp_path / "text" / "shallow").symlink_to("deep")
+    texts = FileTexts(str(tmp_path / "text"), "text")
+    assert [source.name for source in texts.sources] == ["a/e.txt", "a/z/f.txt", "b.txt", "deep/d.txt"]
+    again = [str(tmp_path / "text" / name) for name in ("shallow", "a/back", "a/z/here")]
+    assert texts.notes == (f"data.corpus: left out 3 (3 named twice and read once): {', '.join(again)}",)
+
+
+def test_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, {"a.txt": b"a", "deep/b.txt": b"b"})
+    scandir = os.scandir
+
+    def refused(path: str) -> object:
+        if str(path).endswith("deep"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(DataError, match=r"data.corpus: the folder .*/deep cannot be read: Permission denied"):
+        FileTexts(str(tmp_path), "text")
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_suffixes_in_capitals_are_the_same_suffixes(tmp_path: Path, packed: str) -> None:
+    write(tmp_path, {f"A.JSONL{packed.upper()}": PACKERS[packed](lines("one", "two")),
+                     f"B.Txt{packed.upper()}": PACKERS[packed](b"three")})  # fmt: skip
+    assert read(tmp_path) == [b"one", b"two", b"three"]
+    assert read(tmp_path / f"A.JSONL{packed.upper()}") == [b"one", b"two"]
+
+
 def test_glob_gives_the_files_that_match_sorted(tmp_path: Path) -> None:
     write(tmp_path, {"part-2.txt": b"2", "part-1.txt": b"1", "part-10.txt": b"10", "other.txt": b"no", "deep/part-3.txt": b"3"})
     assert read(tmp_path / "part-*.txt") == [b"1", b"10", b"2"]
@@ -66,9 +110,9 @@ def test_path_that_exists_is_that_path_whatever_its_characters(tmp_path: Path) -
 
 def test_file_named_twice_is_read_once_and_told(tmp_path: Path) -> None:
     write(tmp_path, {"a.txt": b"a", "b.txt": b"b"})
-    skips = Skips()
-    assert list(FileTexts(f"{tmp_path}/*.txt,{tmp_path}/a.txt", "text").read(skips)) == [b"a", b"b"]
-    assert skips.sentence("data.corpus") == f"data.corpus: left out 1 (1 named twice and read once): {tmp_path}/a.txt"
+    texts = FileTexts(f"{tmp_path}/*.txt,{tmp_path}/a.txt", "text")
+    assert list(texts.read()) == [b"a", b"b"]
+    assert texts.notes == (f"data.corpus: left out 1 (1 named twice and read once): {tmp_path}/a.txt",)
 
 
 def test_home_is_found_by_its_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +246,16 @@ def test_json_lines_take_the_chosen_field(tmp_path: Path) -> None:
     assert read(tmp_path / "a.jsonl", field="the body") == [b"x", b"y"]
 
 
+@pytest.mark.parametrize("field", ['a"b', "a\\b", "a\tb", "ü"])
+def test_field_may_have_any_name(tmp_path: Path, field: str) -> None:
+    write(tmp_path, {"a.jsonl": lines("x", "y", field=field), "b.jsonl": b'{"a": 1}', "c.jsonl": b"[1]"})
+    assert read(tmp_path / "a.jsonl", field=field) == [b"x", b"y"]
+    write(tmp_path, {"d.jsonl": json.dumps({field: 5}).encode()})
+    for name, flaw in (("b", "has no field"), ("c", "is not an object but array"), ("d", "holds int, not a string")):
+        with pytest.raises(DataError, match=f"{name}.jsonl, line 1: .*{flaw}"):
+            read(tmp_path / f"{name}.jsonl", field=field)
+
+
 def test_json_lines_with_a_byte_order_mark_are_read(tmp_path: Path) -> None:
     write(tmp_path, {"a.jsonl": b"\xef\xbb\xbf" + lines("x")})
     assert read(tmp_path / "a.jsonl") == [b"x"]
@@ -230,7 +284,10 @@ def test_empty_documents_and_blank_lines_are_counted_and_named(tmp_path: Path) -
         (b'{"text": ["x"]}', "its field 'text' holds array, not a string"),
         (b'{"text": "x"', r"is not valid JSON \(input data was truncated\)"),
         (b"plain words", "is not valid JSON"),
-        (b'{"text": "\\ud800"}', "is not valid JSON"),
+        (b'{"text": "\\ud800"}', r"holds \\ud800, half of a surrogate pair and no character: remove it"),
+        (b'{"text": "a\\udC00b"}', r"holds \\udc00, half of a surrogate pair"),
+        (b'{"text": "a"}\r{"text": "b"}\r', r"is not valid JSON \(JSON is malformed: trailing characters"),
+        (b'{"a": ' + b"[" * 5000, r"is not valid JSON \(maximum recursion depth exceeded"),
         (b'{"text": "a\xff"}', r"is not utf-8 \(byte 11 of the line is 0xff\): convert it"),
     ],
 )

@@ -59,6 +59,7 @@ def test_fingerprint_is_of_the_pictures_and_labels(tmp_path: Path) -> None:
         ("train-images-idx3-ubyte", idx(pictures(11, 6)[:, 0]), "11 pictures and 12 labels"),
         ("train-images-idx3-ubyte", idx(pictures(12, 6)[:, 0, :, :5]), "6 x 5, and must be square"),
         ("t10k-images-idx3-ubyte", idx(pictures(5, 4)[:, 0]), "differ in size"),
+        ("train-images-idx3-ubyte", idx(torch.zeros(12, 0, 0)), "ubyte: says 12 x 0 x 0 bytes, which is nothing"),
         ("t10k-labels-idx1-ubyte", None, "holds no t10k-labels-idx1-ubyte"),
     ],
 )  # fmt: skip
@@ -157,6 +158,11 @@ def test_damaged_cifar10_png_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "train_lables.json").write_text('{"a": 1}')
     with pytest.raises(DataError, match="no list of whole numbers"):
         cifar10(tmp_path, ROWS)
+    outside = [(str([label, *[1] * 14]), "label outside 0 to 9") for label in (10**30, -1, 10)]
+    for labels, says in (*outside, ("[" * 100_000, "is no JSON")):
+        (tmp_path / "train_lables.json").write_text(labels)
+        with pytest.raises(DataError, match=says):
+            cifar10(tmp_path, ROWS)
     write_png(tmp_path)
     png = (tmp_path / "data_batch_2.png").read_bytes()
     (tmp_path / "data_batch_2.png").write_bytes(png[: len(png) // 2])

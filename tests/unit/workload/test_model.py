@@ -142,14 +142,14 @@ def test_decoder_after_sixty_steps_on_real_text_has_learnt_something() -> None:
 def test_sequence_longer_than_the_context_is_refused() -> None:
     model = build_decoder(DecoderShape(257, 32, 1, 2, 64, context=16), 0)
     model(some_tokens(1, 16))
-    with pytest.raises(ConfigError, match=r"17 tokens is longer than model\.context = 16: set model\.context to"):
+    with pytest.raises(ConfigError, match=r"17 tokens is longer than model\.numbers\.context = 16: set model\.numbers\.con"):
         model(some_tokens(1, 17))
 
 
 def test_width_that_does_not_divide_into_heads_is_refused() -> None:
-    with pytest.raises(ConfigError, match="must be a multiple of 2 x heads = 6"):
+    with pytest.raises(ConfigError, match=r"model\.numbers\.width = 32 with model\.numbers\.heads = 3: .* of 2 x heads = 6"):
         DecoderShape(257, 32, 1, 3, 64)
-    with pytest.raises(ConfigError, match=r"model\.layers = 0: must be at least 1"):
+    with pytest.raises(ConfigError, match=r"model\.numbers\.layers = 0: must be at least 1"):
         DecoderShape(257, 32, 0, 2, 64)
 
 
@@ -183,10 +183,10 @@ def test_build_model_by_name_is_the_decoder_of_that_shape() -> None:
         ("gpt9", {}, "model.name = 'gpt9': there is no such model; there are batchnorm_mlp, decoder, mlp"),
         ("mlp", {"inputs": 1, "depth": 2}, "model 'mlp' has no number depth; it takes inputs, hidden, outputs"),
         ("mlp", {"inputs": 1}, "model 'mlp' also needs hidden, outputs; it takes inputs, hidden, outputs"),
-        ("mlp", {"inputs": 1.5, "hidden": 1, "outputs": 1}, "model.inputs = 1.5: must be a whole number"),
-        ("mlp", {"inputs": True, "hidden": 1, "outputs": 1}, "model.inputs = True: must be a whole number"),
-        ("mlp", {"inputs": 0, "hidden": 1, "outputs": 1}, "model.inputs = 0: must be at least 1"),
-        ("decoder", dict(SIZES["nano"], vocab=9, tied=1), "model.tied = 1: must be true or false"),
+        ("mlp", {"inputs": 1.5, "hidden": 1, "outputs": 1}, "model.numbers.inputs = 1.5: must be a whole number"),
+        ("mlp", {"inputs": True, "hidden": 1, "outputs": 1}, "model.numbers.inputs = True: must be a whole number"),
+        ("mlp", {"inputs": 0, "hidden": 1, "outputs": 1}, "model.numbers.inputs = 0: must be at least 1"),
+        ("decoder", dict(SIZES["nano"], vocab=9, tied=1), "model.numbers.tied = 1: must be true or false"),
     ],
 )
 def test_build_model_from_wrong_numbers_says_what_is_allowed(

@@ -145,13 +145,13 @@ def test_moe_35m_uses_as_many_parameters_a_token_as_the_dense_35m() -> None:
 @pytest.mark.parametrize(
     ("numbers", "sentence"),
     [
-        ({"top_k": 1}, "model.top_k = 1 of model.experts = 4: must be 2 to the number of experts"),
-        ({"top_k": 5}, "model.top_k = 5 of model.experts = 4: must be 2 to the number of experts"),
-        ({"mlp": 20}, "model.mlp = 20: must be a multiple of 8 in a model with experts"),
-        ({"balance": -0.5}, "model.balance = -0.5: must be at least 0"),
-        ({"balance": True}, "model.balance = True: must be a number"),
-        ({"experts": -1}, "model.experts = -1: must be at least 0"),
-        ({"experts": 2.0}, "model.experts = 2.0: must be a whole number"),
+        ({"top_k": 1}, "model.numbers.top_k = 1 of model.numbers.experts = 4: must be 2 to the number of experts"),
+        ({"top_k": 5}, "model.numbers.top_k = 5 of model.numbers.experts = 4: must be 2 to the number of experts"),
+        ({"mlp": 20}, "model.numbers.mlp = 20: must be a multiple of 8 in a model with experts"),
+        ({"balance": -0.5}, "model.numbers.balance = -0.5: must be at least 0"),
+        ({"balance": True}, "model.numbers.balance = True: must be a number"),
+        ({"experts": -1}, "model.numbers.experts = -1: must be at least 0"),
+        ({"experts": 2.0}, "model.numbers.experts = 2.0: must be a whole number"),
     ],
 )
 def test_wrong_numbers_of_experts_are_refused(numbers: dict[str, float], sentence: str) -> None:

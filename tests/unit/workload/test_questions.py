@@ -137,6 +137,27 @@ def test_damaged_easy_vqa_is_refused_in_one_sentence(tmp_path: Path) -> None:
         load_questions(f"easy_vqa:{tmp_path}")
 
 
+def test_easy_vqa_sides_of_different_sizes_are_refused(tmp_path: Path) -> None:
+    for side, size in (("train", 8), ("test", 6)):
+        write_easy(tmp_path / side, (size, size))
+    (tmp_path / "data").mkdir()
+    for side in ("train", "test"):
+        (tmp_path / side / side).rename(tmp_path / "data" / side)
+    with pytest.raises(DataError, match=r"data: its train pictures are 8 x 8 and its test pictures 6 x 6; they must"):
+        load_questions(f"easy_vqa:{tmp_path}/data")
+
+
+@pytest.mark.parametrize(
+    "row", ['["what?", "a\\ud800b", 3]', '["\\udc00", "yes", 3]', f'["what?", "yes", {10**400}]', '["what?", "yes", -1]']
+)
+def test_easy_vqa_entry_that_is_no_question_is_refused_by_its_number(tmp_path: Path, row: str) -> None:
+    write_easy(tmp_path)
+    (tmp_path / "train" / "questions.json").write_text(f'[["what?", "yes", 3], {row}]')
+    with pytest.raises(DataError, match=r"questions.json: is no list of \[question, answer, picture\]; entry 2 is \[") as caught:
+        load_questions(f"easy_vqa:{tmp_path}")
+    assert str(caught.value).isascii() and len(str(caught.value)) < 300
+
+
 def test_source_that_is_none_is_refused() -> None:
     with pytest.raises(ConfigError, match="needs digits_grid or easy_vqa:DIR"):
         load_questions("digits")

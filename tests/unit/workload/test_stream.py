@@ -118,7 +118,7 @@ def test_negative_position_is_refused() -> None:
 
 
 def test_seq_len_longer_than_the_text_is_refused_with_the_longest_possible() -> None:
-    with pytest.raises(DataError, match="64 is longer than the train text of 64 tokens: set seq_len to at most 63"):
+    with pytest.raises(DataError, match=r"data.seq_len = 64 is longer than the train text of 64 tokens: set it to at most 63"):
         Stream(counting(64), 0, 1, 1, 64)
     Stream(counting(65), 0, 1, 1, 64)
     with pytest.raises(DataError, match="longer than the held-out text of 10 tokens"):
@@ -126,7 +126,7 @@ def test_seq_len_longer_than_the_text_is_refused_with_the_longest_possible() -> 
 
 
 def test_fewer_windows_than_streams_is_refused() -> None:
-    with pytest.raises(DataError, match="gives 3 windows of seq_len = 8, fewer than 4 streams"):
+    with pytest.raises(DataError, match=r"gives 3 windows of data.seq_len = 8, fewer than 4 learners: give more text, .* fewer"):
         Stream(counting(25), 0, 4, 1, 8)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from small_tokenizer import saved, trained
-from tokenizers import AddedToken, Tokenizer
-from tokenizers.models import Unigram, WordLevel
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 from atoll.errors import DataError
 from atoll.workload.tokenizer_json import JsonTokenizer
@@ -85,6 +85,7 @@ def test_vocabularies_of_other_models_are_counted_too(tmp_path: Path) -> None:
         (None, "", r"data.tokenizer = '.*t.json': must be 'bytes', 'bpe' or a Hugging Face tokenizer's JSON file, and there"),
         (b"", "", "t.json is no Hugging Face tokenizer"),
         (b"[1]", "", "t.json is no Hugging Face tokenizer"),
+        (b'{"model": ' + b"[" * 5000, "", "t.json is no Hugging Face tokenizer"),
         (b'{"model": {}}', "", "t.json is no Hugging Face tokenizer"),
         (b'{"model": {"vocab": {"a": "b"}}}', "", "its entries are not numbered from 0"),
         (b'{"model": {"vocab": {}}}', "", "t.json has no entry"),
@@ -113,6 +114,49 @@ def test_file_the_package_refuses_is_told_in_one_sentence(tmp_path: Path) -> Non
     (tmp_path / "t.json").write_bytes(b'{"model": {"type": "Magic", "vocab": {"</s>": 0}}}')
     with pytest.raises(DataError, match=r"t.json is refused by the package tokenizers: "):
         JsonTokenizer(tmp_path / "t.json").encode(b"x")
+
+
+@pytest.mark.parametrize(
+    ("model", "flaw"),
+    [
+        (WordLevel({"a": 0, "</s>": 1}, unk_token="[UNK]"), r"WordLevel error: Missing \[UNK\] token from the vocabulary"),
+        (Unigram([("a", -1.0), ("</s>", -1.0)], None, False), "Encountered an unknown token"),
+    ],
+)
+def test_text_the_package_cannot_encode_is_told_in_one_sentence(tmp_path: Path, model: WordLevel | Unigram, flaw: str) -> None:
+    ours = JsonTokenizer(saved(tmp_path, Tokenizer(model)))
+    assert ours.encode(b"a") == [0]
+    with pytest.raises(DataError, match=rf"^data.tokenizer: .*tok.json cannot encode the text \({flaw}.*\): give .*$"):
+        ours.encode(b"b")
+
+
+def letters(**options: object) -> Tokenizer:
+    """Of the small letters alone."""
+    names = [*"abcdefghijklmnopqrstuvwxyz ", "</s>", *(["<unk>"] if "unk_token" in options else [])]
+    return Tokenizer(BPE({name: number for number, name in enumerate(names)}, [], **options))
+
+
+def test_text_that_a_tokenizer_loses_is_counted_and_shown(tmp_path: Path) -> None:
+    for theirs in (letters(), letters(unk_token="<unk>")):
+        ours = JsonTokenizer(saved(tmp_path, theirs))
+        assert ours.losses(b"all of it comes back") is None
+        assert ours.losses(("so  " * 100 + "日本 日").encode()) == (
+            f"data.tokenizer: {tmp_path}/tok.json has no entry for some of the text: in a sample 3 of 203 characters are lost "
+            "to the model, such as '日', '本'; a byte-level tokenizer, or one with byte fallback, loses none"
+        )
+
+
+def test_what_a_normaliser_or_the_joining_of_words_changes_is_not_lost(tmp_path: Path) -> None:
+    folding, spaced, bare = letters(), letters(), trained()
+    folding.normalizer = normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()])
+    words = Tokenizer(WordPiece({"do": 0, "not": 1, "u": 2, "##n": 3, "</s>": 4, "[UNK]": 5}, unk_token="[UNK]"))
+    words.normalizer = normalizers.BertNormalizer()
+    words.pre_tokenizer, words.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    spaced.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    spaced.decoder = decoders.Replace("\u2581", " ")
+    bare.decoder = None
+    for theirs, text in ((folding, "Ün do\tNOT"), (words, "Ün do not   un\n"), (spaced, "un do  not"), (bare, "Ün do not 日本")):
+        assert JsonTokenizer(saved(tmp_path, theirs)).losses(text.encode()) is None, text
 
 
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:

@@ -206,6 +206,33 @@ def test_damaged_cache_is_noticed_and_made_anew_with_a_note(here: Path, damage: 
     assert text_data(data(here)).notes == ()
 
 
+def test_most_bytes_hold_for_cached_tokens_too(here: Path) -> None:
+    size = sum(len(text) for text in STORIES)
+    wanted = {"heldout": str(here / "val-a.jsonl")}
+    for most in (size, 0):  # the corpus and the held-out text each by itself, now and from the cache
+        text_data(data(here, max_bytes=most, **wanted))
+        text_data(data(here, max_bytes=most, **wanted))
+    with pytest.raises(DataError, match=f"the text holds more than {size - 1} bytes: give less, or raise data.max_bytes"):
+        text_data(data(here, max_bytes=size - 1, **wanted))
+    with pytest.raises(DataError, match="the text holds more than 50 bytes"):
+        text_data(data(here, corpus=str(here / "val-b.jsonl"), max_bytes=50, **wanted))
+    assert text_data(data(here, **wanted)).notes == (), "what was refused has damaged nothing"
+
+
+def test_files_named_twice_or_passed_over_are_told_whatever_is_cached(here: Path) -> None:
+    once, twice = str(here / "train.jsonl.xz"), f"{here}/train.jsonl.xz,{here}/train.*"
+    told = (f"data.corpus: left out 1 (1 named twice and read once): {here}/train.jsonl.xz",)
+    found = [text_data(data(here, corpus=corpus)).notes for corpus in (twice, once, twice)]
+    assert found == [told, (), told]
+    assert len(folders(here)) == 1
+    (here / "folder").mkdir()
+    (here / "folder" / "train.jsonl").write_bytes(lines(STORIES))
+    assert text_data(data(here, corpus=str(here / "folder"))).notes == ()
+    (here / "folder" / "notes.md").write_bytes(b"x")
+    (note,) = text_data(data(here, corpus=str(here / "folder"))).notes
+    assert note.startswith(f"data.corpus: files in folders passed over by their names: 1, such as {here}/folder/notes.md; of")
+
+
 def test_processes_that_race_for_the_same_text_get_the_same_tokens(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_encodings(monkeypatch)
     with ThreadPoolExecutor(4) as pool:
@@ -285,6 +312,16 @@ def test_documents_left_out_are_told_now_and_from_the_cache(here: Path) -> None:
     assert text_data(wanted).notes == (note,)
 
 
+def test_text_that_the_tokenizer_loses_is_told_now_and_from_the_cache(here: Path) -> None:
+    vocab = {letter: number for number, letter in enumerate(" abcdefghijklmnopqrstuvwxyz")} | {"</s>": 27}
+    (here / "small.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": []}}))
+    wanted = data(here, tokenizer=str(here / "small.json"))
+    (note,) = text_data(wanted).notes
+    assert note.startswith(f"data.tokenizer: {here}/small.json has no entry for some of the text: in a sample ")
+    assert text_data(wanted).notes == (note,)
+    assert text_data(data(here, tokenizer=str(saved(here, trained())))).notes == ()
+
+
 def test_training_documents_that_are_held_out_too_are_told(here: Path) -> None:
     (here / "leak.jsonl").write_bytes(lines(["fresh", STORIES[3], STORIES[4]]))
     (note,) = text_data(data(here, heldout=str(here / "leak.jsonl"))).notes
@@ -298,6 +335,8 @@ def test_progress_reaches_the_end_of_reading_and_of_encoding(here: Path) -> None
     assert told[-1] == ("encoding text", size, size)
     assert told[0][0] == "reading text"
     assert told[0][1] == told[0][2]
+    text_data(data(here, heldout=str(here / "val-a.jsonl")), lambda *now: told.append(now))
+    assert told[-1] == ("encoding text", size + 108, size + 108), "held-out text too"
 
 
 @pytest.mark.parametrize(
@@ -360,7 +399,7 @@ def test_workbench_on_files_trains_on_their_tokens_and_passes_the_notes_on(here:
 
 def test_sequence_longer_than_the_text_is_refused_with_the_longest_possible(here: Path) -> None:
     files = {"corpus": str(here / "train.jsonl.xz"), "heldout": str(here / "val-a.jsonl")}
-    with pytest.raises(DataError, match="500 is longer than the held-out text of 117 tokens: set seq_len to at most 116"):
+    with pytest.raises(DataError, match=r"data.seq_len = 500 is longer than the held-out text of 117 tokens: .* at most 116"):
         language_workbench(load(overrides={"data": files | {"seq_len": 500}}))
 
 

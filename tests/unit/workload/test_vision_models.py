@@ -45,7 +45,7 @@ def test_weights_come_from_the_seed_alone_and_leave_the_global_generator_alone(n
 @pytest.mark.parametrize("size", [4, 8, 14, 28, 32])
 def test_lenet_takes_pictures_of_any_usual_size(size: int) -> None:
     assert LeNet5(0, size=size, channels=3)(torch.zeros(2, 3, size, size)).shape == (2, 10)
-    with pytest.raises(ConfigError, match=r"model.size = 3: .* at least 4"):
+    with pytest.raises(ConfigError, match=r"pictures are 3 x 3: .* at least 4 x 4"):
         LeNet5(0, size=3)
 
 
@@ -98,9 +98,9 @@ def test_every_byte_sees_the_whole_picture_and_no_later_byte() -> None:
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.patch = 5: pictures are 16 x 16"):
+    with pytest.raises(ConfigError, match=r"model.numbers.patch = 5: pictures are 16 x 16"):
         vision_language(0, **EYES, patch=5)
-    with pytest.raises(ConfigError, match=r"16 patches and 9 tokens need model.context of at least 25"):
+    with pytest.raises(ConfigError, match=r"16 patches and 9 tokens need model.numbers.context of at least 25"):
         vision_language(0, **EYES, context=24)(torch.zeros(1, 1, 16, 16), torch.zeros(1, 9, dtype=torch.int64))
     with pytest.raises(ConfigError, match="has no number depth"):
         build_model("vlm", EYES | {"depth": 2}, 0, VISION_MODELS)

@@ -1,0 +1,78 @@
+"""What a run's token numbers mean, kept in its folder: its tokenizer, and which text it was trained on.
+
+Weights without their tokenizer are no model. The config only says how the tokenizer was come by (trained on the text, read from
+a file), and text and files change: the same recipe later, or on another machine, gives another one of the same size.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from atoll.config import Data
+from atoll.errors import DataError, UserError
+from atoll.executor.workbench import Workbench
+from atoll.workload.bpe import BpeTokenizer, ByteTokenizer, Tokenizer
+from atoll.workload.tokenizer_json import JsonTokenizer
+
+FILE: Final = "text.json"
+
+
+class KeptText(msgspec.Struct, frozen=True):
+    tokenizer: str
+    """Its fingerprint."""
+    data: str
+    """The text's, encoded."""
+    merges: tuple[tuple[int, int], ...] = ()
+    """Of a BPE that was trained on the text."""
+    hugging_face: str = ""
+    """The JSON of such a tokenizer, whole."""
+
+
+def keep_text(directory: Path, bench: Workbench) -> None:
+    """Pictures have no tokenizer, and leave nothing."""
+    tokenizer = bench.tokenizer
+    if tokenizer is None:
+        return
+    merges = tokenizer.merges if isinstance(tokenizer, BpeTokenizer) else ()
+    json = tokenizer.content.decode() if isinstance(tokenizer, JsonTokenizer) else ""
+    kept = KeptText(tokenizer.fingerprint, bench.fingerprint, merges, json)
+    (directory / FILE).write_bytes(msgspec.json.encode(kept))
+
+
+def kept_text(run: Path) -> tuple[Path, KeptText] | None:
+    """None: the run is of a time before this was kept, or of pictures."""
+    path = next((home / FILE for home in (run, run / "syncer") if (home / FILE).is_file()), None)
+    if path is None:
+        return None
+    try:
+        return path, msgspec.json.decode(path.read_bytes(), type=KeptText)
+    except (msgspec.MsgspecError, OSError) as error:
+        raise DataError(f"{path} is not what a run keeps of its text: {error}") from None
+
+
+def tokenizer_of(path: Path, kept: KeptText, data: Data) -> Tokenizer:
+    """The run's own, whatever the config's file or text has become."""
+    tokenizer: Tokenizer
+    if kept.hugging_face:
+        tokenizer = JsonTokenizer(path, data.end_of_document, kept.hugging_face.encode())
+    else:
+        tokenizer = BpeTokenizer(kept.merges) if kept.merges else ByteTokenizer()
+    if tokenizer.fingerprint != kept.tokenizer:
+        raise DataError(f"{path} is damaged: its tokenizer is not the one that it says it is")
+    return tokenizer
+
+
+def refuse_other_tokenizer(snapshot: Path, bench: Workbench) -> None:
+    """Before a run goes on from a snapshot, which lies in its folder: under another tokenizer its weights would mean nothing."""
+    found = next((found for folder in snapshot.resolve().parents if (found := kept_text(folder))), None)
+    if found is not None and bench.tokenizer is not None and bench.tokenizer.fingerprint != found[1].tokenizer:
+        was = f"--resume: {found[0].parent} was trained under another tokenizer than {said(bench.config.data)} gives now"
+        raise UserError(f"{was}; bring back the text or file that it had, or start anew")
+
+
+def said(data: Data) -> str:
+    trained = "data.tokenizer = 'bpe', trained on data.corpus,"
+    return trained if data.tokenizer == "bpe" else f"data.tokenizer = {data.tokenizer!r}"
