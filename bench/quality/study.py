@@ -100,6 +100,18 @@ def rate_runs() -> list[Run]:
     ], "35M", 50e6, 65_536)  # fmt: skip
 
 
+def outer_runs() -> list[Run]:
+    """Outer settings for the methods that `decoupled`'s were lent to; 0.7 / 0.9 is published."""
+    def outer(rate: float, momentum: float) -> tuple[str, str]:
+        return f"outer.outer_learning_rate={rate}", f"outer.outer_momentum={momentum}"
+
+    tries = ((1.0, 0.5), (0.7, 0.9), (0.7, 0.5))
+    return sized([
+        run(f"{name}_{rate}_{momentum}", name, 8, "protocol.local_steps_per_round=30", *outer(rate, momentum))
+        for name in ("streaming", "diloco") for rate, momentum in tries
+    ], "35M", 50e6, 65_536)  # fmt: skip
+
+
 def sweep_runs() -> list[Run]:
     """What the other settings were chosen from."""
     rda = ("protocol.embedding_merge=rda", "outer.outer_learning_rate=0.4", "outer.outer_momentum=0.7")
@@ -181,7 +193,7 @@ def _others() -> dict[str, list[str]]:
     return {"freezing": freezing} | {f"h{h}": [f"protocol.local_steps_per_round={h}"] for h in (12, 48)}
 
 
-GROUPS = {"main": main_runs, "rates": rate_runs, "sweep": sweep_runs, "ablations": ablation_runs}
+GROUPS = {"main": main_runs, "rates": rate_runs, "outer": outer_runs, "sweep": sweep_runs, "ablations": ablation_runs}
 
 # ---------------------------------------------------------------- running them
 

@@ -108,7 +108,7 @@ def test_time_limit_ends_what_runs_and_starts_no_more(study: Any, fake: Path, ca
     assert "decoupled_m8_failures.s0: not started" in told
 
 
-@pytest.mark.parametrize("group", ["main", "sweep", "ablations"])
+@pytest.mark.parametrize("group", ["main", "rates", "outer", "sweep", "ablations"])
 def test_every_run_has_a_name_of_its_own_and_settings_that_atoll_takes(study: Any, train: Any, group: str) -> None:
     runs = study.GROUPS[group]()
     assert len({run.name for run in runs}) == len(runs)
