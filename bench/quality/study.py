@@ -142,10 +142,10 @@ UNEVEN = ("cluster.slow_share=0.25", "cluster.slow_factor=1.5")
 
 
 def ablation_runs() -> list[Run]:
-    groups = (_codecs(), _merges(), _overlaps(), _uneven(), _fragments(), _others())
+    groups = (_codecs(), _merges(), _overlaps(), _uneven(), _fragments(), _others(), _with_muon())
     found = [run(name, "decoupled", 8, *PUBLISHED, *lines) for group in groups for name, lines in group.items()]
-    return sized([run("data_parallel", DATA_PARALLEL, 1, *PUBLISHED[:3]), run("base", "decoupled", 8, *PUBLISHED), *found],
-                 "10M", 50e6, 32_768)  # fmt: skip
+    references = [run("data_parallel", DATA_PARALLEL, 1, *BY_ADAMW), run("data_parallel_muon", DATA_PARALLEL, 1)]
+    return sized([*references, run("base", "decoupled", 8, *PUBLISHED), *found], "10M", 50e6, 32_768)
 
 
 def _codecs() -> dict[str, list[str]]:
@@ -191,6 +191,14 @@ def _others() -> dict[str, list[str]]:
     is pulled while the step that trains it still runs, from the copy of the boundary before, and then overwritten."""
     freezing = [*EXACT, "protocol.overlap=0", "protocol.freeze_not_due=true"]
     return {"freezing": freezing} | {f"h{h}": [f"protocol.local_steps_per_round={h}"] for h in (12, 48)}
+
+
+def _with_muon() -> dict[str, list[str]]:
+    """The merges once more, beside data_parallel_muon: what AdamW's learners need, Muon's may not."""
+    muon = [f"inner.{key}={value}" for key, value in SETTINGS["inner"].items()]
+    muon.append(f"inner.learning_rate={SETTINGS['rates'][8]}")
+    pairs = (("rda", "mean"), ("rda", "rda"), ("mean", "mean"))
+    return {f"muon_{m}_{e}": [*muon, f"protocol.merge={m}", f"protocol.embedding_merge={e}"] for m, e in pairs}
 
 
 GROUPS = {"main": main_runs, "rates": rate_runs, "outer": outer_runs, "sweep": sweep_runs, "ablations": ablation_runs}
