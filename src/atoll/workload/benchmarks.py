@@ -135,7 +135,7 @@ def _winogrande(record: Record) -> Item:
 
 def _lambada(record: Record) -> Item:
     context, target = ("context", "continuation") if "context" in record else ("ctx", "target")
-    if not _text(record, target).strip():
+    if not _text(record, target):
         raise ValueError(f"{target} is empty")
     return Item((Query(_text(record, context), f" {record[target]}"),))
 

@@ -87,7 +87,7 @@ CHOICES = "choices must be a list of at least 2 texts"
     [
         ("lambada", {"ctx": 5}, "ctx must be a text, not a number"),
         ("lambada", {"target": None}, "target must be a text, not null"),
-        ("lambada", {"target": " "}, "target is empty"),
+        ("lambada", {"target": ""}, "target is empty"),
         ("lambada_newlines", {"continuation": ["signs"]}, "continuation must be a text, not a list"),
         ("openbookqa", {"ctx": 5}, "ctx must be a text, not a number"),
         ("piqa", {"ctx": None}, "ctx must be a text, not null"),
