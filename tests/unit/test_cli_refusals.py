@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,21 @@ from typer.testing import CliRunner
 from atoll.chaos import Plan
 from atoll.cli import live, running
 from atoll.cli.app import app
+from atoll.cli.shared import RunProgress
 from atoll.config import load, to_toml
 from atoll.config.sections import PICTURE_MODELS
 from atoll.errors import RunFailed, UserError
 from atoll.executor.durable import DurableDisk
+from atoll.executor.kept_text import keep_text
 from atoll.executor.snapshots import begin_syncer, seal_syncer
 from atoll.executor.syncer import initial_versions
 from atoll.executor.vision import VISION_MODELS
 from atoll.executor.workbench import language_workbench
+from atoll.ids import SYNCER
+from atoll.protocol.vocabulary import DeadlinePassed, Refuse
 from atoll.runtime.cluster import LocalCluster, _Worker
-from atoll.views.run import Summary, Tokens
+from atoll.views.run import RunView, Summary, Tokens
+from atoll.workload.bpe import BpeTokenizer
 
 SMALL = [
     "outer_steps=4", "learners=2", "data.seq_len=16", "data.batch_size=2", "data.max_bytes=200000", "data.heldout_batches=2",
@@ -207,6 +213,35 @@ def test_resumed_run_keeps_its_preset(stopped: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("learners = 2\n")
     assert refusal("train", "recipe.toml", "--resume", stopped, "--preset", "diloco", "--set", "outer_steps=50") == wanted
     assert "outer step 40 already" in refusal("train", "--resume", stopped, "--preset", "decoupled")
+
+
+def test_recipe_of_another_preset_resumes_nothing(stopped: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text('preset = "fedavg"\nlearners = 2\n')
+    said = refusal("train", "recipe.toml", "--resume", stopped, "--set", "outer_steps=50")
+    kept = f"the run in {stopped} is of preset 'decoupled', and a resumed run keeps it"
+    assert said == f"recipe recipe.toml is of preset 'fedavg': {kept}; give --preset decoupled, or leave the recipe out"
+
+
+def test_other_tokenizer_is_told_before_there_is_a_folder(stopped: Path, tmp_path: Path) -> None:
+    bench = language_workbench(load(stopped / "config.toml"))
+    keep_text(stopped / "syncer", replace(bench, tokenizer=BpeTokenizer([(97, 98)])))
+    said = CliRunner().invoke(app, ["train", "--resume", str(stopped), "--set", "outer_steps=50", "--out", "new"]).exception
+    assert isinstance(said, UserError) and "was trained under another tokenizer than data.tokenizer = 'bytes' gives" in str(said)
+    assert not (tmp_path / "new").exists()
+
+
+def test_standstill_by_poison_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    config = load(assignments=["learners=2"])
+    flaw = Refuse(1, "poisoned update: bytes that cannot be read: it is empty: the learner found NaN or Inf in it", False)
+    with RunProgress(config, RunView(2), quiet=False, clock="") as progress:
+        for _ in range(9):
+            progress(0, SYNCER, DeadlinePassed(), [flaw])
+        assert "NaN" not in capsys.readouterr().out, "a learner may recover"
+        for _ in range(9):
+            progress(0, SYNCER, DeadlinePassed(), [flaw])
+    said = capsys.readouterr().out.replace("\n", " ")
+    assert said.count("no outer step since 10 updates were refused") == 1
+    assert "the learner found NaN or Inf in it); lower inner.learning_rate" in said
 
 
 def test_folder_that_is_no_runs_is_told_with_a_recipe_too(tmp_path: Path) -> None:

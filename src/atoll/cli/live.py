@@ -97,7 +97,7 @@ def run_syncer(
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
     from atoll.executor.snapshots import read_manifest
-    from atoll.runtime.home import Home
+    from atoll.runtime.home import TAPE, Home
     from atoll.runtime.syncer import SyncerProcess
     from atoll.transport import server_credentials
     from atoll.transport.keys import is_loopback, load_server
@@ -110,7 +110,7 @@ def run_syncer(
         for warning in found.warnings:
             logging.getLogger("atoll.syncer").warning(warning)
         credentials = server_credentials(found.certificate, found.key, found.ca)
-    if resume is not None:
+    if resume is not None and not (directory / TAPE).exists():  # the same command again goes on from its tape, not from there
         _refuse_nothing_left(settings, resume, read_manifest(resume).snapshot)
     use_threads(threads)
     say = logging.getLogger("atoll.syncer").warning
@@ -222,10 +222,13 @@ def cluster_summary(
     settings: Config, plan: Plan, directory: Path, threads: int, device: str, allowed: list[str],
     resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
 ) -> Summary:  # fmt: skip
+    from atoll.executor.kept_text import refuse_other_tokenizer
     from atoll.runtime.cluster import LocalCluster
     from atoll.runtime.verdict import verdict
 
     bench = built(settings, allowed, progress.say)
+    if resume is not None:
+        refuse_other_tokenizer(resume[0] / "syncer", bench)
 
     def watch(record: Record) -> None:
         view(record.now, record.worker, record.event, record.effects)

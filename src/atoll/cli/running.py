@@ -84,6 +84,8 @@ def train(
     if resume is not None:
         recipe = _recipe_to_resume(resume, recipe, preset)
     settings = settings_from(recipe, preset, learners, seed, set_)
+    if resume is not None:
+        _refuse_other_preset(resume, settings, recipe)
     plan = load_plan(chaos, settings.learners) if chaos else Plan()
     allowed = allow_model or []
     if twin and not plan.faults:
@@ -116,6 +118,13 @@ def _recipe_to_resume(run: Path, recipe: Path | None, preset: str | None) -> Pat
         kept = f"the run in {run} is of preset {was!r}, and a resumed run keeps it"
         raise UserError(f"--preset {preset}: {kept}; leave --preset out")
     return recipe or own
+
+
+def _refuse_other_preset(run: Path, settings: Config, recipe: Path | None) -> None:
+    own = run / "config.toml"
+    if own.is_file() and (was := config.load(own).preset) != settings.preset:
+        kept = f"the run in {run} is of preset {was!r}, and a resumed run keeps it"
+        raise UserError(f"recipe {recipe} is of preset {settings.preset!r}: {kept}; give --preset {was}, or leave the recipe out")
 
 
 def _twin_of(directory: Path) -> Path:

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from atoll import config
 from atoll.config import PRESETS, Config
 from atoll.ids import SYNCER, Nanos, WorkerId
-from atoll.protocol.vocabulary import Effect, Event, Finished, FixParticipants
+from atoll.protocol.vocabulary import Effect, Event, Finished, FixParticipants, Refuse
 from atoll.views.run import RunView, Summary
 from atoll.views.tables import run_table
 
@@ -75,6 +75,12 @@ def _remove_if_empty(path: Path) -> None:
         path.parent.rmdir()
 
 
+POISONED = "poisoned update"
+"""How the syncer begins when it refuses one."""
+STANDSTILL = 5
+"""Of every learner, without an outer step between them."""
+
+
 class RunProgress:
     """A bar on a terminal, a line every tenth of the run otherwise."""
 
@@ -82,6 +88,7 @@ class RunProgress:
         self._settings, self._view, self._quiet, self._clock = settings, view, quiet, clock
         self._bar: Progress | None = None
         self._next = 0
+        self._poisoned = 0
 
     def __enter__(self) -> RunProgress:
         console = err if self._quiet else out
@@ -103,9 +110,21 @@ class RunProgress:
         self._console.print(text, soft_wrap=True)
 
     def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
-        fixed = next((e.outer_step for e in effects if isinstance(e, FixParticipants | Finished)), None)
-        if worker == SYNCER and fixed is not None:
-            self.reached(fixed, now / 1e9, self._view.train_loss)
+        if worker != SYNCER:
+            return
+        for effect in effects:
+            if isinstance(effect, FixParticipants | Finished):
+                self._poisoned = 0
+                self.reached(effect.outer_step, now / 1e9, self._view.train_loss)
+            elif isinstance(effect, Refuse) and effect.reason.startswith(POISONED):
+                self._refused(effect.reason)
+
+    def _refused(self, reason: str) -> None:
+        """Learners that recover only to fail again are in no round, and nothing else would tell why the run stands still."""
+        self._poisoned += 1
+        if self._poisoned == STANDSTILL * self._settings.learners:
+            told = f"no outer step since {self._poisoned} updates were refused ({reason.removeprefix(POISONED).strip(': ')})"
+            self.say(f"warning: {told}; lower inner.learning_rate")
 
     def reached(self, step: int, seconds: float, loss: float | None) -> None:
         text = f"train loss {loss:.4f}" if loss is not None else ""

@@ -7,7 +7,7 @@ a file), and text and files change: the same recipe later, or on another machine
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ FILE: Final = "text.json"
 
 
 class KeptText(msgspec.Struct, frozen=True):
+    kind: Literal["bytes", "bpe", "hugging_face"]
     tokenizer: str
     """Its fingerprint."""
     data: str
@@ -36,16 +37,25 @@ def keep_text(directory: Path, bench: Workbench) -> None:
     tokenizer = bench.tokenizer
     if tokenizer is None:
         return
-    merges = tokenizer.merges if isinstance(tokenizer, BpeTokenizer) else ()
-    json = tokenizer.content.decode() if isinstance(tokenizer, JsonTokenizer) else ""
-    kept = KeptText(tokenizer.fingerprint, bench.fingerprint, merges, json)
+    names = (tokenizer.fingerprint, bench.fingerprint)
+    if isinstance(tokenizer, JsonTokenizer):
+        kept = KeptText("hugging_face", *names, hugging_face=tokenizer.content.decode())
+    elif isinstance(tokenizer, BpeTokenizer):
+        kept = KeptText("bpe", *names, merges=tokenizer.merges)
+    else:
+        kept = KeptText("bytes", *names)
     (directory / FILE).write_bytes(msgspec.json.encode(kept))
 
 
 def kept_text(run: Path) -> tuple[Path, KeptText] | None:
+    """Of a virtual run's folder, a live one's or a syncer's."""
+    return _in(run) or _in(run / "syncer")
+
+
+def _in(folder: Path) -> tuple[Path, KeptText] | None:
     """None: the run is of a time before this was kept, or of pictures."""
-    path = next((home / FILE for home in (run, run / "syncer") if (home / FILE).is_file()), None)
-    if path is None:
+    path = folder / FILE
+    if not path.is_file():
         return None
     try:
         return path, msgspec.json.decode(path.read_bytes(), type=KeptText)
@@ -56,21 +66,26 @@ def kept_text(run: Path) -> tuple[Path, KeptText] | None:
 def tokenizer_of(path: Path, kept: KeptText, data: Data) -> Tokenizer:
     """The run's own, whatever the config's file or text has become."""
     tokenizer: Tokenizer
-    if kept.hugging_face:
+    if kept.kind == "hugging_face":
         tokenizer = JsonTokenizer(path, data.end_of_document, kept.hugging_face.encode())
     else:
-        tokenizer = BpeTokenizer(kept.merges) if kept.merges else ByteTokenizer()
+        tokenizer = BpeTokenizer(kept.merges) if kept.kind == "bpe" else ByteTokenizer()
     if tokenizer.fingerprint != kept.tokenizer:
         raise DataError(f"{path} is damaged: its tokenizer is not the one that it says it is")
     return tokenizer
 
 
-def refuse_other_tokenizer(snapshot: Path, bench: Workbench) -> None:
-    """Before a run goes on from a snapshot, which lies in its folder: under another tokenizer its weights would mean nothing."""
-    found = next((found for folder in snapshot.resolve().parents if (found := kept_text(folder))), None)
+def refuse_other_tokenizer(syncer: Path, bench: Workbench) -> None:
+    """Before a run goes on from what lies in its syncer's folder: under another tokenizer its weights would mean nothing."""
+    found = _in(syncer) if bench.tokenizer is not None else None
     if found is not None and bench.tokenizer is not None and bench.tokenizer.fingerprint != found[1].tokenizer:
-        was = f"--resume: {found[0].parent} was trained under another tokenizer than {said(bench.config.data)} gives now"
+        was = f"{syncer} was trained under another tokenizer than {said(bench.config.data)} gives now"
         raise UserError(f"{was}; bring back the text or file that it had, or start anew")
+
+
+def home_of(snapshot: Path) -> Path:
+    """The syncer's folder, in whose snapshots/ its parts lie."""
+    return snapshot.resolve().parents[1]
 
 
 def said(data: Data) -> str:

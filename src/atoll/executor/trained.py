@@ -16,7 +16,7 @@ from torch import nn
 from atoll.config import CUSTOM, Config, load
 from atoll.errors import DataError, UserError
 from atoll.executor.durable import FOLDER, DurableDisk
-from atoll.executor.kept_text import kept_text, tokenizer_of
+from atoll.executor.kept_text import kept_text, said, tokenizer_of
 from atoll.executor.vision import VISION_MODELS
 from atoll.executor.weights import save_weights
 from atoll.executor.workbench import layout_for, model_builder
@@ -237,10 +237,12 @@ def evaluate_run(
 def _heldout(trained: Trained) -> Result:
     """What training told of Theta, on the same batches. An example is a sequence: a batch is as large as memory allows."""
     d = trained.config.data
-    tokens, found = text_data(d).tokens, kept_text(trained.run)
-    if found is not None and tokens.fingerprint != found[1].data:
+    text, found = text_data(d), kept_text(trained.run)
+    if found is not None and text.tokenizer.fingerprint != found[1].tokenizer:
+        raise UserError(f"--tasks {HELDOUT}: {said(d)} gives run {trained.run} another tokenizer now; leave this task out")
+    if found is not None and text.tokens.fingerprint != found[1].data:
         raise UserError(f"--tasks {HELDOUT}: the text of run {trained.run} ({d.corpus}) is not what it was; leave this task out")
-    batches = heldout_batches(tokens, d.batch_size, d.seq_len, d.heldout_batches)
+    batches = heldout_batches(text.tokens, d.batch_size, d.seq_len, d.heldout_batches)
     return Result(task=HELDOUT, examples=sum(map(len, batches)), loss=heldout_loss(trained.model, batches))
 
 

@@ -13,6 +13,7 @@ killed one needs to go on is here.
 from __future__ import annotations
 
 import contextlib
+import logging
 import shutil
 import threading
 import time
@@ -26,7 +27,7 @@ from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
 from atoll.executor.durable import DurableDisk, lock_directory
 from atoll.executor.environment import code_version, cpu_capability
-from atoll.executor.kept_text import keep_text, refuse_other_tokenizer
+from atoll.executor.kept_text import home_of, keep_text, refuse_other_tokenizer
 from atoll.executor.offer import named_tensors_of, unpack_offer
 from atoll.executor.snapshots import link_versions, load_syncer
 from atoll.executor.state import write_file
@@ -43,6 +44,8 @@ from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tensors.layout import Layout
 from atoll.tensors.outer import initial_state
 from atoll.transport.keys import Tokens, make_token, random_token_secret
+
+log = logging.getLogger("atoll.syncer")
 
 TAPE = "run.tape"
 OFFER = "model.offer"
@@ -93,7 +96,7 @@ class Home:
         self.run, self.epoch = new_run_id(), wall()
         if resume is not None:
             if self._bench is not None:
-                refuse_other_tokenizer(resume, self._bench)
+                refuse_other_tokenizer(home_of(resume), self._bench)
             self._books = self._take_snapshot(resume)
         elif self._bench is not None:
             self._furnish(DurableDisk.create(self.directory, initial_versions(self._bench)))
@@ -148,6 +151,11 @@ class Home:
             raise UserError(
                 f"directory {self.directory}: holds run {self.run} with another config; give the same recipe or another folder"
             )
+        if self._bench is not None:
+            refuse_other_tokenizer(self.directory, self._bench)
+        if tape.header.data_fingerprint != self.data_fingerprint:
+            log.warning("the text is not what the run began with: training goes on, replay will not")
+            self.data_fingerprint = tape.header.data_fingerprint
         last: Nanos = 0
         for record in tape.records():
             self.machine.on(record.event, record.now)

@@ -100,7 +100,7 @@ def from_payload(body: Message, payload: memoryview) -> Blob:
     if isinstance(body, StateTransfer):
         return Blob("state", size, unpack(payload))
     if size < _PREFIX.size:
-        raise DataError(f"payload of {size} bytes is too short")
+        raise DataError(f"payload of {size} bytes is too short" if size else "it is empty: the learner found NaN or Inf in it")
     tag, length = _PREFIX.unpack_from(payload)
     rest = payload[_PREFIX.size :]
     if tag not in (_PACKET, _PLAIN) or length > rest.nbytes or (rest.nbytes - length) % 4:

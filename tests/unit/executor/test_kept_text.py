@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +15,15 @@ from atoll.chaos import Plan
 from atoll.cli.app import app
 from atoll.config import load
 from atoll.errors import DataError, UserError
-from atoll.executor.kept_text import FILE, keep_text, refuse_other_tokenizer
+from atoll.executor.kept_text import FILE, home_of, keep_text, refuse_other_tokenizer
 from atoll.executor.tasks import workbench_for
 from atoll.executor.trained import export_hf, open_trained
 from atoll.executor.workbench import Workbench, language_workbench
+from atoll.runtime.home import Home
 from atoll.runtime.placement import Placement
 from atoll.runtime.worker import _workbench
 from atoll.sim.run import run_virtual
-from atoll.workload.bpe import ByteTokenizer
+from atoll.workload.bpe import BpeTokenizer, ByteTokenizer
 from atoll.workload.export import hf_tokenizer
 
 SMALL = {
@@ -123,10 +125,55 @@ def test_learner_whose_text_gives_another_bpe_does_not_train(tmp_path: Path) -> 
 
 def test_run_does_not_go_on_under_another_tokenizer(tmp_path: Path) -> None:
     bench = language_workbench(load(preset_name="decoupled", overrides=settings(text(tmp_path / "t.jsonl", "atoll"), "bpe")))
-    home = tmp_path / "run" / "syncer"
-    snapshot = home / "snapshots" / "20"
-    snapshot.mkdir(parents=True)
+    other = replace(bench, tokenizer=ByteTokenizer())
+    home = home_of(tmp_path / "run" / "syncer" / "snapshots" / "20")
+    home.mkdir(parents=True)
+    (tmp_path / "run" / FILE).write_text('{"text": "of the user, in a folder above"}', encoding="utf8")
+    refuse_other_tokenizer(home, other)  # a run of a time before this was kept
     keep_text(home, bench)
-    refuse_other_tokenizer(snapshot, bench)
+    refuse_other_tokenizer(home, bench)
+    refuse_other_tokenizer(home, replace(bench, tokenizer=None))
     with pytest.raises(UserError, match="was trained under another tokenizer than data"):
-        refuse_other_tokenizer(snapshot, replace(bench, tokenizer=ByteTokenizer()))
+        refuse_other_tokenizer(home, other)
+
+
+KILLED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""A syncer that is killed closes no file."""
+
+
+@KILLED
+def test_syncer_that_comes_back_takes_no_other_tokenizer(tmp_path: Path) -> None:
+    """Whoever is still there would train on under the old one, and newcomers under the new."""
+    corpus = text(tmp_path / "text.jsonl", "atoll")
+    config = load(preset_name="decoupled", overrides=settings(corpus, "bpe"))
+    Home(tmp_path / "syncer", config, language_workbench(config)).close(complete=False)
+    Home(tmp_path / "syncer", config, language_workbench(config)).close(complete=False)
+    text(corpus, "something else entirely, zzz zzz zzz qqq")
+    with pytest.raises(UserError, match="was trained under another tokenizer than data"):
+        Home(tmp_path / "syncer", config, language_workbench(config))
+    gc.collect()
+
+
+@KILLED
+def test_syncer_that_comes_back_to_other_text_warns_and_stays_with_what_it_began_with(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    corpus = text(tmp_path / "text.jsonl", "atoll")
+    config = load(preset_name="decoupled", overrides=settings(corpus, "bytes"))
+    home = Home(tmp_path / "syncer", config, language_workbench(config))
+    began = home.data_fingerprint
+    home.close(complete=False)
+    text(corpus, "tide")
+    again = Home(tmp_path / "syncer", config, language_workbench(config))
+    again.close(complete=False)
+    assert again.data_fingerprint == began
+    assert "the text is not what the run began with" in caplog.text
+    del home, again
+    gc.collect()
+
+
+def test_bpe_without_any_merge_is_no_byte_tokenizer(tmp_path: Path) -> None:
+    overrides = settings(text(tmp_path / "text.jsonl", "atoll"), "bpe")
+    config = load(preset_name="decoupled", overrides=overrides, assignments=["data.vocab=257"])
+    run_virtual(config, Plan(), tmp_path / "run", tensors=True)
+    assert isinstance(open_trained(tmp_path / "run").tokenizer, BpeTokenizer)
