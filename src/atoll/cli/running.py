@@ -82,10 +82,12 @@ def train(
     if snapshot is not None and resume is None:
         raise UserError("--snapshot: says which snapshot --resume takes; give --resume RUN too")
     if resume is not None:
-        recipe = _recipe_to_resume(resume, recipe, preset)
+        recipe = _recipe_to_resume(resume, recipe)
+        _refuse_other_preset(resume, preset, f"--preset {preset}", "leave --preset out")
     settings = settings_from(recipe, preset, learners, seed, set_)
     if resume is not None:
-        _refuse_other_preset(resume, settings, recipe)
+        named = f"recipe {recipe} is of preset {settings.preset!r}"
+        _refuse_other_preset(resume, settings.preset, named, "leave the recipe out, or give --preset too")
     plan = load_plan(chaos, settings.learners) if chaos else Plan()
     allowed = allow_model or []
     if twin and not plan.faults:
@@ -108,23 +110,19 @@ def train(
     show(summary, as_json)
 
 
-def _recipe_to_resume(run: Path, recipe: Path | None, preset: str | None) -> Path:
+def _recipe_to_resume(run: Path, recipe: Path | None) -> Path:
     """The run's own config, unless a recipe is given: two machines' folders, brought together, need not have one."""
     own = run / "config.toml"
     if not run.is_dir() or (recipe is None and not own.is_file()):
         raise UserError(f"--resume {run}: is no run's folder, it has no config.toml")
-    was = config.load(own).preset if own.is_file() else preset
-    if preset not in (None, was):
-        kept = f"the run in {run} is of preset {was!r}, and a resumed run keeps it"
-        raise UserError(f"--preset {preset}: {kept}; leave --preset out")
     return recipe or own
 
 
-def _refuse_other_preset(run: Path, settings: Config, recipe: Path | None) -> None:
+def _refuse_other_preset(run: Path, wanted: str | None, who: str, instead: str) -> None:
     own = run / "config.toml"
-    if own.is_file() and (was := config.load(own).preset) != settings.preset:
+    if wanted is not None and own.is_file() and (was := config.load(own).preset) != wanted:
         kept = f"the run in {run} is of preset {was!r}, and a resumed run keeps it"
-        raise UserError(f"recipe {recipe} is of preset {settings.preset!r}: {kept}; give --preset {was}, or leave the recipe out")
+        raise UserError(f"{who}: {kept}; {instead}")
 
 
 def _twin_of(directory: Path) -> Path:

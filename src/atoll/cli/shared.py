@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from atoll import config
 from atoll.config import PRESETS, Config
 from atoll.ids import SYNCER, Nanos, WorkerId
-from atoll.protocol.vocabulary import Effect, Event, Finished, FixParticipants, Refuse
+from atoll.protocol.vocabulary import POISONED, Effect, Event, Finished, FixParticipants, Refuse
 from atoll.views.run import RunView, Summary
 from atoll.views.tables import run_table
 
@@ -75,8 +75,6 @@ def _remove_if_empty(path: Path) -> None:
         path.parent.rmdir()
 
 
-POISONED = "poisoned update"
-"""How the syncer begins when it refuses one."""
 STANDSTILL = 5
 """Of every learner, without an outer step between them."""
 

@@ -23,6 +23,7 @@ from atoll.protocol.snapshot import Snapshot, marker_of
 from atoll.protocol.validity import claims_too_much, hello_claims, objection, report_claims
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
+    POISONED,
     AbortRound,
     Accept,
     Adoption,
@@ -251,14 +252,14 @@ class SyncerMachine:
 
     def _poisoned(self, member: Member, body: Message, event: Received) -> None:
         """A learner whose weights went wrong is of no use until it has new ones; a large norm may be a bad batch."""
-        self._refuse(member.learner, f"poisoned update: {event.flaw}")
+        self._refuse(member.learner, f"{POISONED}: {event.flaw}")
         member.suspicions += 1
         if event.suspect and member.suspicions < self.config.limits.suspicions_max and isinstance(body, Contribution):
-            self._drop(member, body.outer_step, f"poisoned update: {event.flaw}")
+            self._drop(member, body.outer_step, f"{POISONED}: {event.flaw}")
             return
         member.suspicions = 0
         self._gone(member)
-        self.admission.recover(member, f"poisoned update: {event.flaw}")
+        self.admission.recover(member, f"{POISONED}: {event.flaw}")
 
     # ------------------------------------------------------------ gathering
 
@@ -468,7 +469,7 @@ class SyncerMachine:
             self._fresh.discard(member.learner)
             self.snapshot.gone(member.learner)
             self.admission.silent(member, reason)
-            if reason.startswith(("declined", "poisoned")):  # it has answered: nothing more will come to wake it
+            if reason.startswith(("declined", POISONED)):  # it has answered: nothing more will come to wake it
                 self._returned(member)
         need = 1 if round_.policy.quorum_all and self.config.protocol.elastic else self._quorum(round_)
         if len(round_.participants) < need:

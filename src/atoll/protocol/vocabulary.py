@@ -266,6 +266,10 @@ class Membership(Word, frozen=True):
     reason: str
 
 
+POISONED = "poisoned update"
+"""How the reason begins where an update holds NaN, Inf or what cannot be read."""
+
+
 class Refuse(Word, frozen=True):
     """What a peer sent is not taken, and why. `disconnect`: it also costs the peer its connection."""
 
