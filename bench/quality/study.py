@@ -50,13 +50,16 @@ class Run(NamedTuple):
     arguments: tuple[str, ...]
 
 
+def outer(rate: float, momentum: float) -> tuple[str, str]:
+    return f"outer.outer_learning_rate={rate}", f"outer.outer_momentum={momentum}"
+
+
 def run(name: str, preset: str, learners: int, *assignments: str, more: Sequence[str] = ()) -> Run:
     """One run under the common settings. data_parallel has no outer optimiser to tune."""
     lines = [f"inner.{key}={value}" for key, value in SETTINGS["inner"].items()]
     lines.append(f"inner.learning_rate={SETTINGS['rates'][learners]}")
     if preset != DATA_PARALLEL:
-        rate, momentum = SETTINGS["outer"][learners]
-        lines += [f"outer.outer_learning_rate={rate}", f"outer.outer_momentum={momentum}"]
+        lines += outer(*SETTINGS["outer"][learners])
     lines += [*assignments, *SETTINGS["runs"].get(name, ())]
     sets = [word for line in lines for word in ("--set", line)]
     return Run(name, ("--preset", preset, "--learners", str(learners), *more, *sets))
@@ -91,6 +94,7 @@ def main_runs() -> list[Run]:
 
 # ---------------------------------------------------------------- looking for settings
 
+
 def rate_runs() -> list[Run]:
     """The inner rates above: that of one learner serves two as well, that of eight serves four."""
     found = (*EVERY_12, *IN_PIECES, *MEAN)
@@ -102,9 +106,6 @@ def rate_runs() -> list[Run]:
 
 def outer_runs() -> list[Run]:
     """Outer settings for the methods that `decoupled`'s were lent to; 0.7 / 0.9 is published."""
-    def outer(rate: float, momentum: float) -> tuple[str, str]:
-        return f"outer.outer_learning_rate={rate}", f"outer.outer_momentum={momentum}"
-
     tries = ((1.0, 0.5), (0.7, 0.9), (0.7, 0.5))
     return sized([
         run(f"{name}_{rate}_{momentum}", name, 8, "protocol.local_steps_per_round=30", *outer(rate, momentum))
@@ -112,10 +113,23 @@ def outer_runs() -> list[Run]:
     ], "35M", 50e6, 65_536)  # fmt: skip
 
 
+def merge_runs() -> list[Run]:
+    """RDA steps further than a mean at the same outer rate, so that each is to be seen at its own: a mean, and RDA on all, with
+    Muon. `mean_1.0_0.5` is what the main runs have."""
+    tries = (("mean", 1.0, 0.5), ("mean", 0.7, 0.7), ("rda", 0.4, 0.7), ("rda", 0.7, 0.5), ("rda", 1.0, 0.5))
+    return sized([
+        run(
+            f"{merge}_{rate}_{momentum}", "decoupled", 8, *EVERY_12, *IN_PIECES, f"protocol.merge={merge}",
+            f"protocol.embedding_merge={merge}", *outer(rate, momentum),
+        )
+        for merge, rate, momentum in tries
+    ], "35M", 50e6, 65_536)  # fmt: skip
+
+
 def sweep_runs() -> list[Run]:
     """What the other settings were chosen from."""
-    rda = ("protocol.embedding_merge=rda", "outer.outer_learning_rate=0.4", "outer.outer_momentum=0.7")
-    published = ("outer.outer_learning_rate=0.4", "outer.outer_momentum=0.7")
+    published = outer(0.4, 0.7)
+    rda = ("protocol.embedding_merge=rda", *published)
     return sized([
         *(run(f"dp_muon_{rate}", DATA_PARALLEL, 1, f"inner.learning_rate={rate}") for rate in ("3e-3", "1.5e-3", "6e-3")),
         run("m8_muon_mean", "decoupled", 8, *EVERY_12, *MEAN, "inner.learning_rate=4e-3"),
@@ -131,7 +145,7 @@ def sweep_runs() -> list[Run]:
 
 # ---------------------------------------------------------------- one choice at a time
 
-PUBLISHED = (*BY_ADAMW, "outer.outer_learning_rate=0.4", "outer.outer_momentum=0.7")
+PUBLISHED = (*BY_ADAMW, *outer(0.4, 0.7))
 """As in the papers: AdamW inside, H = P = 24, RDA on all but the embedding; a cooler outer step, for a run this short."""
 SPARSE = 0.0645
 """Of the values: with index and value, 64 bits each, as many bytes as int4."""
@@ -201,7 +215,10 @@ def _with_muon() -> dict[str, list[str]]:
     return {f"muon_{m}_{e}": [*muon, f"protocol.merge={m}", f"protocol.embedding_merge={e}"] for m, e in pairs}
 
 
-GROUPS = {"main": main_runs, "rates": rate_runs, "outer": outer_runs, "sweep": sweep_runs, "ablations": ablation_runs}
+GROUPS = {
+    "main": main_runs, "rates": rate_runs, "outer": outer_runs, "merges": merge_runs, "sweep": sweep_runs,
+    "ablations": ablation_runs,
+}  # fmt: skip
 
 # ---------------------------------------------------------------- running them
 
