@@ -75,7 +75,7 @@ class Found:
             yield sentence
         if self.passed:
             yield (
-                f"{key}: files in folders passed over by their names: {len(self.passed)}, such as {self.passed[0]}; "
+                f"{key}: files in folders passed over by name or kind: {len(self.passed)}, such as {self.passed[0]}; "
                 f"of a folder {', '.join((*_PLAIN, *_LINES))} (packed or not) and {_PARQUET} are read, "
                 f"others where they are named themselves or by a glob"
             )
@@ -208,8 +208,15 @@ def _in_folder(root: Path, key: str) -> Found:
             folders.sort()
             waiting.extend(folder / each for each in folders if (folder / each).is_symlink())
             files += [(folder / each).relative_to(root).as_posix() for each in inside]
-    texts = [Source(root / each, each) for each in sorted(files) if each.lower().endswith(IN_FOLDERS)]
-    return Found(texts, again, [root / each for each in sorted(files) if not each.lower().endswith(IN_FOLDERS)])
+    by_kind: dict[bool, list[str]] = {True: [], False: []}
+    for each in sorted(files):
+        by_kind[each.lower().endswith(IN_FOLDERS) and not _is_special(root / each)].append(each)
+    return Found([Source(root / each, each) for each in by_kind[True]], again, [root / each for each in by_kind[False]])
+
+
+def _is_special(path: Path) -> bool:
+    """A pipe, a socket or a device: opening it may never return. What is not there at all is told when it is read."""
+    return path.exists() and not path.is_file()
 
 
 def _stat(path: Path) -> tuple[int, int]:

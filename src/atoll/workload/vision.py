@@ -22,6 +22,16 @@ def unset_conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1, paddi
     return cast(nn.Conv2d, conv)
 
 
+class Norm(nn.BatchNorm2d):
+    """Batch normalisation that a batch of one picture does not end. Lost slices may shrink a batch that far, and a last stage of
+    1 x 1 then has one value a channel, whose deviation says nothing: torch refuses it. What the batches before had stands in."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] * x.shape[2] * x.shape[3] > 1 or not self.training:
+            return super().forward(x)
+        return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+
+
 class LeNet5(nn.Module):
     """images [batch, channels, size, size] -> [batch, classes], with ReLU and max-pooling where 1998 had others.
 
@@ -55,13 +65,13 @@ class Residual(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
         self.conv1 = unset_conv(inputs, outputs, 3, stride=stride, padding=1)
-        self.norm1 = nn.BatchNorm2d(outputs)
+        self.norm1 = Norm(outputs)
         self.conv2 = unset_conv(outputs, outputs, 3, padding=1)
-        self.norm2 = nn.BatchNorm2d(outputs)
+        self.norm2 = Norm(outputs)
         self.project: nn.Conv2d | None = None
         if stride > 1 or inputs != outputs:
             self.project = unset_conv(inputs, outputs, 1, stride=stride)
-            self.project_norm = nn.BatchNorm2d(outputs)
+            self.project_norm = Norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
@@ -78,7 +88,7 @@ class ResNet(nn.Module):
     def __init__(self, seed: int, *, channels: int = 3, classes: int = 10, width: int = 64, depth: int = 2) -> None:
         super().__init__()
         self.stem = unset_conv(channels, width, 3, padding=1)
-        self.stem_norm = nn.BatchNorm2d(width)
+        self.stem_norm = Norm(width)
         blocks: list[Residual] = []
         inputs = width
         for stage in range(4):

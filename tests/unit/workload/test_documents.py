@@ -52,10 +52,18 @@ def test_folder_says_how_many_of_its_files_are_passed_over(tmp_path: Path) -> No
     write(tmp_path, {"a/b.txt": b"two", "a/c.bin": b"\xff", "a.md": b"x"})
     (note,) = FileTexts(str(tmp_path), "text", "data.heldout").notes
     assert note == (
-        f"data.heldout: files in folders passed over by their names: 2, such as {tmp_path}/a.md; of a folder .txt, .py, .jsonl, "
+        f"data.heldout: files in folders passed over by name or kind: 2, such as {tmp_path}/a.md; of a folder .txt, .py, .jsonl, "
         ".ndjson, .json (packed or not) and .parquet are read, others where they are named themselves or by a glob"
     )
     assert FileTexts(f"{tmp_path}/a,{tmp_path}/*/c.bin", "text").notes == (), "it is read after all"
+
+
+def test_folder_with_a_pipe_in_it_does_not_wait_for_somebody_to_write(tmp_path: Path) -> None:
+    write(tmp_path, {"b.txt": b"two"})
+    os.mkfifo(tmp_path / "a.txt")
+    texts = FileTexts(str(tmp_path), "text")
+    assert list(texts.read()) == [b"two"]
+    assert f"passed over by name or kind: 1, such as {tmp_path}/a.txt;" in texts.notes[0]
 
 
 def test_linked_folders_are_followed_once_and_circles_end(tmp_path: Path) -> None:

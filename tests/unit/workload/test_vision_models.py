@@ -57,6 +57,22 @@ def test_resnet_halves_three_times_and_its_blocks_are_layers() -> None:
     assert all(fragment.buffers for fragment in layout.fragments)
 
 
+def test_resnet_trains_on_one_picture_that_is_one_value_a_channel_at_last() -> None:
+    """So far lost slices may shrink a batch of small pictures."""
+    model, pair = ResNet(0, width=4), torch.rand(2, 3, 8, 8)
+    model(pair)
+    last, first = model.blocks[-1].norm2, model.stem_norm
+    before, seen = last.running_mean.clone(), first.running_mean.clone()
+    classification_loss(model, (pair[:1], torch.tensor([3]))).backward()
+    assert torch.equal(last.running_mean, before), "one value has no deviation to remember"
+    assert not torch.equal(first.running_mean, seen), "8 x 8 values have"
+    assert model.head.weight.grad is not None and model.head.weight.grad.isfinite().all() and model.head.weight.grad.any()
+    plain = nn.BatchNorm2d(4)
+    plain.load_state_dict(first.state_dict())
+    x = torch.rand(3, 4, 2, 2)
+    assert torch.equal(first(x), plain(x))
+
+
 def test_bfloat16_classifiers_take_float_pictures() -> None:
     model = ResNet(0, width=4).to(torch.bfloat16)
     batch = (torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3]))
