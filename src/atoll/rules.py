@@ -166,6 +166,13 @@ def tokens_per_step_max(config: Config) -> int:
     return samples_max(config) * config.data.seq_len * config.inner.accumulate
 
 
+def samples_per_step_max(config: Config) -> int:
+    """The same of samples. A loop that counts no tokens may well count samples: they have a bound of their own."""
+    if config.model.name == CUSTOM:
+        return tokens_per_step_max(config)
+    return samples_max(config) * config.inner.accumulate
+
+
 def samples_max(config: Config) -> int:
     return max(config.data.samples_by_learner or (config.data.batch_size,))
 

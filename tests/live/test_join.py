@@ -7,11 +7,13 @@ processes. Those are in test_examples.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,15 @@ from torch import Tensor, nn
 import atoll
 from atoll.config import Config, load
 from atoll.errors import ConfigError, DataError, RunFailed, UserError
+from atoll.executor.offer import pack_offer, unpack_offer
 from atoll.executor.state import StorageFailed
 from atoll.protocol.vocabulary import FixParticipants, Goodbye, Received, Recovered, StepDone
 from atoll.runtime import home as home_module
 from atoll.runtime.home import Home
 from atoll.runtime.syncer import SyncerProcess
 from atoll.tape.format import Tape
+from atoll.tensors.inventory import frozen_digest, with_frozen
+from atoll.tensors.layout import fingerprint_of
 
 PATIENCE_SECONDS = 60.0
 ONE_ROUND_A_STEP = {"local_steps_per_round": 2, "fragmentation": "sub_tensor", "fragments": 2, "overlap": 1, "codec_up": "fp32"}
@@ -254,6 +259,23 @@ def test_mistakes_of_a_loop_are_told_apart(start: Callable[[Config], Syncer]) ->
             learner.step()
 
 
+def test_parameter_unfrozen_after_join_is_told_at_its_first_step_and_one_frozen_after_it_may_be(
+    start: Callable[[Config], Syncer],
+) -> None:
+    """What was frozen is in no fragment: it would train here and never travel."""
+    syncer = start(custom("diloco", learners=1))
+    model = model_of()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    with syncer.join(model, optimizer) as learner:
+        assert train(learner, model, optimizer)
+        model[2].bias.requires_grad_(False)
+        assert train(learner, model, optimizer)
+        model[0].bias.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"parameter 0\.bias was frozen at atoll\.join and trains now.*before atoll\.join"):
+            train(learner, model, optimizer)
+
+
 # ---------------------------------------------------------------- coming and going
 
 
@@ -271,6 +293,37 @@ def test_learner_with_another_model_is_refused_and_the_first_trains_on(start: Ca
             train(learner, model, optimizer)
     syncer.end()
     assert syncer.home.machine.finished
+
+
+def test_learner_with_another_frozen_part_is_refused_and_so_it_is_by_a_syncer_that_came_back(
+    start: Callable[[Config], Syncer], tmp_path: Path
+) -> None:
+    """It does not travel, and heads of different backbones would be averaged without a word."""
+    config = custom("diloco", learners=1)
+    syncer = start(config)
+    models = [model_of(seed=seed) for seed in (0, 0, 1)]
+    for model in models:
+        model[0].requires_grad_(False)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    with syncer.join(models[0], optimizers[0]) as learner:
+        assert train(learner, models[0], optimizers[0])
+        with syncer.join(models[1], optimizers[1]) as second:
+            assert not second.over
+        with (
+            pytest.raises(ConfigError, match=r"frozen part of the model here .* load the same weights"),
+            syncer.join(models[2], optimizers[2]),
+        ):
+            pass
+    said = syncer.home.layout_digest
+    offer = (syncer.directory / "model.offer").read_bytes()
+    syncer.stop()
+    layout, params, buffers = unpack_offer(config, memoryview(offer))
+    assert layout.fingerprint == said == with_frozen(fingerprint_of(list(layout.fragments)), frozen_digest(models[0]))
+    for digest, refused in (("", False), ("a" * 64, False), ("a" * 63, True), ("A" * 64, True)):
+        told = replace(layout, fingerprint=f"{fingerprint_of(list(layout.fragments))}+{digest}")
+        payload = memoryview(b"".join(pack_offer(told, params, buffers)))
+        with pytest.raises(DataError, match="frozen part's digest") if refused else contextlib.nullcontext():
+            assert unpack_offer(config, payload)[0].fingerprint == told.fingerprint.rstrip("+")
 
 
 def test_loop_that_raises_leaves_at_once_and_the_other_goes_on(start: Callable[[Config], Syncer]) -> None:

@@ -45,6 +45,31 @@ def test_unit_is_settled_when_every_fragment_was_pulled_at_a_step_that_covers_it
     assert leases.settled == 1
 
 
+def test_learner_that_went_on_by_itself_before_a_grant_came_draws_what_was_before_it_afterwards() -> None:
+    """It issued itself the second unit of a grant that was still on its way, and draws the first after it."""
+    leases, batches = Leases(1, 4), Batches(0, 4)
+    leases.top_up(1)
+    draw(leases, 1, 0, 4)
+    leases.pulled(1, 0, 4)
+    assert leases.release(1)[0] == (Unit(1, 1),)
+    leases.square(0, [Unit(0, 0)], 1, 0, 0)
+    batches.restore([Unit(0, 0)], 0, 1)
+    grant = Grant(leases.top_up(0), leases.own_next(0))
+    assert grant.units == (Unit(1, 1), Unit(0, 1))
+    drawn: list[Unit] = []
+    for step in range(1, 21):
+        stream, batch = batches.draw()
+        assert leases.may_draw(0, stream, batch), f"step {step} draws batch {batch} of {stream}"
+        leases.drew(0, stream, batch, step)
+        drawn.append(Unit(stream, batch // 4))
+        done = {unit for unit, _ in leases._books[0].done}
+        assert done <= set(drawn), "nothing is done before it was drawn"
+        if step == 5:  # into the unit that it gave itself
+            assert drawn[-1] == Unit(0, 1)
+            batches.granted(grant)
+    assert drawn[::4] == [Unit(0, 0), Unit(0, 1), Unit(1, 1), Unit(0, 2), Unit(0, 3)]
+
+
 def test_units_of_a_lost_learner_go_to_whoever_asks_next_begun_ones_counted_as_repeats() -> None:
     leases = Leases(1, 2)
     leases.top_up(0)

@@ -214,8 +214,8 @@ def test_contributions_of_nothing_trained_weigh_alike() -> None:
     s = SyncerStage(arrival(2, quorum=2), joined=2)
     s.steps(0)
     s.steps(1)
-    s.contributes(0, 1, 1, c_steps=0, c_tokens=0)
-    (merge,) = of(s.contributes(1, 1, 1, c_steps=0, c_tokens=0), Merge)
+    s.contributes(0, 1, 1, c_steps=0, c_tokens=0, c_samples=0)
+    (merge,) = of(s.contributes(1, 1, 1, c_steps=0, c_tokens=0, c_samples=0), Merge)
     assert [share.weight for share in merge.shares] == [1.0, 1.0]
 
 
@@ -223,7 +223,7 @@ def test_contribution_of_nothing_trained_weighs_zero_beside_one_that_trained() -
     s = SyncerStage(arrival(2, quorum=2), joined=2)
     s.steps(0)
     s.steps(1)
-    s.contributes(0, 1, 1, c_steps=0, c_tokens=0)
+    s.contributes(0, 1, 1, c_steps=0, c_tokens=0, c_samples=0)
     (merge,) = of(s.contributes(1, 1, 1), Merge)
     assert [share.weight for share in merge.shares] == [0.0, 10_000.0]
 
@@ -305,6 +305,40 @@ def test_overlapping_rounds_on_the_same_fragment_wait_for_each_other() -> None:
     s.steps(1)  # 4 is empty and may fly behind it
     assert [r.phase for r in s.machine.rounds.values()] == [PULLING, READY, GATHERING]
     assert of(s.steps(2), FixParticipants) == []  # tau is reached
+
+
+def test_round_that_gathers_again_is_kept_when_an_earlier_one_does_too() -> None:
+    s = SyncerStage(arrival(3, fragments=4, interval=4, overlap=3), joined=3)
+    for learner in range(3):
+        s.steps(learner)  # a quorum of one: a round each
+    assert [r.participants for r in s.machine.rounds.values()][:3] == [(0,), (1,), (2,)]
+    assert of(s.on(ConnectionLost(1, "gone")), AbortRound) == [AbortRound(2, "0 left of a quorum of 1")]
+    assert of(s.on(ConnectionLost(0, "gone")), AbortRound) == [AbortRound(1, "0 left of a quorum of 1")]
+    assert [(t, r.phase) for t, r in s.machine.rounds.items()] == [(1, GATHERING), (2, GATHERING), (3, PULLING)]
+    assert [f.outer_step for f in of(s.steps(2), FixParticipants)] == [1]
+    s.contributes(2, 1, 1)
+    s.stored(1)
+    assert [f.outer_step for f in of(s.steps(2), FixParticipants)] == [2]
+    s.contributes(2, 3, 3)
+    s.contributes(2, 2, 2)
+    s.stored(2)
+    s.stored(3)
+    assert s.machine.outer_step == 3
+
+
+def test_answer_is_timed_from_its_own_pull_though_others_came_after() -> None:
+    s = SyncerStage(arrival(2, fragments=4, interval=4, overlap=2, quorum=2), joined=2)
+    for learner in (0, 1):
+        s.steps(learner, 0)
+    for learner in (0, 1):
+        s.steps(learner, 90 * MS)  # the second pull, 90 ms after the first
+    s.contributes(0, 1, 1, 100 * MS)
+    s.contributes(1, 1, 1, 100 * MS)
+    s.stored(1, 100 * MS)
+    for learner in (0, 1):
+        s.steps(learner, 100 * MS)
+    (third,) = (r for r in s.machine.rounds.values() if r.outer_step == 3)
+    assert third.pull_deadline - third.fixed_at >= 4 * 100 * MS + 4 * s.machine.pulse.step_time
 
 
 # ---------------------------------------------------------------- who misses its pull

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stage import MS, TOKENS, Cast, SyncerStage, arrival, exact, of, sent
 
-from atoll.config import Config
+from atoll.config import CUSTOM, Config
 from atoll.ids import SYNCER
 from atoll.protocol.causality import lane_of
 from atoll.protocol.syncer import SyncerMachine
-from atoll.protocol.validity import COUNT_MAX, REASON_MAX, objection
+from atoll.protocol.validity import COUNT_MAX, REASON_MAX, StepMost, objection
 from atoll.protocol.vocabulary import (
     Accept,
     Adoption,
@@ -33,6 +33,7 @@ from atoll.protocol.vocabulary import (
     Hello,
     Loaded,
     Membership,
+    Merge,
     Message,
     Pull,
     Received,
@@ -95,8 +96,8 @@ def test_report_with_a_count_that_cannot_be(field: str, value: int) -> None:
         ({"stream": 10**6}, "report names what cannot be"),
         ({"position": -2}, "report names a position that cannot be"),
         ({"position": 2**62}, "report names a position that cannot be"),
-        ({"tokens": 10**9}, "report claims more tokens than its steps can hold"),
-        ({"samples": TOKENS + 1}, "report claims more tokens than its steps can hold"),
+        ({"tokens": 10**9}, "report claims more tokens or samples than its steps can hold"),
+        ({"samples": TOKENS + 1}, "report claims more tokens or samples than its steps can hold"),
         ({"adopted": (Adoption(0, 0, 0, 0),) * 9}, "report names too many adoptions"),
         ({"adopted": (Adoption(0, 0, -1, 0),)}, "report names an adoption that cannot be"),
         ({"adopted": (Adoption(0, 0, 0, TOKENS + 1),)}, "report names an adoption that cannot be"),
@@ -169,7 +170,7 @@ def test_contribution_that_claims_more_than_was_reported(changes: dict[str, int]
 def test_contribution_cannot_pack_the_tokens_of_many_steps_into_one() -> None:
     """Its weight is tokens times tokens per step: one that claims a thousand steps' tokens in one step would outweigh all."""
     s = SyncerStage(arrival(2), joined=2)
-    most = s.machine._tokens_per_step
+    most = StepMost.of(s.machine.config).tokens
     member = s.machine.roster.get(0)
     assert member is not None
     s.cast[0].local_step = member.reported = 999
@@ -181,6 +182,17 @@ def test_contribution_cannot_pack_the_tokens_of_many_steps_into_one() -> None:
     assert refuses(s, 0, packed) == "contribution claims more than was reported"
     honest = s.contribution(0, 1, 1, c_steps=1000, c_tokens=1000 * most, tokens=1000 * most)
     assert of(s.hears(0, honest), Accept)
+
+
+def test_loop_that_counts_samples_and_no_tokens_is_merged() -> None:
+    """`learner.step()` of a user's own loop: pictures have no tokens, and `shard` counts them by itself."""
+    config = arrival(2, aggregation_weighting="num_samples")
+    s = SyncerStage(msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, name=CUSTOM)), joined=2)
+    s.cast[0].local_step = 1
+    assert of(s.hears(0, replace(s.report(0), tokens=0, samples=32)), FixParticipants)
+    bodies = s.contribution(0, 1, 1, c_tokens=0, tokens=0, c_samples=32)
+    (merge,) = of(s.hears(0, bodies), Merge)
+    assert [share.weight for share in merge.shares] == [32.0]
 
 
 @pytest.mark.parametrize(

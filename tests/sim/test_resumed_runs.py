@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 from resumption import CASES, Run, ShelvingHands, Story, config_for, newest_sealed
 
 from atoll.chaos import Kill, KillSyncer, Plan
-from atoll.config import Config
+from atoll.config import Config, changed
+from atoll.config.resuming import refuse_changed
 from atoll.executor.syncer import TensorHands
 from atoll.executor.workbench import language_workbench
 from atoll.protocol.vocabulary import LoadSnapshot, Merge, Recovered, Reissue
@@ -121,6 +123,19 @@ def test_resumed_run_trains_on(preset: str, learners: int) -> None:
     final = again.bench.evaluate_theta(*again.disk.theta())
     assert math.isfinite(final)
     assert final < 0.9 * first
+
+
+@pytest.mark.parametrize(("had", "has"), [(("int4", "bf16"), ("int8", "fp32")), (("bf16", "fp32"), ("int4", "int8"))])
+def test_resumed_run_may_have_other_codecs(had: tuple[str, str], has: tuple[str, str]) -> None:
+    """Versions are stored whole beside their packets, and a packet says whose it is."""
+    first, again = (
+        changed(config_for("decoupled", 2, outer_steps=30), [f"protocol.codec_up={up}", f"protocol.codec_down={down}"])
+        for up, down in (had, has)
+    )
+    refuse_changed(msgspec.to_builtins(first), again)
+    hands, run = with_weights(first, 25, again)
+    assert run.cluster.syncer.outer_step == 30
+    assert math.isfinite(hands.bench.evaluate_theta(*hands.disk.theta()))
 
 
 def test_ddp_resumed_is_the_uninterrupted_run_bit_for_bit() -> None:

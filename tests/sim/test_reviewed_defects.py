@@ -128,3 +128,29 @@ def test_no_leased_unit_vanishes_when_connections_break() -> None:
     for stream in range(3):
         for index in range(leases.own_next(stream)):
             assert (stream, index) in drawn | ahead | pool, (stream, index)
+
+
+def test_pulls_that_overlap_are_timed_each_by_itself_and_slow_uplinks_are_waited_for() -> None:
+    """Timed from the newest pull, five that overlap looked five times as fast as they were: every deadline was too short, and
+    what was pulled again queued behind what had been on its way already."""
+    story = Story("decoupled", learners=5, outer_steps=150, until=1500.0, cluster={"latency_seconds": 0.1, "up_gbit": 1e-4},
+                  protocol={"local_steps_per_round": 12, "fragments": 12, "overlap": 5, "quorum": "all", "pace": 0})  # fmt: skip
+    assert story.sent(Contribution) == 5 * 150, "each was pulled once"
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_upload_of_any_length_is_merged_in_the_end(learners: int) -> None:
+    """Four times the first deadline was the most that anybody ever waited, so that a longer one never was."""
+    story = Story("diloco", learners=learners, outer_steps=20, until=20_000.0, protocol={"local_steps_per_round": 5},
+                  cluster={"up_gbit": 32e6 / 1000 / 1e9})  # fmt: skip
+    assert story.cluster.syncer.outer_step == 20
+    assert story.sent(Contribution) < learners * (4 + 8), "once the time is known nothing is asked for twice"
+
+
+@pytest.mark.parametrize("at", [20.3, 31.7, 44.4])
+def test_rounds_that_lose_everybody_one_after_the_other_are_all_gathered_again(at: float) -> None:
+    """The later had begun to gather again when the earlier did, with a third above it in flight: it was forgotten for ever."""
+    cuts = [Partition(at + 0.4 * m, m, SYNCER, 6.0) for m in (1, 0)]
+    story = Story("decoupled", *cuts, learners=2, outer_steps=80, cluster={"latency_seconds": 0.3, "up_gbit": 2e-5},
+                  protocol={"local_steps_per_round": 8, "fragments": 8, "overlap": 4, "quorum": 1})  # fmt: skip
+    assert story.cluster.syncer.outer_step == 80

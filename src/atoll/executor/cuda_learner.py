@@ -135,18 +135,21 @@ class CudaSide:
     def residual_of(self, p: FragmentId, *, merged: bool) -> Tensor | None:
         """What the last packet sent did not carry. What was merged was sent, so this waits only where a newer copy was
         sent in the meantime."""
-        staged = self._sent.pop(p, None)
+        try:
+            return self.residual_sent(p) if merged else None
+        finally:
+            self._forget_sent(p)
+
+    def residual_sent(self, p: FragmentId) -> Tensor | None:
+        """The same, while nobody knows yet whether it was merged."""
+        staged = self._sent.get(p)
         if staged is None:
             return None
         try:
-            if not merged:
-                return None
             staged.wait()
             return staged.residual
         except NotFinite:
             return None
-        finally:
-            staged.release()
 
     def forget_work(self) -> None:
         for key in list(self._staged):

@@ -5,7 +5,6 @@ On CUDA the host does not wait for the device at a boundary: packets, anchors an
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
@@ -20,6 +19,7 @@ from atoll.executor.cuda import adopt_into
 from atoll.executor.cuda_learner import CudaSide, Key, cuda_device_of, leading, on_host, to_device
 from atoll.executor.hands import Blob
 from atoll.executor.inner import build_optimizer, divisors, optimizer_step
+from atoll.executor.state import load_optimizer
 from atoll.executor.workbench import Workbench
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.vocabulary import (
@@ -199,7 +199,7 @@ class TensorLearner:
         buffers = read_buffers(self._tensors, self._fragments[p])
         if poison := self._poison(p, difference, buffers):
             return (Poisoned(poison),)
-        self._copied[p, effect.slot] = Copied(effect, difference, buffers, self._residuals.get(p))
+        self._copied[p, effect.slot] = Copied(effect, difference, buffers, self._residual(p))
         if effect.restart:
             self._round_start[p] = read_params(self._tensors, self._fragments[p])
         return ()
@@ -236,12 +236,18 @@ class TensorLearner:
         poisons = cuda.poisons()
         staged = cuda.stager.stage(
             fragment, tensors, before, self._codec, rng=self._rounding(effect), keep_weights=effect.restart,
-            feedback=self._config.protocol.error_feedback, residual=self._residuals.get(p),
+            feedback=self._config.protocol.error_feedback, residual=self._residual(p),
         )  # fmt: skip
         cuda.put((p, effect.slot), staged)
         if effect.restart:
             self._round_start[p] = staged.weights
         return tuple(Poisoned(where) for where in poisons)
+
+    def _residual(self, p: FragmentId) -> Tensor | None:
+        """What goes with the next packet. One that was sent and not yet heard of is taken for merged, as nearly all are: on a
+        slow downlink the next goes out before its version is adopted, and would carry what that one has carried already."""
+        sent = self._uncommitted.get(p) if self._cuda is None else self._cuda.residual_sent(p)
+        return self._residuals.get(p) if sent is None else sent
 
     def _rounding(self, effect: Stage) -> torch.Generator | None:
         """Resident tensors draw where they lie."""
@@ -333,7 +339,7 @@ class TensorLearner:
             for name, tensor in self._tensors.items():
                 tensor.copy_(state["tensors"][name])
         self.optimizer.state.clear()
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+        load_optimizer(self.optimizer, state["optimizer"])
         self.anchors = list(state["anchors"]) if cuda is None else cuda.pinned(list(state["anchors"]))
         self._forget_work()
         # Both come by way of the host; resident ones must be where they are subtracted.

@@ -7,6 +7,7 @@ arithmetic on flat vectors. Everything brought is checked as if a stranger had s
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 from atoll.config import Config
 from atoll.errors import DataError
 from atoll.executor.state import pack, unpack
+from atoll.tensors.inventory import AND_FROZEN, with_frozen
 from atoll.tensors.layout import Fragment, Layout, Slot, fingerprint_of
 
 _KINDS = ("param", "float_buffer", "other_buffer", "bool_buffer")
@@ -28,8 +30,11 @@ _SLOT = tuple(f.name for f in fields(Slot))
 
 
 def pack_offer(layout: Layout, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Any]:
+    """Of a frozen part, which the layout's fingerprint may name, only the digest goes."""
     slots = [[_plain(slot) for slot in (*f.params, *f.buffers)] for f in layout.fragments]
-    return list(pack({"pattern": layout.pattern, "slots": slots, "params": list(params), "buffers": list(buffers)}))
+    frozen = layout.fingerprint.partition(AND_FROZEN)[2]
+    offer = {"pattern": layout.pattern, "slots": slots, "params": list(params), "buffers": list(buffers), "frozen": frozen}
+    return list(pack(offer))
 
 
 def _plain(slot: Slot) -> list[Any]:
@@ -42,6 +47,7 @@ def unpack_offer(config: Config, data: memoryview) -> tuple[Layout, list[Tensor]
     try:
         pattern, slots, params, buffers = (found[key] for key in ("pattern", "slots", "params", "buffers"))
         fragments = [_fragment(p, [_slot(row) for row in rows]) for p, rows in enumerate(slots)]
+        frozen = _frozen(found.get("frozen", ""))  # older Atolls say nothing of it
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"offered model: not understood ({error})") from None
     if len(fragments) != config.protocol.fragments or not len(params) == len(buffers) == len(fragments):
@@ -49,7 +55,14 @@ def unpack_offer(config: Config, data: memoryview) -> tuple[Layout, list[Tensor]
     for fragment, theta, extra in zip(fragments, params, buffers, strict=True):
         _check_vector(fragment.id, theta, fragment.numel)
         _check_vector(fragment.id, extra, fragment.buffer_numel)
-    return Layout(tuple(fragments), str(pattern), fingerprint_of(fragments)), list(params), list(buffers)
+    fingerprint = with_frozen(fingerprint_of(fragments), frozen)
+    return Layout(tuple(fragments), str(pattern), fingerprint), list(params), list(buffers)
+
+
+def _frozen(digest: Any) -> str:
+    if not isinstance(digest, str) or not re.fullmatch("([0-9a-f]{64})?", digest):
+        raise ValueError("the frozen part's digest")
+    return digest
 
 
 def _slot(row: list[Any]) -> Slot:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
+import copy
 import errno
 import hashlib
 import io
@@ -275,6 +276,32 @@ def refuse_unserialisable(optimizer: torch.optim.Optimizer) -> None:
         flatten(optimizer.state_dict(), "state_dict()")
     except ConfigError as error:
         raise ConfigError(f"inner optimizer {type(optimizer).__name__} cannot be stored or sent: {error}") from None
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    """`load_state_dict`, and then every tensor as it would be had the state been made here. torch casts state to its parameter's
+    dtype, which rounds the fp32 master weights of a bf16 parameter. And bytes have no strides: the moments of a channels_last
+    parameter come contiguous, while fused kernels walk both in raw memory. Nothing is shared with `saved`, a peer's perhaps."""
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if number in saved["state"] and parameter in optimizer.state:
+            optimizer.state[parameter] = _as_saved(parameter, optimizer.state[parameter], saved["state"][number])
+
+
+def _as_saved(parameter: Tensor, loaded: Any, saved: Any) -> Any:
+    """What was loaded for a parameter, with the dtypes of `saved`; what has the parameter's shape has its strides too."""
+    if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
+        if loaded.shape == parameter.shape and loaded.stride() != parameter.stride():
+            return torch.empty_like(parameter, dtype=saved.dtype, device=loaded.device, requires_grad=False).copy_(saved)
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
+    if isinstance(loaded, dict) and isinstance(saved, dict):
+        for key in loaded.keys() & saved.keys() - {"step"}:  # which kernels want as torch made it: fp32, and not always here
+            loaded[key] = _as_saved(parameter, loaded[key], saved[key])
+    elif isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
+        return type(loaded)(_as_saved(parameter, *pair) for pair in zip(loaded, saved, strict=True))
+    return saved if isinstance(saved, str) else loaded  # of a text, torch makes the description of a generator
 
 
 def write_state(path: Path, state: Any) -> str:

@@ -65,6 +65,8 @@ class Admission:
             self._leases.square(
                 learner, body.left, body.own_next, body.local_step, body.grants, broke=not member.connected
             )
+        if not member.connected:
+            member.pulls.clear()  # what was asked on a connection that broke is not answered any more
         self._desk.send(learner, Welcome(self._outer_step()))
         member.connected, member.given_up, member.heard_at = True, False, self._desk.now
         member.reported = body.local_step

@@ -93,19 +93,20 @@ class Leases:
         return own or (book is not None and (unit in book.granted or unit == book.last_done))
 
     def drew(self, learner: LearnerId, stream: LearnerId, batch: int, local_step: LocalStep) -> None:
-        """A report says which batch was trained. Units are drawn in the order of grant: those before it are done."""
+        """A report says which batch was trained. Units are drawn to their ends, in the order of grant; but one that it gave
+        itself while the grant was on its way comes before the others of that grant."""
         book = self._books.setdefault(learner, _Lease(self._fragments))
         unit = Unit(stream, batch // self.unit_steps)
         offset = batch % self.unit_steps
-        if unit in book.granted:
-            while book.granted[0] != unit:
-                book.finish(local_step)
-        elif book.last_done == unit:
+        if unit not in book.granted and book.last_done == unit:
             return  # the report of its last batch, repeated on entering
-        else:  # it had nothing left and went on by itself in its own stream: the books follow
-            if book.started:
-                book.finish(local_step)
+        if book.started and book.granted[0] != unit:
+            book.finish(local_step)
+        if unit not in book.granted:  # it had nothing left and went on by itself in its own stream: the books follow
             self._next[stream] = max(self.own_next(stream), unit.index + 1)
+            book.granted.appendleft(unit)
+        elif book.granted[0] != unit:
+            book.granted.remove(unit)
             book.granted.appendleft(unit)
         book.started = True
         book.ahead = len(book.granted) * self.unit_steps - offset - 1

@@ -54,7 +54,7 @@ class Member:
         "lost_at",
         "peer",
         "position",
-        "pulled_at",
+        "pulls",
         "reported",
         "samples",
         "seen",
@@ -85,7 +85,8 @@ class Member:
         self.born_at: Nanos = 0
         self.heard_at: Nanos = 0
         self.lost_at: Nanos = 0
-        self.pulled_at: Nanos = -1  # not asked
+        self.pulls: dict[OuterStep, Nanos] = {}
+        """When it was asked, by round, as long as it owes an answer."""
         self.given_up = False
         self.suspicions = 0
         self.held: list[OuterStep] = [NO_VERSION] * fragments

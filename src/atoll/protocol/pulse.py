@@ -10,6 +10,9 @@ from atoll.protocol.membership import Member
 from atoll.protocol.round import Round
 from atoll.rules import ema, grace_window, median_nanos
 
+PULLS_KEPT = 64
+"""Of one member, so many that it owes an answer to: more than ever overlap. What is older is not timed."""
+
 
 class Pulse:
     """Moving averages: a step, a round, a pull, and from participants fixed to the first reported adoption."""
@@ -24,6 +27,7 @@ class Pulse:
         self._round_time: Nanos | None = None
         self._sync_time: Nanos | None = None
         self._pull_time: Nanos | None = None
+        self._longest: Nanos = nanos(config.limits.first_pull_seconds)
         self._unadopted: dict[OuterStep, Nanos] = {}
 
     # ------------------------------------------------------------ measuring
@@ -42,14 +46,26 @@ class Pulse:
         self.last_fixed_at = now
         self.step_time = median_nanos(m.step_ema for m in in_sync)
 
-    def answered(self, member: Member, now: Nanos, *, late: bool = False) -> None:
-        """How long a pull took: the slowest answers decide how long to wait, up at once, down slowly. One that is late counts
-        once, and nobody who was not asked is believed: it must not stretch everybody's deadlines."""
-        if member.pulled_at >= 0:
-            took = min(now - member.pulled_at, nanos(self._limits.first_pull_seconds))
+    def asked(self, member: Member, outer_step: OuterStep, now: Nanos) -> None:
+        """One that still owes its answer was asked when it was asked first: that is what it will answer first."""
+        member.pulls.setdefault(outer_step, now)
+        if len(member.pulls) > PULLS_KEPT:
+            del member.pulls[min(member.pulls)]
+
+    def answered(self, member: Member, outer_step: OuterStep, now: Nanos, *, whole: bool) -> None:
+        """How long a pull took: the slowest answers decide how long to wait, up at once, down slowly. Each counts once, `whole`
+        when nothing more is due of it; and nobody who was not asked is believed: it must not stretch everybody's deadlines."""
+        asked = member.pulls.get(outer_step)
+        if asked is not None:
+            took = min(now - asked, self._longest)
             self._pull_time = max(took, ema(self._pull_time, took, self._protocol.ema_weight))
-        if late:
-            member.pulled_at = -1
+            if whole:
+                del member.pulls[outer_step]
+
+    def starved(self, waited: Nanos) -> None:
+        """A round fell apart for want of answers: those who are needed may take longer than anybody was believed to. Only so
+        much longer than was really waited, and not because somebody dawdles whom the round can do without."""
+        self._longest = max(self._longest, 4 * waited)
 
     def announced(self, round_: Round) -> None:
         self._unadopted[round_.outer_step] = round_.fixed_at

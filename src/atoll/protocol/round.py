@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from atoll.errors import PeerViolation
-from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep
+from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep, seconds
 from atoll.protocol.vocabulary import Contribution, Share
 from atoll.rules import Policy, contribution_weight
 
@@ -44,6 +44,7 @@ class Round:
         "opened_at",
         "outer_step",
         "participants",
+        "patience_least",
         "phase",
         "policy",
         "pull_deadline",
@@ -60,6 +61,8 @@ class Round:
         self.grace_until: Nanos = 0
         self.fixed_at: Nanos = 0
         self.pull_deadline: Nanos = 0
+        self.patience_least: Nanos = 0
+        """After answers that did not come in time: the next time they are waited for longer."""
         self.participants: tuple[LearnerId, ...] = ()
         self.counted_before: dict[LearnerId, LocalStep] = {}
         self.awaited: dict[LearnerId, set[FragmentId]] = {}
@@ -79,6 +82,12 @@ class Round:
         self.awaited = {m: set(self.due) for m in participants} if self.due else {}
         self.accepted = {p: {} for p in self.due}
         self._settle()
+
+    def why_fixed(self, in_sync: int, quorum: int, everybody: bool) -> str:
+        if everybody:
+            return f"all {in_sync} in sync reported"
+        held = seconds(self.fixed_at - self.quorum_at)
+        return f"{len(self.participants)} of {in_sync}: quorum {quorum} met, window closed after {held:.3f} s"
 
     def objection(self, learner: LearnerId, body: Contribution) -> str | None:
         """Why a contribution does not belong here, or None."""
@@ -127,7 +136,7 @@ def shares_of(weighting: str, accepted: Mapping[LearnerId, Contribution]) -> tup
 
 
 class Rounds(dict[OuterStep, Round]):
-    """Open rounds by outer step, in order: some in flight, at most one of the rest gathering at a time."""
+    """Open rounds by outer step, in order and without gaps: some in flight, and of the rest the lowest gathers."""
 
     def gathering(self) -> Round | None:
         """The lowest round that still gathers."""
@@ -150,6 +159,10 @@ class Rounds(dict[OuterStep, Round]):
         return len(flying) >= max(1, round_.policy.overlap) or any(set(r.due) & set(round_.due) for r in flying)
 
     def close_gathering_after(self, outer_step: OuterStep) -> None:
-        """An earlier round gathers again: a later one had counted nobody yet and opens anew in its turn."""
-        for later in [t for t, r in self.items() if t > outer_step and r.phase in (GATHERING, GRACE)]:
-            del self[later]
+        """An earlier round gathers again: a later one had counted nobody yet. The last of all opens anew in its turn; one below
+        rounds in flight would never be opened again, and stays to gather after this one."""
+        for later in sorted((t for t in self if t > outer_step), reverse=True):
+            if self[later].phase == GRACE:
+                self[later].move("quorum_lost")
+            if self[later].phase == GATHERING and later == self.last(outer_step):
+                del self[later]

@@ -20,7 +20,7 @@ from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Memb
 from atoll.protocol.pulse import Pulse
 from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, shares_of
 from atoll.protocol.snapshot import Snapshot, marker_of
-from atoll.protocol.validity import claims_too_much, hello_claims, objection, report_claims
+from atoll.protocol.validity import StepMost, claims_too_much, hello_claims, objection, report_claims
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
     POISONED,
@@ -55,7 +55,7 @@ from atoll.protocol.vocabulary import (
     Stored,
     Tick,
 )  # fmt: skip
-from atoll.rules import Schedule, fresh, paced_until, tokens_per_step_max
+from atoll.rules import Schedule, fresh, paced_until
 
 
 class SyncerMachine:
@@ -80,7 +80,7 @@ class SyncerMachine:
         self._mustered = False
         self._muster_until: Nanos | None = None
         self._begins_after: OuterStep = 0
-        self._tokens_per_step = tokens_per_step_max(config)
+        self._step_most = StepMost.of(config)
         self._last_commit_at: Nanos = 0
         self._watch_at: Nanos | None = None
         self._hold_until: Nanos | None = None
@@ -160,6 +160,7 @@ class SyncerMachine:
             case Contribution():
                 self._contribution(member, body)
             case Decline(outer_step=outer_step, reason=reason):
+                member.pulls.pop(outer_step, None)
                 self._drop(member, outer_step, f"declined: {reason}")
             case Loaded():
                 self.admission.loaded(member, body)
@@ -177,7 +178,7 @@ class SyncerMachine:
         self._desk.emit(Refuse(learner, reason, disconnect))
 
     def _hello(self, learner: LearnerId, envelope: Envelope, body: Hello) -> None:
-        if unearned := hello_claims(body, learner, self.outer_step, self.leases, self._tokens_per_step):
+        if unearned := hello_claims(body, learner, self.outer_step, self.leases, self._step_most):
             return self._refuse(learner, unearned, disconnect=True)
         member = self.roster.get(learner)
         if member is not None and member.standing == LEFT and member.incarnation == envelope.incarnation:
@@ -195,7 +196,7 @@ class SyncerMachine:
         return None
 
     def _report(self, member: Member, body: Report) -> None:
-        if unearned := report_claims(body, member, self.versions, self.leases, self._tokens_per_step):
+        if unearned := report_claims(body, member, self.versions, self.leases, self._step_most):
             return self._refuse(member.learner, unearned, disconnect=True)
         newer = body.local_step > member.reported
         self.ledger.trained(member.learner, body.tokens)
@@ -234,18 +235,18 @@ class SyncerMachine:
         round_ = self.rounds.get(body.outer_step)
         why_not = round_.objection(member.learner, body) if round_ else f"round {body.outer_step} is not open"
         if why_not or round_ is None:
-            self.pulse.answered(member, self._desk.now, late=True)
+            self.pulse.answered(member, body.outer_step, self._desk.now, whole=True)
             return self._refuse(member.learner, f"contribution late or unasked: {why_not}")
         if not self.versions.has(body.fragment, body.anchor):
             self._refuse(member.learner, f"fragment {body.fragment} is against version {body.anchor}, which is gone")
             self._gone(member)
             return self.admission.recover(member, "a difference against a version that is gone is never re-based")
-        if claims_too_much(body, member.reported, member.tokens, member.samples, self._tokens_per_step):
+        if claims_too_much(body, member.reported, member.tokens, member.samples, self._step_most):
             return self._refuse(member.learner, "contribution claims more than was reported", disconnect=True)
         round_.take(member.learner, body)
         self.versions.give_back(member, (body.fragment,))
         member.suspicions = 0
-        self.pulse.answered(member, self._desk.now)
+        self.pulse.answered(member, body.outer_step, self._desk.now, whole=member.learner not in round_.awaited)
         self.leases.pulled(member.learner, body.fragment, body.local_step)
         self._desk.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
         return None
@@ -354,25 +355,20 @@ class SyncerMachine:
             assert member is not None
             round_.counted_before[learner] = member.counted
             member.counted = member.reported
-            member.pulled_at = now
+            if round_.due:
+                self.pulse.asked(member, round_.outer_step, now)
         round_.fix(participants, now)
-        round_.pull_deadline = now + self.pulse.pull_patience()
-        self._desk.emit(
-            FixParticipants(round_.outer_step, round_.due, participants, self._why(round_, participants, everybody))
-        )
+        round_.pull_deadline = now + max(self.pulse.pull_patience(), round_.patience_least)
+        why = round_.why_fixed(len(self.roster.in_sync()), self._quorum(round_), everybody)
+        self._desk.emit(FixParticipants(round_.outer_step, round_.due, participants, why))
         if round_.due:
             for learner in participants:
                 self.versions.lend(learner, round_.due)
                 self._desk.send(learner, Pull(round_.outer_step, round_.due))
         self.pulse.fixed(now, self.roster.in_sync())
-        self._fresh.clear()
-
-    def _why(self, round_: Round, participants: tuple[LearnerId, ...], everybody: bool) -> str:
-        size = len(self.roster.in_sync())
-        if everybody:
-            return f"all {size} in sync reported"
-        held = seconds(self._desk.now - round_.quorum_at)
-        return f"{len(participants)} of {size}: quorum {self._quorum(round_)} met, window closed after {held:.3f} s"
+        if (following := self.rounds.gathering()) is not None:
+            following.opened_at = now
+        self._remark()
 
     # ------------------------------------------------------------ merging
 
@@ -491,11 +487,14 @@ class SyncerMachine:
         now = self._desk.now
         for round_ in list(self.rounds.values()):
             if round_.phase == PULLING and now >= round_.pull_deadline:
+                asked_at = round_.fixed_at
                 for learner in sorted(round_.awaited):
                     member = self.roster.get(learner)
                     assert member is not None
                     self._drop(member, round_.outer_step, "missed the pull deadline")
-                round_.pull_deadline = now + self.pulse.pull_patience()
+                if round_.phase in (GATHERING, GRACE):
+                    self.pulse.starved(now - asked_at)
+                    round_.patience_least = 2 * (now - asked_at)
         if self._watch_at is not None and now >= self._watch_at:
             self._watch()
 

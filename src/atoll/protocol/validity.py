@@ -4,6 +4,7 @@ changes nothing else. What depends on the state of a round is judged where that 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from atoll.config import Config
 from atoll.ids import LearnerId, OuterStep
@@ -22,6 +23,19 @@ from atoll.protocol.vocabulary import (
     Report,
     Unit,
 )  # fmt: skip
+from atoll.rules import samples_per_step_max, tokens_per_step_max
+
+
+class StepMost(NamedTuple):
+    """What one inner step can hold at most."""
+
+    tokens: int
+    samples: int
+
+    @classmethod
+    def of(cls, config: Config) -> StepMost:
+        return cls(tokens_per_step_max(config), samples_per_step_max(config))
+
 
 COUNT_MAX = 2**53
 """Counters beyond this are lies: no run lasts as long."""
@@ -86,21 +100,21 @@ def _report(config: Config, body: Report) -> str:
     return ""
 
 
-def hello_claims(body: Hello, learner: LearnerId, outer_step: OuterStep, leases: Leases, tokens_per_step: int) -> str:
+def hello_claims(body: Hello, learner: LearnerId, outer_step: OuterStep, leases: Leases, most: StepMost) -> str:
     """What a Hello claims and cannot have: versions, tokens, data."""
     if any(v > outer_step for v in body.held):
         return "Hello names versions that never were"
-    if body.tokens > body.local_step * tokens_per_step:
+    if body.tokens > body.local_step * most.tokens:
         return "Hello claims more tokens than its steps can hold"
     beyond = body.own_next > max(INDEX_MAX, leases.own_next(learner))
     return "Hello names data that nobody was given" if beyond or leases.never_given(learner, body.left) else ""
 
 
-def report_claims(body: Report, member: Member, versions: Versions, leases: Leases, tokens_per_step: int) -> str:
+def report_claims(body: Report, member: Member, versions: Versions, leases: Leases, most: StepMost) -> str:
     if body.local_step > member.reported + 1:  # every step is reported while the connection stands, and a Hello says the rest
         return "report skips steps"
-    if body.tokens > body.local_step * tokens_per_step or body.samples > body.tokens:
-        return "report claims more tokens than its steps can hold"
+    if body.tokens > body.local_step * most.tokens or body.samples > body.local_step * most.samples:
+        return "report claims more tokens or samples than its steps can hold"
     if not all(versions.ever_was(adoption) for adoption in body.adopted):
         return "report names an adoption that never could be"
     if body.local_step > member.reported and not leases.may_draw(member.learner, body.stream, body.batch):
@@ -108,13 +122,14 @@ def report_claims(body: Report, member: Member, versions: Versions, leases: Leas
     return ""
 
 
-def claims_too_much(body: Contribution, reported: int, tokens: int, samples: int, tokens_per_step: int) -> bool:
+def claims_too_much(body: Contribution, reported: int, tokens: int, samples: int, most: StepMost) -> bool:
     """A contribution weighs what its learner has reported before, and never more than its steps can hold."""
     return (
         not 0 <= body.c_tokens <= body.tokens <= tokens
         or not 0 <= body.c_steps <= body.local_step <= reported
         or not 0 <= body.c_samples <= samples
-        or body.c_tokens > body.c_steps * tokens_per_step
+        or body.c_tokens > body.c_steps * most.tokens
+        or body.c_samples > body.c_steps * most.samples
     )
 
 

@@ -27,7 +27,8 @@ class Versions:
         self._always_full = config.protocol.codec_down == "fp32"
         fragments = config.protocol.fragments
         self._kept: list[list[OuterStep]] = [[0] for _ in range(fragments)]
-        self._merged: list[tuple[LearnerId, ...]] = [()] * fragments
+        self._merged: list[dict[OuterStep, tuple[LearnerId, ...]]] = [{} for _ in range(fragments)]
+        """Of kept versions, whose packets were merged into them."""
 
     def newest(self, fragment: FragmentId) -> OuterStep:
         return self._kept[fragment][-1]
@@ -39,8 +40,9 @@ class Versions:
         return tuple(tuple(kept) for kept in self._kept)
 
     def restore(self, kept: Sequence[Sequence[OuterStep]]) -> None:
-        """Who took part in the newest is not known any more: learners adopt it as it is."""
+        """Who took part in them is not known any more: learners adopt the newest as it is."""
         self._kept = [list(versions) for versions in kept]
+        self._merged = [{} for _ in kept]
 
     def all_newest(self) -> tuple[OuterStep, ...]:
         return tuple(kept[-1] for kept in self._kept)
@@ -57,7 +59,7 @@ class Versions:
     def add(self, fragment: FragmentId, version: OuterStep, merged: tuple[LearnerId, ...]) -> None:
         assert version > self._kept[fragment][-1], "outer steps are consecutive"
         self._kept[fragment].append(version)
-        self._merged[fragment] = merged
+        self._merged[fragment][version] = merged
 
     # ------------------------------------------------------------ announcing
 
@@ -74,8 +76,17 @@ class Versions:
         previous = kept[-2] if len(kept) > 1 else NO_VERSION
         as_difference = not self._always_full and member.standing != JOINING and member.held[fragment] == previous
         member.sent[fragment] = newest
-        body = Announce(newest, fragment, previous if as_difference else NO_VERSION, self._merged[fragment])
+        body = Announce(newest, fragment, previous if as_difference else NO_VERSION, self._merged_for(member, fragment))
         self._desk.send(member.learner, body)
+
+    def _merged_for(self, member: Member, fragment: FragmentId) -> tuple[LearnerId, ...]:
+        """Of the newest version, and of those before it that this member is not sent: its packet may be in one of them."""
+        newest, held = self.newest(fragment), member.held[fragment]
+        found = self._merged[fragment].get(newest, ())
+        if held == NO_VERSION or member.learner in found:
+            return found
+        skipped = (who for version, who in self._merged[fragment].items() if version > held)
+        return tuple(sorted((*found, member.learner))) if any(member.learner in who for who in skipped) else found
 
     def announce_missing(self, member: Member) -> None:
         for fragment in range(len(self._kept)):
@@ -119,6 +130,7 @@ class Versions:
             needed = self.watermark(fragment)
             # one older than the newest stays: a member one version behind is sent the difference to it
             while len(kept) > 2 and (kept[0] < needed or len(kept) > self._keep_max):
+                self._merged[fragment].pop(kept[0], None)
                 self._desk.emit(ForgetVersion(fragment, kept.pop(0)))
 
     def watermark(self, fragment: FragmentId) -> OuterStep:

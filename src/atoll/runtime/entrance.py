@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,6 +16,7 @@ from atoll.executor.offer import pack_offer
 from atoll.runtime.learner import Address
 from atoll.runtime.placement import Placement
 from atoll.tensors.access import read_buffers, read_params
+from atoll.tensors.inventory import AND_FROZEN, with_frozen
 from atoll.tensors.layout import Layout
 from atoll.transport import LinkFailed, Refused, client_credentials, server_credentials, upload
 from atoll.transport.keys import LEARNER_NAME, SYNCER_NAME, is_loopback, load_learner, read_token, split_address
@@ -25,18 +27,32 @@ UPLOAD_SECONDS: Final = 60.0
 UPLOAD_BYTES_PER_SECOND_LEAST: Final = 1e6
 
 
-async def agree_on_model(address: Address, placement: Placement, layout: Layout, tensors: Mapping[str, Tensor]) -> None:
+async def agree_on_model(
+    address: Address, placement: Placement, layout: Layout, tensors: Mapping[str, Tensor], frozen: str
+) -> None:
     """The first learner brings the model's shapes and weights. Whoever else thought to be the first is told what was there
-    before, so the answer is what counts, for both."""
+    before, so the answer is what counts, for both. `frozen` is the digest of what does not travel."""
     digest = placement.layout
     if placement.needs_model:
         params = [read_params(tensors, fragment).cpu() for fragment in layout.fragments]
         buffers = [read_buffers(tensors, fragment).cpu() for fragment in layout.fragments]
-        digest = (await _offer(address, placement, pack_offer(layout, params, buffers))).decode("ascii", "replace")
-    if digest != layout.fingerprint:
+        whole = replace(layout, fingerprint=with_frozen(layout.fingerprint, frozen))
+        digest = (await _offer(address, placement, pack_offer(whole, params, buffers))).decode("ascii", "replace")
+    travels, _, frozen_there = digest.partition(AND_FROZEN)
+    if travels != layout.fingerprint:
         raise ConfigError(
             "the model here is not the one this run trains: another learner brought one whose tensors have other names, shapes "
             "or dtypes; build the same model, or start a run of its own"
+        )
+    if frozen and not frozen_there:  # an older Atoll brought the model, or keeps it: nobody could come back to such a run
+        log.warning(
+            "this run was not told of its model's frozen part (requires_grad=False), so it is not compared: see to it that it is "
+            "the same on every learner"
+        )
+    elif frozen != frozen_there:
+        raise ConfigError(
+            "the frozen part of the model here (requires_grad=False) is not the one this run trains with, and it does not "
+            "travel; load the same weights, in the same dtype, into the frozen part on every learner, before atoll.join"
         )
 
 

@@ -42,6 +42,7 @@ from atoll.runtime.placement import Placement
 from atoll.runtime.shelves import LearnerShelf
 from atoll.tape.format import Header, TapeWriter
 from atoll.tensors.access import named_tensors
+from atoll.tensors.inventory import frozen_digest, frozen_parameters
 from atoll.workload.deal import Deal
 
 log = logging.getLogger("atoll.learner")
@@ -86,6 +87,7 @@ class Learner:
         self._wants = wants
         self._out = out
         self._tensors: dict[str, Tensor] = {}
+        self._frozen: dict[str, Tensor] = {}
         self._device: torch.device
         self._at_exit = contextlib.ExitStack()
         self._live: LiveLearner
@@ -182,6 +184,7 @@ class Learner:
         self._skipped = 0
         if not self._checked:
             self._check_first_step()
+        self._refuse_unfrozen()
         self._step_nanos = time.monotonic_ns() - self._began
         self._live.step_done(StepDone(counted.tokens, counted.samples, self._step_nanos, counted.mean_loss()))
         self._take_next()
@@ -211,6 +214,15 @@ class Learner:
             if now.get(name) is not tensor or tensor.device != device:
                 raise ConfigError(
                     f"{name} was replaced or moved after atoll.join: bring the model to its device and dtype first, then join"
+                )
+
+    def _refuse_unfrozen(self) -> None:
+        """Fragments were cut at the door. What was frozen then is in none: it would train here and never travel."""
+        for name, tensor in self._frozen.items():
+            if tensor.requires_grad:
+                raise ConfigError(
+                    f"parameter {name} was frozen at atoll.join and trains now, which would stay on this learner: unfreeze it "
+                    f"before atoll.join, on every learner, or leave it frozen"
                 )
 
     # ------------------------------------------------------------ data
@@ -263,6 +275,8 @@ class Learner:
 
     def __enter__(self) -> Learner:
         """Returns with Theta in the model, ready for the first step: that is joining, not waiting."""
+        self._frozen = frozen_parameters(self._model)
+        frozen = frozen_digest(self._model)  # before a place is asked for: a big one takes longer than a place is kept free
         with contextlib.ExitStack() as stack:
             loop = Loop()
             stack.callback(loop.stop)
@@ -272,7 +286,7 @@ class Learner:
             layout = layout_for(self.config, self._model)
             self._tensors = named_tensors(self._model)
             self._device = brought.device_of(self._tensors)
-            loop.run(agree_on_model(self._address, placement, layout, self._tensors))
+            loop.run(agree_on_model(self._address, placement, layout, self._tensors, frozen))
             directory = own_directory(self._out, placement)
             shelf = LearnerShelf(directory, placement.run, self.config)
             stack.callback(shelf.close)

@@ -49,7 +49,18 @@ from atoll.runtime.loops import Alarm, Mail
 from atoll.runtime.peers import Peers
 from atoll.runtime.placement import JoinRequest, Placement
 from atoll.tape.format import TapeWriter
-from atoll.transport import Backoff, ClientCredentials, Limits, Link, LinkFailed, Refused, ServerCredentials, call, dial
+from atoll.transport import (
+    BACKOFF_MOST_SECONDS,
+    Backoff,
+    ClientCredentials,
+    Limits,
+    Link,
+    LinkFailed,
+    Refused,
+    ServerCredentials,
+    call,
+    dial,
+)  # fmt: skip
 
 log = logging.getLogger("atoll.learner")
 
@@ -314,9 +325,13 @@ class LiveLearner:
             except LinkFailed as error:
                 why = str(error)
             else:
-                backoff.reset()
+                since = self._loop.time()
                 await self._lost.wait()
                 away_since = self._loop.time()
+                if away_since - since > BACKOFF_MOST_SECONDS:
+                    backoff.reset()
+                elif not self._over:  # cut at once: a syncer that finds fault with what it hears must not be stormed
+                    await asyncio.sleep(backoff.next())
                 continue
             if self._loop.time() - away_since > self._address.give_up_seconds:
                 raise RunFailed(f"no syncer for {self._address.give_up_seconds:.0f} s: {why}")

@@ -6,6 +6,7 @@ module or by `Parameter(other.data)` is found alike. The first name in state-dic
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +18,9 @@ from torch.nn.parameter import is_lazy
 from atoll.errors import ConfigError
 
 OUTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+AND_FROZEN = "+"
+"""Between the fingerprint of what travels and that of what does not."""
 
 _WIDEST = 1 << 24
 
@@ -50,6 +54,31 @@ def walk(model: nn.Module) -> list[Entry]:
             entry.trainable |= parameter and tensor.requires_grad
             entry.embedding_weight |= isinstance(module, nn.Embedding | nn.EmbeddingBag) and leaf == "weight"
     return list(entries.values())
+
+
+def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Those that do not train, under every name they go by, in the order of names: no fragment holds them."""
+    entries = [entry for entry in walk(model) if entry.parameter and not entry.trainable]
+    return dict(sorted((name, entry.tensor) for entry in entries for name in entry.names))
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """SHA-256 of the frozen parameters' names, dtypes, shapes and bytes, wherever and however they lie; "" where all train.
+    They do not travel, and work that was done on top of others would be averaged without a word. Of every name, so that
+    whether frozen weights are tied does not matter: they cannot drift apart."""
+    whole, known = hashlib.sha256(), dict[int, str]()
+    frozen = frozen_parameters(model)
+    for name, tensor in frozen.items():
+        if id(tensor) not in known:
+            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            known[id(tensor)] = hashlib.sha256(flat.numpy().data).hexdigest()
+        whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {known[id(tensor)]}\n".encode())
+    return whole.hexdigest() if frozen else ""
+
+
+def with_frozen(fingerprint: str, frozen: str) -> str:
+    """A layout's fingerprint as that of the whole model, in one word; where nothing is frozen they are the same."""
+    return f"{fingerprint}{AND_FROZEN}{frozen}" if frozen else fingerprint
 
 
 def slot_kind(entry: Entry, outer_scope: str) -> str | None:

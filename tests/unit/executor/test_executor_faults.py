@@ -238,6 +238,20 @@ def test_residual_joins_the_next_packet() -> None:
     assert torch.equal(codec("int4").decode(packet), codec("int4").decode(codec("int4").encode(residual)))
 
 
+def test_residual_of_a_packet_on_its_way_is_not_sent_with_the_next_one_too() -> None:
+    """On a slow downlink a fragment is pulled again before the version with its last packet is adopted."""
+    learner = feedback_learner()
+    sums = [learner._difference(0), contribution(learner, 4).content[0]]
+    for outer_step in (8, 12):
+        learner.execute(InnerStep(1, 0, outer_step, 0), None)
+        learner.execute(Stage(0, 1, outer_step, False), None)
+        sums += [learner._difference(0), contribution(learner, outer_step).content[0]]
+    adopt(learner, 12, merged=True)
+    carried = sum(codec("int4").decode(packet) for packet in sums[1::2])
+    residual = learner.state(with_residuals=True)["residuals"][0]
+    torch.testing.assert_close(carried + residual, sum(sums[::2]))
+
+
 @pytest.mark.parametrize("path", ["theta", "peer"])
 def test_residual_after_recovery_is_zero(path: str) -> None:
     learner = feedback_learner()
