@@ -85,6 +85,8 @@ KINDS: tuple[Kind, ...] = ("kill", "pause", "slow", "partition", "clog", "corrup
 
 FAR = 1e9
 """Seconds: no run lasts longer."""
+FAULTS_MAX = 100_000
+"""Of a random plan: more than any run could suffer."""
 SCAVENGED_MAX = 1024
 
 
@@ -132,6 +134,8 @@ def describe(fault: Fault) -> str:
 
 def load_plan(text: str, learners: int) -> Plan:
     """A plan from a TOML file ([[faults]] tables) or, as a word, a seeded generator: random:SEED:COUNT:SECONDS."""
+    if not text.strip():
+        raise PlanError(f"--chaos {text!r}: names no plan; give a TOML file or random:SEED:COUNT:SECONDS, or leave it out")
     if text.startswith("random:"):
         return _parse_random(text, learners)
     path = Path(text)
@@ -154,8 +158,10 @@ def _parse_random(text: str, learners: int) -> Plan:
         raise PlanError(f"chaos plan {text!r}: must be random:SEED:COUNT:SECONDS, such as random:7:10:200") from None
     if len(parts) != 4:
         raise PlanError(f"chaos plan {text!r}: must be random:SEED:COUNT:SECONDS, such as random:7:10:200")
-    if span > FAR or count < 0 or not span > 0:
-        raise PlanError(f"chaos plan {text!r}: COUNT must be 0 or more and SECONDS above 0")
+    if not 0 <= count <= FAULTS_MAX:
+        raise PlanError(f"chaos plan {text!r}: COUNT must be 0 to {FAULTS_MAX:,}")
+    if not 0 < span <= FAR:
+        raise PlanError(f"chaos plan {text!r}: SECONDS must be above 0 and at most {FAR:g}")
     return random_plan(random.Random(seed), learners, count=count, span=span)
 
 
@@ -172,9 +178,10 @@ def check_plan(plan: Plan, learners: int) -> None:
             raise PlanError(
                 f"chaos plan, fault {number}: names worker {workers}; learners are 0 to {learners - 1}, the syncer is -1"
             )
-        numbers = (fault.at, getattr(fault, "lasts", 1.0), getattr(fault, "factor", 1.0))
-        if not all(abs(number) <= FAR for number in numbers) or fault.at < 0 or numbers[1] <= 0 or numbers[2] < 1.0:
-            raise PlanError(f"chaos plan, fault {number}: at must be 0 or more, lasts above 0, factor at least 1")
+        lasts, factor = getattr(fault, "lasts", 1.0), getattr(fault, "factor", 1.0)
+        if not (0 <= fault.at <= FAR and 0 < lasts <= FAR and 1 <= factor <= FAR):
+            bounds = f"at must be 0 or more, lasts above 0, factor at least 1, and none of them above {FAR:g}"
+            raise PlanError(f"chaos plan, fault {number}: {bounds}")
         if len(workers) == 2 and workers[0] == workers[1]:
             raise PlanError(f"chaos plan, fault {number}: a link needs two ends, a and b are both {workers[0]}")
 

@@ -17,7 +17,9 @@ def read_toml(path: Path, what: str = "recipe") -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf8"))
     except FileNotFoundError:
         raise ConfigError(f"{what} {path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: cannot be read ({error.strerror or error})") from None
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{what} {path}: cannot be read as UTF-8 text ({error})") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{what} {path}: not valid TOML: {error}") from None
@@ -46,9 +48,12 @@ def parse_assignment(text: str) -> dict[str, Any]:
     if not equals or not key:
         raise ConfigError(f"--set {text!r}: must be key=value, such as protocol.overlap=2")
     try:
-        parsed: Any = tomllib.loads(f"v = {value}")["v"]
+        found = tomllib.loads(f"v = {value}")
     except tomllib.TOMLDecodeError:
-        parsed = value.strip()  # a bare word is a string: --set protocol.merge=mean
+        found = {"v": value.strip()}  # a bare word is a string: --set protocol.merge=mean
+    if len(found) > 1:  # more lines, with more keys or sections in them
+        raise ConfigError(f"--set {text!r}: sets more than {key}; give one --set for each key")
+    parsed: Any = found["v"]
     for part in reversed(key.split(".")):
         parsed = {part: parsed}
     return {str(k): v for k, v in parsed.items()}

@@ -139,6 +139,7 @@ def test_plan_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> No
         (Kill(float("inf"), 0), "at must be 0 or more"),
         (Pause(1.0, 0, float("inf")), "lasts above 0"),
         (Slow(1.0, 0, float("nan")), "factor at least 1"),
+        (Kill(1e300, 0), "and none of them above 1e+09"),
     ],
 )
 def test_fault_that_makes_no_sense_is_refused_by_number_in_one_sentence(fault: Fault, what: str) -> None:
@@ -166,6 +167,22 @@ def test_random_plan_by_a_malformed_word_is_refused(text: str) -> None:
     with pytest.raises(PlanError, match="random:") as caught:
         load_plan(text, 4)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        ("random:1:100001:3", "COUNT must be 0 to 100,000"),
+        ("random:1:-1:3", "COUNT must be 0 to 100,000"),
+        ("random:1:2:1e300", "SECONDS must be above 0 and at most 1e+09"),
+        ("", "--chaos '': names no plan"),
+        (" ", "--chaos ' ': names no plan"),
+    ],
+)
+def test_bound_that_was_broken_is_the_one_that_is_named(text: str, bound: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        load_plan(text, 4)
+    assert bound in str(caught.value)
 
 
 @settings(deadline=None)

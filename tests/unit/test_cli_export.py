@@ -11,9 +11,11 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -21,11 +23,13 @@ from atoll.chaos import Plan
 from atoll.cli.app import app
 from atoll.config import load, to_toml
 from atoll.errors import UserError
+from atoll.executor import weights
 from atoll.executor.durable import DurableDisk
-from atoll.executor.syncer import initial_versions
+from atoll.executor.syncer import digest, initial_versions
 from atoll.executor.trained import open_trained
-from atoll.executor.workbench import language_workbench
+from atoll.executor.workbench import language_workbench, layout_for
 from atoll.sim.run import run_virtual
+from atoll.tensors.access import named_tensors, read_buffers, read_params
 from atoll.workload.bpe import ByteTokenizer
 from atoll.workload.export import hf_tokenizer
 from atoll.workload.tokens import text_data
@@ -152,6 +156,111 @@ def test_json_of_eval_tells_the_outer_step_whether_or_not_it_is_the_last(run: Pa
     for directory, reached in ((cut, 5), (run, 6)):
         said = json.loads(atoll("eval", directory, "--json"))
         assert (said["outer_step"], said["outer_steps"]) == (reached, 6)
+
+
+def told_run(directory: Path, like: Path, sha256: str | None) -> Path:
+    """A virtual run's folder with a summary that tells this digest."""
+    shutil.copytree(like, directory)
+    (directory / "summary.json").write_text(json.dumps({"outer_steps": 6, "theta_sha256": sha256}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def sha256(run: Path) -> str:
+    model, config = open_trained(run).model, load(run / "config.toml")
+    tensors, fragments = named_tensors(model), layout_for(config, model).fragments
+    return digest([read_params(tensors, f) for f in fragments] + [read_buffers(tensors, f) for f in fragments])
+
+
+def flip_last_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 0x40
+    path.write_bytes(data)
+
+
+def test_damaged_weights_are_neither_evaluated_nor_exported(run: Path, sha256: str, tmp_path: Path) -> None:
+    whole, damaged = told_run(tmp_path / "whole", run, sha256), told_run(tmp_path / "damaged", run, sha256)
+    flip_last_byte(damaged / "theta.safetensors")
+    assert "heldout" in atoll("eval", whole)
+    for words in (("eval", damaged), ("eval", damaged, "--json"), ("export", damaged, "--hf", tmp_path / "hf")):
+        said = refusal(*words)
+        assert said.startswith(f"{damaged / 'theta.safetensors'} is damaged or of another run: its numbers are not those of")
+        assert str(damaged / "summary.json") in said and "\n" not in said
+    assert not (tmp_path / "hf").exists()
+
+
+def test_live_weights_are_held_against_the_summary_beside_their_syncer(run: Path, sha256: str, tmp_path: Path) -> None:
+    live = live_run(tmp_path / "live", run)
+    shutil.copy(run / "theta.safetensors", live / "syncer")
+    open_trained(live)
+    (live / "summary.json").write_text(json.dumps({"outer_steps": 6, "theta_sha256": sha256}))
+    open_trained(live)
+    flip_last_byte(live / "syncer" / "theta.safetensors")
+    assert "is damaged or of another run" in refusal("eval", live)
+
+
+def test_digest_of_what_a_real_run_tells_fits_its_weights(tmp_path: Path) -> None:
+    """Whatever the preset and the dtype: of bf16 weights the digest cannot be had from the file, and they load all the same."""
+    for number, words in enumerate((["--preset", "ddp"], ["--set", "model.dtype=bfloat16"], ["--preset", "diloco"])):
+        tiny = [f"outer_steps={8 if 'diloco' in words else 2}", "learners=2", "data.seq_len=16", "data.max_bytes=200000",
+                "data.heldout_batches=1", "model.numbers={width=16, layers=2, heads=2, mlp=24}"]  # fmt: skip
+        few = ["protocol.local_steps_per_round=4"] if "diloco" in words else []
+        few = ["protocol.fragments=4", "protocol.local_steps_per_round=4"] if "--set" in words else few
+        out = tmp_path / str(number)
+        atoll("train", "--virtual", *words, *(w for key in tiny + few for w in ("--set", key)), "--out", out)
+        assert "heldout" in atoll("eval", out)
+
+
+def test_loss_that_is_no_number_is_told_and_ends_with_exit_code_2(run: Path, tmp_path: Path) -> None:
+    told_run(tmp_path / "run", run, None)
+    tensors = load_file(tmp_path / "run" / "theta.safetensors")
+    save_file(tensors | {"norm.weight": tensors["norm.weight"] * float("nan")}, tmp_path / "run" / "theta.safetensors")
+    done = CliRunner().invoke(app, ["eval", str(tmp_path / "run"), "--json"])
+    assert isinstance(done.exception, UserError) and "its loss on heldout is nan" in str(done.exception)
+    assert json.loads(done.stdout)["results"][0]["loss"] is None, "the object is there all the same"
+
+
+def test_weights_that_must_not_be_read_are_said_to_be_there(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told_run(tmp_path / "run", run, None)
+    (theta := tmp_path / "run" / "theta.safetensors").chmod(0)
+    opened = Path.open
+
+    def refused(path: Path, *words: Any, **more: Any) -> Any:  # root reads whatever the mode
+        if path == theta:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *words, **more)
+
+    monkeypatch.setattr(Path, "open", refused)
+    assert refusal("eval", tmp_path / "run") == f"{theta} cannot be read: Permission denied"
+
+
+def test_bad_key_in_a_runs_config_is_told_with_its_file(run: Path, tmp_path: Path) -> None:
+    config = told_run(tmp_path / "run", run, None) / "config.toml"
+    config.write_text(config.read_text().replace("outer_steps", "outer_stepps"))
+    for words in (("eval", tmp_path / "run"), ("export", tmp_path / "run", "--hf", tmp_path / "hf")):
+        assert refusal(*words).startswith(f"{config}: key outer_stepps = 6: no such key")
+    config.write_text("garbage")
+    assert refusal("eval", tmp_path / "run").startswith(f"recipe {config}: not valid TOML")
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_export_that_finds_no_room_leaves_nothing_and_works_later(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    where = tmp_path / "deep" / "hf"
+    if there:
+        where.mkdir(parents=True)
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(weights, "save_file", full)
+        said = refusal("export", run, "--hf", where)
+    assert said == f"--hf {where}: cannot be written (No space left on device)"
+    assert list(tmp_path.rglob("*")) == ([where.parent, where] if there else [])
+    atoll("export", run, "--hf", where)
+    assert len(list(where.iterdir())) == 5
 
 
 def test_hugging_face_tokenizer_goes_along_unpacked(run: Path, tmp_path: Path) -> None:

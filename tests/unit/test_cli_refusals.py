@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -25,7 +28,7 @@ from atoll.executor.syncer import initial_versions
 from atoll.executor.vision import VISION_MODELS
 from atoll.executor.workbench import language_workbench
 from atoll.ids import SYNCER
-from atoll.protocol.vocabulary import DeadlinePassed, Refuse
+from atoll.protocol.vocabulary import Books, DeadlinePassed, Refuse
 from atoll.runtime.cluster import LocalCluster, _Worker
 from atoll.views.run import RunView, Summary, Tokens
 from atoll.workload.bpe import BpeTokenizer
@@ -186,8 +189,9 @@ def stopped(tmp_path: Path) -> Path:
     run = tmp_path / "stopped"
     config = load(preset_name="decoupled", assignments=[*SMALL[1:], "outer_steps=40", "protocol.fragments=4"])
     disk = DurableDisk.create(run / "syncer", initial_versions(language_workbench(config)))
-    begin_syncer(run / "syncer", 40, disk, b"{}")
-    seal_syncer(run / "syncer", 40, (), complete=True, keep=3)
+    books = Books(40, ((0,),) * 4, ((0, 3), (1, 3)), (), ())
+    begin_syncer(run / "syncer", 40, disk, msgspec.json.encode(books))
+    seal_syncer(run / "syncer", 40, (), complete=True, keep=3, config=msgspec.to_builtins(config))
     (run / "config.toml").write_text(to_toml(config))
     return run
 
@@ -207,6 +211,50 @@ def test_syncer_that_resumes_a_snapshot_with_nothing_left_to_do_is_refused(stopp
     assert not (tmp_path / "new").exists()
 
 
+def seal_another(run: Path, snapshot: int, learners: tuple[int, ...] = (), *, complete: bool = True) -> Path:
+    config = load(run / "config.toml")
+    books = Books(snapshot, ((0,),) * 4, ((0, 3), (1, 3)), (), ())
+    begin_syncer(run / "syncer", snapshot, DurableDisk.open(run / "syncer"), msgspec.json.encode(books))
+    seal_syncer(run / "syncer", snapshot, learners, complete=complete, keep=9, config=msgspec.to_builtins(config))
+    return run / "syncer" / "snapshots" / str(snapshot)
+
+
+@pytest.mark.parametrize("how", ["shorter", "manifest", "flipped"])
+@pytest.mark.usefixtures("unbuilt")
+def test_run_whose_newest_snapshot_is_damaged_does_not_go_on_from_an_older_one_unasked(stopped: Path, how: str) -> None:
+    part = seal_another(stopped, 60)
+    hurt = next(path for path in sorted((part / "versions").iterdir()) if path.is_file())
+    hurt = part / "manifest.json" if how == "manifest" else hurt
+    flipped = hurt.read_bytes()[:-1] + bytes([hurt.read_bytes()[-1] ^ 1])
+    hurt.unlink()  # versions are hard links: the other snapshot's must stay as they are
+    hurt.write_bytes({"shorter": flipped[:-10], "manifest": b"{", "flipped": flipped}[how])
+    said = refusal("train", "--resume", stopped, "--set", "outer_steps=80")
+    assert said.startswith(f"run {stopped}: snapshot 60 is damaged: {hurt}")
+    assert said.endswith("; give --snapshot 40 to go on from that one")
+    assert "outer step 40 already" in refusal("train", "--resume", stopped, "--snapshot", "40", "--set", "outer_steps=40")
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_snapshot_that_was_given_up_is_not_the_newest(stopped: Path) -> None:
+    seal_another(stopped, 60, complete=False)
+    assert "outer step 40 already" in refusal("train", "--resume", stopped, "--set", "outer_steps=40")
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_learners_part_that_is_damaged_is_told_by_its_own_path_and_one_that_is_missing_is_no_reason(stopped: Path) -> None:
+    seal_another(stopped, 60, (0,))
+    assert "outer step 60 already" in refusal("train", "--resume", stopped, "--set", "outer_steps=60")
+    part = stopped / "learners" / "0" / "snapshots" / "60"
+    assert [*live.what_is_resumed(stopped, 60)][1] == f"warning: {part} is missing: its learner joins as a newcomer"
+    part.mkdir(parents=True)
+    (part / "manifest.json").write_text("{")
+    assert str(part) in refusal("train", "--resume", stopped, "--set", "outer_steps=80")
+
+
+def test_snapshots_of_a_folder_that_is_not_there_are_not_said_to_be_none(tmp_path: Path) -> None:
+    assert refusal("snapshot", "ls", tmp_path / "x").startswith(f"run {tmp_path / 'x'}: is no folder")
+
+
 def test_resumed_run_keeps_its_preset(stopped: Path, tmp_path: Path) -> None:
     wanted = f"--preset diloco: the run in {stopped} is of preset 'decoupled', and a resumed run keeps it; leave --preset out"
     assert refusal("train", "--resume", stopped, "--preset", "diloco", "--set", "outer_steps=50") == wanted
@@ -220,6 +268,41 @@ def test_recipe_of_another_preset_resumes_nothing(stopped: Path, tmp_path: Path)
     said = refusal("train", "recipe.toml", "--resume", stopped, "--set", "outer_steps=50")
     kept = f"the run in {stopped} is of preset 'decoupled', and a resumed run keeps it"
     assert said == f"recipe recipe.toml is of preset 'fedavg': {kept}; leave the recipe out, or give --preset too"
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ("data.batch_size=4", "key data.batch_size = 4: the run that is resumed had 2, and a place in its data is"),
+        ("outer.outer_optimizer=delayed_nesterov", "key outer.outer_optimizer = 'delayed_nesterov': the run that is resumed had"),
+        ("protocol.local_steps_per_round=12", "key protocol.local_steps_per_round = 12: the run that is resumed had 24, and"),
+        ("protocol.ramp=0.5", "key protocol.ramp = 0.5 of outer_steps = 50: the run that is resumed ramps over its first 0"),
+    ],
+)
+@pytest.mark.usefixtures("unbuilt")
+def test_key_that_a_snapshot_was_counted_by_is_refused_before_anything_is_built(
+    stopped: Path, tmp_path: Path, change: str, wanted: str
+) -> None:
+    changed = ["--set", "outer_steps=50", "--set", change]
+    assert refusal("train", "--resume", stopped, *changed, "--out", "new").startswith(wanted)
+    part = stopped / "syncer" / "snapshots" / "40"
+    said = refusal("syncer", stopped / "config.toml", "--resume", part, "--dir", "new", "--listen", "127.0.0.1:0", *changed)
+    assert said.startswith(wanted)
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_snapshot_of_more_streams_than_members_may_be_is_refused(stopped: Path) -> None:
+    """A learner that goes on with units of stream 1 would name data that cannot be, and never be let in."""
+    said = refusal("train", "--resume", stopped, "--learners", 1, "--set", "limits.members_max=1", "--set", "outer_steps=50")
+    assert said.startswith("key limits.members_max = 1: the snapshot in ") and said.endswith("names learner 1; give at least 2")
+
+
+def test_refused_resumption_ends_with_code_2(stopped: Path) -> None:
+    words = ["train", "--resume", str(stopped), "--set", "data.seq_len=8", "--set", "outer_steps=50"]
+    done = subprocess.run([sys.executable, "-m", "atoll", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines()[-1].startswith("atoll: key data.seq_len = 8: the run that is resumed had 16, and")
 
 
 def test_other_tokenizer_is_told_before_there_is_a_folder(stopped: Path, tmp_path: Path) -> None:

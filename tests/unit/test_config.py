@@ -468,3 +468,16 @@ def test_presets_as_they_are_warn_of_nothing(name: str) -> None:
 def test_combination_allowed_but_unfaithful_warns_with_one_sentence(preset_name: str, assignments: list[str], word: str) -> None:
     found = warnings(load(preset_name=preset_name, assignments=assignments))
     assert len(found) == 1 and word in found[0] and "\n" not in found[0]
+
+
+# ---------------------------------------------------------------- one key at a time
+
+
+@pytest.mark.parametrize("text", ["learners=3\nseed=9", "learners=3\n[model]\nname='lenet5'", "seed = 1\nv2 = 2"])
+def test_assignment_of_several_keys_at_once_is_refused(text: str) -> None:
+    key = text.partition("=")[0].strip()
+    assert refusal(text) == f"--set {text!r}: sets more than {key}; give one --set for each key"
+
+
+def test_assignment_may_end_its_line_and_say_why() -> None:
+    assert load(assignments=["seed=9 # of luck\n"]).seed == 9

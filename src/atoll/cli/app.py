@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ from atoll.cli.shared import (
 )  # fmt: skip
 from atoll.cli.simulate import simulate
 from atoll.errors import AtollError, UserError
+from atoll.tape.folder import refuse_unusable
 from atoll.tape.weave import Woven, open_run
 from atoll.views.strip import strip_lines
 
@@ -52,8 +54,22 @@ def main() -> None:
         err.print(f"atoll: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(1)
     except OSError as error:
-        err.print(f"atoll: {error}", style="red", soft_wrap=True)
-        sys.exit(1)
+        err.print(f"atoll: {_told(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(2 if error.errno in UNUSABLE and error.filename is not None else 1)
+
+
+UNUSABLE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
+"""A path that is what it is however often it is tried: somebody named it."""
+
+
+def _told(error: OSError) -> str:
+    """Of what no command foresaw. The system knows the reason, and most often the file."""
+    where = "" if error.filename is None else f"{error.filename}: "
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{where}the disk is full ({error.strerror}); make room and try again"
+    return f"{where}cannot be used ({error.strerror})" if where and error.strerror else str(error)
 
 
 def _version(show: bool) -> None:
@@ -92,7 +108,23 @@ def syncer(
     """Run the syncer: CPU only. It merges what learners send, stores it durably, and announces it."""
     live.log_to_stderr(verbose=not quiet)
     settings = settings_from(recipe, preset, learners, seed, set_)
+    _refuse_false_start(directory, listen, keys)
     live.run_syncer(settings, directory, listen, keys, insecure, allow_model or [], resume, threads, obey_stdin)
+
+
+def _refuse_false_start(directory: Path, listen: str, keys: Path | None) -> None:
+    """What would stop a syncer only after it has loaded its data and filled its folder. One that goes on in its folder loses
+    nothing by starting in vain, and is told rather who holds that."""
+    refuse_unusable(directory, "--dir")
+    if keys is not None:  # before gRPC is loaded, or it tells nobody why a handshake failed
+        os.environ.setdefault("GRPC_VERBOSITY", "INFO")
+    from atoll.transport.keys import Tokens
+    from atoll.transport.wire import refuse_taken
+
+    if keys is not None and os.path.exists(keys / "token.key"):
+        Tokens.load(keys)
+    if not (directory / "run.tape").exists():
+        refuse_taken(listen)
 
 
 @app.command()
@@ -126,6 +158,8 @@ def learner(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("WORLD_SIZE is above 1: a learner is one process so far; start several learners instead of ranks")
     live.log_to_stderr(verbose=not quiet)
+    if out_dir is not None:
+        refuse_unusable(out_dir)
     address = address_of(
         syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"
     )

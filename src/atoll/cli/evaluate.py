@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ from rich.table import Table
 
 from atoll.cli import live
 from atoll.cli.shared import JsonOption, ThreadsOption, err, out, print_json
+from atoll.errors import DataError
 
 
 def evaluate(
@@ -40,15 +42,19 @@ def evaluate(
     if as_json:
         reached = {"outer_step": trained.outer_step, "outer_steps": trained.config.outer_steps}
         print_json({"run": str(run), **reached, "results": [msgspec.structs.asdict(each) for each in results]})
-        return
-    table = Table("task", "examples", "loss", "acc", "acc_norm", "acc_bytes", "perplexity")
-    for r in results:
-        table.add_row(
-            r.task, f"{r.examples:,}", f"{r.loss:.4f}" if r.loss is not None else "", _told(r.acc, r.acc_stderr),
-            _told(r.acc_norm, r.acc_norm_stderr), _told(r.acc_bytes, r.acc_bytes_stderr),
-            _told(r.perplexity, r.perplexity_stderr),
-        )  # fmt: skip
-    out.print(table)
+    else:
+        table = Table("task", "examples", "loss", "acc", "acc_norm", "acc_bytes", "perplexity")
+        for r in results:
+            table.add_row(
+                r.task, f"{r.examples:,}", f"{r.loss:.4f}" if r.loss is not None else "", _told(r.acc, r.acc_stderr),
+                _told(r.acc_norm, r.acc_norm_stderr), _told(r.acc_bytes, r.acc_bytes_stderr),
+                _told(r.perplexity, r.perplexity_stderr),
+            )  # fmt: skip
+        out.print(table)
+    for r in results:  # at the end: whatever else was asked is answered
+        if r.loss is not None and not math.isfinite(r.loss):
+            why = "its weights have diverged or are damaged; train with a lower inner.learning_rate, or bring them back"
+            raise DataError(f"run {run}: its loss on {r.task} is {r.loss}: {why}")
 
 
 def _told(value: float | None, error: float | None) -> str:

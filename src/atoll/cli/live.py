@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -97,7 +97,8 @@ def run_syncer(
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
     from atoll.executor.snapshots import read_manifest
-    from atoll.runtime.home import TAPE, Home
+    from atoll.runtime.home import Home
+    from atoll.runtime.resumed import TAPE, refuse_unfit
     from atoll.runtime.syncer import SyncerProcess
     from atoll.transport import server_credentials
     from atoll.transport.keys import is_loopback, load_server
@@ -112,6 +113,7 @@ def run_syncer(
         credentials = server_credentials(found.certificate, found.key, found.ca)
     if resume is not None and not (directory / TAPE).exists():  # the same command again goes on from its tape, not from there
         _refuse_nothing_left(settings, resume, read_manifest(resume).snapshot)
+        refuse_unfit(resume, settings)
     use_threads(threads)
     say = logging.getLogger("atoll.syncer").warning
     bench = None if settings.model.name == CUSTOM else built(settings, allowed, say)
@@ -153,6 +155,8 @@ def make_token_command(directory: Path, run: str, hours: float) -> str:
 def snapshots_of(run: Path) -> list[SnapshotInfo]:
     from atoll.executor.snapshots import found
 
+    if not run.is_dir():
+        raise UserError(f"run {run}: is no folder; give the one that `atoll train --out` or `atoll syncer --dir` named")
     infos = found(run)
     if not infos:
         raise UserError(f"run {run}: holds no snapshots; a recipe asks for them with protocol.snapshot_interval")
@@ -174,21 +178,53 @@ def _refuse_nothing_left(settings: Config, where: Path, outer_step: int) -> None
 
 
 def snapshot_to_resume(run: Path, wanted: int | None, settings: Config) -> tuple[Path, int]:
-    """A learner whose part is missing joins the resumed run as a newcomer; the syncer's part must be sound."""
-    from atoll.executor.snapshots import newest_usable
+    """A learner whose part is missing joins the resumed run as a newcomer; what is there must be sound. Nobody is taken further
+    back than the newest without being asked: a damaged one is told, one that was never finished is not the newest."""
+    from atoll.runtime.resumed import refuse_unfit
 
-    complete = [info.outer_step for info in snapshots_of(run) if info.complete]
-    newest = newest_usable(run, need_learners=False)
-    if newest is None:
-        raise UserError(f"run {run}: none of its snapshots is complete")
+    infos = snapshots_of(run)
+    complete = [info.outer_step for info in infos if info.complete]
     if wanted is not None and wanted not in complete:
         raise UserError(f"run {run}: has no complete snapshot of outer step {wanted}; there are {complete}")
-    chosen = wanted if wanted is not None else newest.outer_step
-    damaged = [problem for problem in problems_of(run, chosen) if "/learners/" not in problem]
-    if damaged:
-        raise UserError(f"run {run}: snapshot {chosen} is damaged: {damaged[0]}")
+    sealed = [step for step in complete if wanted is None or step == wanted]
+    tried = [info.outer_step for info in infos if info.outer_step in sealed or (wanted is None and _is_damaged(run, info))]
+    if not tried:
+        raise UserError(f"run {run}: none of its snapshots is complete")
+    chosen = tried[-1]
+    absent = [f"{part} is missing" for part in _absent_parts(run, infos, chosen)]
+    if damaged := [problem for problem in problems_of(run, chosen) if problem not in absent]:
+        others = [step for step in complete if step != chosen]
+        instead = f"give --snapshot {others[-1]} to go on from that one" if others else "there is no other"
+        raise UserError(f"run {run}: snapshot {chosen} is damaged: {damaged[0]}; {instead}")
     _refuse_nothing_left(settings, run, chosen)
+    refuse_unfit(_syncer_part(run, chosen), settings)
     return run, chosen
+
+
+def _is_damaged(run: Path, info: SnapshotInfo) -> bool:
+    """Sealed, and not what was sealed: one that the syncer gave up has nothing in it that could be damaged."""
+    part = _syncer_part(run, info.outer_step)
+    return not info.complete and part.is_dir() and any(str(part) in problem for problem in problems_of(run, info.outer_step))
+
+
+def _absent_parts(run: Path, infos: Sequence[SnapshotInfo], snapshot: int) -> list[Path]:
+    from atoll.executor.snapshots import learner_root, snapshot_dir
+
+    (info,) = (info for info in infos if info.outer_step == snapshot)
+    parts = [snapshot_dir(learner_root(run, learner), snapshot) for learner in info.missing]
+    return [part for part in parts if not part.is_dir()]
+
+
+def what_is_resumed(run: Path, snapshot: int) -> Iterator[str]:
+    yield f"going on from snapshot {snapshot} of {run}"
+    for part in _absent_parts(run, snapshots_of(run), snapshot):
+        yield f"warning: {part} is missing: its learner joins as a newcomer"
+
+
+def _syncer_part(run: Path, snapshot: int) -> Path:
+    from atoll.executor.snapshots import snapshot_dir, syncer_root
+
+    return snapshot_dir(syncer_root(run), snapshot)
 
 
 def check_live(settings: Config, device: str) -> None:
@@ -222,13 +258,17 @@ def cluster_summary(
     settings: Config, plan: Plan, directory: Path, threads: int, device: str, allowed: list[str],
     resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
 ) -> Summary:  # fmt: skip
-    from atoll.executor.kept_text import refuse_other_tokenizer
     from atoll.runtime.cluster import LocalCluster
+    from atoll.runtime.resumed import doubts, refuse_other_data
     from atoll.runtime.verdict import verdict
 
     bench = built(settings, allowed, progress.say)
     if resume is not None:
-        refuse_other_tokenizer(resume[0] / "syncer", bench)
+        refuse_other_data(_syncer_part(*resume), bench)
+        for doubt in doubts(_syncer_part(*resume), settings, bench):
+            progress.say(f"warning: {doubt}")
+        for line in what_is_resumed(*resume):
+            progress.say(line)
 
     def watch(record: Record) -> None:
         view(record.now, record.worker, record.event, record.effects)

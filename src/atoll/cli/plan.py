@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +22,9 @@ from atoll.planner.score import Candidate, Judge
 
 
 def plan(
-    cluster_file: Annotated[Path, typer.Argument(metavar="CLUSTER.toml", help="Model, sites and links: see docs/planner.md.")],
+    cluster_file: Annotated[
+        Path, typer.Argument(metavar="CLUSTER.toml", readable=False, help="Model, sites and links: see docs/planner.md.")
+    ],
     recipe_file: Annotated[Path | None, typer.Option("--out", help="Write the plan as a recipe for `atoll train`.")] = None,
     candidates: Annotated[int, typer.Option("--candidates", min=0, max=1000, help="How many runners-up to show.")] = 0,
     what_if: Annotated[
@@ -32,17 +35,30 @@ def plan(
 ) -> None:
     """Recommend preset, learners, H, P, tau, K and codecs for a cluster, with what to expect and why."""
     cluster = site.load(cluster_file)
-    if recipe_file is not None and not recipe_file.parent.is_dir():
-        raise UserError(f"--out {recipe_file}: {recipe_file.parent} is no folder")
-    answer = _answer(cluster, what_if, candidates or (8 if verbose else 3))
     if recipe_file is not None:
-        recipe_file.write_text(recipe.to_toml(answer.scored, Judge(cluster), cluster_file.name), encoding="utf8")
+        _refuse_unwritable(recipe_file)
+    answer = _answer(cluster, what_if, candidates or (8 if verbose else 3))
     if as_json:
         print_json(as_builtins(answer))
-        return
-    out.print(report(answer, cluster, runners=candidates > 0 or verbose, constants=verbose))
-    if recipe_file is not None:
-        out.print(f"recipe: {recipe_file} (try it: atoll sim {recipe_file})", soft_wrap=True)
+    else:
+        out.print(report(answer, cluster, runners=candidates > 0 or verbose, constants=verbose))
+    if recipe_file is not None:  # last: the answer is told whatever becomes of the file
+        try:
+            recipe_file.write_text(recipe.to_toml(answer.scored, Judge(cluster), cluster_file.name), encoding="utf8")
+        except OSError as error:
+            raise UserError(f"--out {recipe_file}: cannot be written ({error.strerror})") from None
+        if not as_json:
+            out.print(f"recipe: {recipe_file} (try it: atoll sim {recipe_file})", soft_wrap=True)
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Before the search, which takes its time."""
+    if not path.parent.is_dir():
+        raise UserError(f"--out {path}: {path.parent} is no folder")
+    if path.is_dir():
+        raise UserError(f"--out {path}: is a folder; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--out {path}: may not be written to; choose another")
 
 
 def _answer(cluster: site.Cluster, what_if: bool, runners: int) -> Plan:

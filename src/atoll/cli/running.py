@@ -88,7 +88,7 @@ def train(
     if resume is not None:
         named = f"recipe {recipe} is of preset {settings.preset!r}"
         _refuse_other_preset(resume, settings.preset, named, "leave the recipe out, or give --preset too")
-    plan = load_plan(chaos, settings.learners) if chaos else Plan()
+    plan = load_plan(chaos, settings.learners) if chaos is not None else Plan()
     allowed = allow_model or []
     if twin and not plan.faults:
         raise UserError("--twin: runs the same again without faults; give some with --chaos")
@@ -142,13 +142,13 @@ def sim(
 ) -> None:
     """Run the protocol alone, without tensors: who merges with whom, who waits, what travels."""
     settings = settings_from(recipe, preset, learners, seed, set_)
-    plan = load_plan(chaos, settings.learners) if chaos else Plan()
+    plan = load_plan(chaos, settings.learners) if chaos is not None else Plan()
     show(run_virtually(settings, plan, out_dir, tensors=False, threads=1, quiet=as_json), as_json)
 
 
 def compare(
     presets: Annotated[list[str] | None, typer.Argument(help="Presets to run; by default all of them.")] = None,
-    recipe: Annotated[Path | None, typer.Option("--recipe", help="The recipe all of them share.")] = None,
+    recipe: Annotated[Path | None, typer.Option("--recipe", readable=False, help="The recipe all of them share.")] = None,
     virtual: VirtualOption = False,
     learners: LearnersOption = None,
     set_: SetOption = None,
@@ -166,8 +166,8 @@ def compare(
     """Train several presets on the same recipe, data and number of outer steps; print one table and draw it."""
     names = list(dict.fromkeys(presets or PRESETS))
     each = [settings_from(recipe, name, learners, seed, set_) for name in names]
-    plan = load_plan(chaos, min(settings.learners for settings in each)) if chaos else Plan()
-    if chaos and not virtual and "ddp" in names:
+    plan = load_plan(chaos, min(settings.learners for settings in each)) if chaos is not None else Plan()
+    if chaos is not None and not virtual and "ddp" in names:
         raise UserError("--chaos: torch's DDP has no answer to faults; leave ddp out, or say --virtual")
     base, allowed = out_dir or new_directory("compare", each[0].seed), allow_model or []
     refuse_used(base)
@@ -248,12 +248,18 @@ def run_virtually(
 
 @contextmanager
 def readable_tape(directory: Path) -> Iterator[None]:
-    """Ctrl-C ends a virtual run and leaves its tape."""
+    """Ctrl-C ends a virtual run and leaves its tape, if it had got as far as one; a full disk is told by its folder."""
     try:
         yield
     except KeyboardInterrupt:
-        err.print(f"atoll: interrupted; {directory / 'run.tape'} is readable up to its last whole record", soft_wrap=True)
+        tape = directory / "run.tape"
+        left = f"; {tape} is readable up to its last whole record" if tape.exists() else " before the run began"
+        err.print(f"atoll: interrupted{left}", soft_wrap=True)
         raise typer.Exit(130) from None
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(directory)) from None  # of a file that was open: it is one of these
 
 
 def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: Path) -> Summary:
@@ -317,7 +323,9 @@ def run_live(
             else:
                 summary = live.cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress)
         except KeyboardInterrupt:
-            err.print(f"atoll: interrupted; tapes and versions are in {directory}", soft_wrap=True)
+            began = directory.is_dir() and any(directory.iterdir())
+            left = f"; tapes and versions are in {directory}" if began else " before the run began"
+            err.print(f"atoll: interrupted{left}", soft_wrap=True)
             raise typer.Exit(130) from None
     write_summary(directory, summary)
     return summary

@@ -34,7 +34,9 @@ def _console(stderr: bool) -> Console:
 
 out, err = _console(stderr=False), _console(stderr=True)
 
-Recipe = Annotated[Path | None, typer.Argument(help="A TOML recipe; without one, the preset's defaults.")]
+Recipe = Annotated[  # that it cannot be read is told by whoever reads it, in a sentence of ours
+    Path | None, typer.Argument(readable=False, help="A TOML recipe; without one, the preset's defaults.")
+]
 VirtualOption = Annotated[
     bool, typer.Option("--virtual", help="On the simulated cluster: real training in virtual time, in this process.")
 ]
@@ -146,4 +148,9 @@ def print_json(value: Any) -> None:
 
 
 def write_summary(directory: Path, summary: Summary) -> None:
-    (directory / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+    path = directory / "summary.json"
+    try:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
+    except OSError as error:  # half a summary would keep the run from being read
+        path.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None

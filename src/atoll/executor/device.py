@@ -17,14 +17,24 @@ from atoll.executor.stacked_optimizer import STACKED
 from atoll.executor.syncer import TensorHands
 from atoll.executor.workbench import Workbench
 
+REASON_MAX = 120
+"""Characters: where torch has more to say, it lists its backends."""
+
 
 def checked_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # read back, which a device of shapes alone (meta) cannot do
     except (RuntimeError, AssertionError, ImportError) as error:
-        raise UserError(f"--device {name}: cannot be used here ({str(error).splitlines()[0]})") from None
+        reason = str(error).partition("\n")[0]
+        why = f" ({reason})" if 0 < len(reason) <= REASON_MAX else ""
+        raise UserError(f"--device {name}: cannot be used here{why}; there is {', '.join(devices_here())}") from None
     return device
+
+
+def devices_here() -> list[str]:
+    other = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if other is None else ["cpu", *(f"{other.type}:{i}" for i in range(torch.accelerator.device_count()))]
 
 
 def evaluated_on(bench: Workbench, device: torch.device) -> Workbench:

@@ -381,8 +381,12 @@ def _scan(folder: Path) -> list[tuple[FragmentId, OuterStep]]:
 @contextlib.contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
     """One syncer per directory. The kernel lets go when the process ends, however it ends; the file stays."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("a+", encoding="ascii") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / "lock").open("a+", encoding="ascii")
+    except OSError as error:
+        raise UserError(f"directory {directory}: cannot be used ({error.strerror}); choose a folder of your own") from None
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

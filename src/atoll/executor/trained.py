@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from atoll.config import CUSTOM, Config, load
-from atoll.errors import DataError, UserError
+from atoll.errors import ConfigError, DataError, UserError
 from atoll.executor.durable import FOLDER, DurableDisk
 from atoll.executor.kept_text import kept_text, said, tokenizer_of
+from atoll.executor.syncer import digest
 from atoll.executor.vision import VISION_MODELS
 from atoll.executor.weights import save_weights
 from atoll.executor.workbench import layout_for, model_builder
 from atoll.ids import OuterStep
-from atoll.tensors.access import named_tensors, write_buffers, write_params
+from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers, write_params
 from atoll.workload import benchmarks
 from atoll.workload.benchmarks import TASKS, Result
 from atoll.workload.bpe import BpeTokenizer, ByteTokenizer, Tokenizer
@@ -49,6 +51,7 @@ HELDOUT = "heldout"
 class _Summary(msgspec.Struct, frozen=True):
     outer_steps: int
     """As many as there were, where the config says how many there should be."""
+    theta_sha256: str | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,11 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
         cut = "a run that was cut short in virtual time or under torch's DDP"
         raise UserError(f"run {run}: holds no weights (atoll sim leaves none, nor does {cut})")
     ended = (home / "theta.safetensors").is_file()
-    outer_step = _last_told(run, config) if ended else _newest(DurableDisk.open(home, read_only=True))
+    told = _summary_of(run) if ended else None
+    if ended:  # theta.safetensors is written after the last step; but a tape may have been cut, and only the summary knows
+        outer_step = told.outer_steps if told is not None else config.outer_steps
+    else:
+        outer_step = _newest(DurableDisk.open(home, read_only=True))
     if outer_step == 0:
         began = f"holds only the weights it began with (outer step 0 of {config.outer_steps})"
         raise UserError(f"run {run}: {began}; name a run that stored an outer step")
@@ -95,6 +102,8 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
     model = model_builder(config, tokenizer, allowed)()
     if ended:
         _load(home / "theta.safetensors", model)
+        if told is not None and told.theta_sha256 is not None:
+            _refuse_damaged(home / "theta.safetensors", run, told.theta_sha256, config, model)
     else:  # opened again: if the run still goes on, the versions of a moment ago may be gone
         disk = DurableDisk.open(home, read_only=True)
         outer_step = _newest(disk)
@@ -106,7 +115,10 @@ def _config_of(run: Path) -> Config:
     path = run / "config.toml"
     if not path.is_file():
         raise UserError(f"run {run}: is no run's folder, it has no config.toml")
-    return load(path)
+    try:
+        return load(path)
+    except ConfigError as error:  # which speaks of keys; whoever named the run has perhaps never seen its config
+        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from None
 
 
 def _newest(disk: DurableDisk) -> OuterStep:
@@ -114,22 +126,24 @@ def _newest(disk: DurableDisk) -> OuterStep:
     return max(max(kept) for kept in disk.kept())
 
 
-def _last_told(run: Path, config: Config) -> OuterStep:
-    """Of a run with theta.safetensors, which is written at the end. Training on a tape ends where the tape does, and a tape may
-    have been cut: only the summary knows. A syncer started alone writes none, and no theta.safetensors before its last step."""
+def _summary_of(run: Path) -> _Summary | None:
+    """None: a syncer started alone writes none."""
     path = run / "summary.json"
     if not path.is_file():
-        return config.outer_steps
+        return None
     try:
-        return msgspec.json.decode(path.read_bytes(), type=_Summary).outer_steps
+        return msgspec.json.decode(path.read_bytes(), type=_Summary)
     except (msgspec.MsgspecError, OSError) as error:
         raise DataError(f"{path} is not a run's summary: {error}") from None
 
 
 def _load(path: Path, model: nn.Module) -> None:
     try:
+        path.open("rb").close()  # safetensors says of every file it cannot open that there is none
         found = load_file(path)
-    except (SafetensorError, OSError) as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
         raise DataError(f"{path} cannot be read: {error}") from None
     tensors = named_tensors(model)
     for name in sorted(set(found) | set(tensors)):
@@ -140,6 +154,18 @@ def _load(path: Path, model: nn.Module) -> None:
     with torch.no_grad():
         for name, tensor in tensors.items():
             tensor.copy_(found[name])
+
+
+def _refuse_damaged(path: Path, run: Path, sha256: str, config: Config, model: nn.Module) -> None:
+    """A flipped bit loads like any other. The summary's digest is of fp32 vectors: where the file holds casts of them (bf16,
+    whole numbers) there is nothing to compare."""
+    tensors, fragments = named_tensors(model), layout_for(config, model).fragments
+    if any(slot.dtype != torch.float32 for fragment in fragments for slot in (*fragment.params, *fragment.buffers)):
+        return
+    vectors = [read_params(tensors, f) for f in fragments] + [read_buffers(tensors, f) for f in fragments]
+    if digest(vectors) != sha256:
+        differs = f"its numbers are not those of theta_sha256 in {run / 'summary.json'}"
+        raise DataError(f"{path} is damaged or of another run: {differs}; bring the run's own back, or train again")
 
 
 def _load_versions(disk: DurableDisk, config: Config, model: nn.Module) -> None:
@@ -179,18 +205,34 @@ def export_hf(trained: Trained, directory: Path) -> list[Path]:
         "config.json": hf_config(model.shape, model.embedding.weight.dtype, end),
         "generation_config.json": hf_generation_config(end),
     } | _tokenizer_files(trained, model.shape.context)
+    written = [directory / name for name in (*files, "model.safetensors")]
     try:
         if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
             raise UserError(f"--hf {directory}: exists and is not an empty folder; choose another")
-        directory.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            raw = content if isinstance(content, bytes) else msgspec.json.format(msgspec.json.encode(content))
-            (directory / name).write_bytes(raw)
-        tensors = hf_tensors(model.shape, named_tensors(model))
-        save_weights(directory / "model.safetensors", tensors, {"format": "pt"})
+        with _whole_or_nothing(directory, written):
+            for path, content in zip(written, files.values(), strict=False):
+                raw = content if isinstance(content, bytes) else msgspec.json.format(msgspec.json.encode(content))
+                path.write_bytes(raw)
+            save_weights(written[-1], hf_tensors(model.shape, named_tensors(model)), {"format": "pt"})
     except OSError as error:
         raise UserError(f"--hf {directory}: cannot be written ({error.strerror})") from None
-    return [directory / name for name in (*files, "model.safetensors")]
+    return written
+
+
+@contextmanager
+def _whole_or_nothing(directory: Path, files: Sequence[Path]) -> Iterator[None]:
+    """Half a model is no model, and would keep the same command from working once there is room."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for path in files:
+                path.unlink(missing_ok=True)
+            for path in missing:
+                path.rmdir()
+        raise
 
 
 def _tokenizer_files(trained: Trained, context: int) -> dict[str, Any]:

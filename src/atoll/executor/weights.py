@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -23,5 +25,15 @@ def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
         save_file(held, temporary, metadata=metadata)
         temporary.chmod(mode)
         os.replace(temporary, path)
+    except SafetensorError as error:
+        raise _as_os_error(error, path) from None
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # of the file that was asked for
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _as_os_error(error: SafetensorError, path: Path) -> Exception:
+    """safetensors has one class for everything, and tells the system's errors by their number: "... (os error 28)"."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else error

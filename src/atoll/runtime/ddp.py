@@ -439,7 +439,7 @@ def main() -> int:
     os.dup2(2, 1)  # whatever a library prints belongs to the words for people
     try:
         _rank(Path(sys.argv[1]), int(sys.argv[2]), channel)
-    except AtollError as error:
+    except (AtollError, OSError) as error:  # a full disk is told by its file: these are the last words that are passed on
         sys.stderr.write(f"{error}\n")
         return USERS_FAULT if isinstance(error, UserError) else 1
     released.wait()

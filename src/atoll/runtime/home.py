@@ -27,7 +27,7 @@ from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
 from atoll.executor.durable import DurableDisk, lock_directory
 from atoll.executor.environment import code_version, cpu_capability
-from atoll.executor.kept_text import home_of, keep_text, refuse_other_tokenizer
+from atoll.executor.kept_text import keep_text, refuse_other_tokenizer
 from atoll.executor.offer import named_tensors_of, unpack_offer
 from atoll.executor.snapshots import link_versions, load_syncer
 from atoll.executor.state import write_file
@@ -39,6 +39,7 @@ from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Books, Event, Restored, Started
 from atoll.runtime.clock import Clock, wall
 from atoll.runtime.placement import Door, new_run_id, write_private
+from atoll.runtime.resumed import TAPE, doubts, refuse_other_data, refuse_unfit
 from atoll.runtime.shelves import SyncerShelf
 from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tensors.layout import Layout
@@ -47,7 +48,6 @@ from atoll.transport.keys import Tokens, make_token, random_token_secret
 
 log = logging.getLogger("atoll.syncer")
 
-TAPE = "run.tape"
 OFFER = "model.offer"
 
 
@@ -95,8 +95,6 @@ class Home:
     def _create(self, resume: Path | None, plan: list[dict[str, object]]) -> None:
         self.run, self.epoch = new_run_id(), wall()
         if resume is not None:
-            if self._bench is not None:
-                refuse_other_tokenizer(home_of(resume), self._bench)
             self._books = self._take_snapshot(resume)
         elif self._bench is not None:
             self._furnish(DurableDisk.create(self.directory, initial_versions(self._bench)))
@@ -114,6 +112,11 @@ class Home:
         self.clock = Clock(self.epoch)
 
     def _take_snapshot(self, part: Path) -> Books:
+        books = refuse_unfit(part, self.config)
+        if self._bench is not None:
+            refuse_other_data(part, self._bench)
+        for doubt in doubts(part, self.config, self._bench):
+            log.warning(doubt)
         snapshot = load_syncer(part)
         if self._bench is None:
             offer = part / OFFER
@@ -123,12 +126,6 @@ class Home:
             self.layout, _, _ = unpack_offer(self.config, memoryview(offer.read_bytes()))
         link_versions(snapshot.disk, self.directory)
         link_versions(snapshot.disk, self.directory / "start")
-        books = msgspec.json.decode(snapshot.books, type=Books)
-        if len(books.kept) != self.config.protocol.fragments:
-            raise UserError(
-                f"snapshot {part}: has {len(books.kept)} fragments and the recipe {self.config.protocol.fragments}; "
-                f"resume with the same model and fragmentation"
-            )
         disk = DurableDisk.open(self.directory)
         self._check_sizes(disk)
         self._furnish(disk)

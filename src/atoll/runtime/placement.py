@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
+from atoll.errors import DataError
 from atoll.ids import Incarnation, LearnerId, worker_name
 from atoll.runtime.loops import hushed
 from atoll.transport import Refused
@@ -72,10 +73,10 @@ class Door:
         self.refused: Counter[str] = Counter()
         if self._file.exists():
             whole, end, _ = self._file.read_bytes().rpartition(b"\n")  # a killed writer may leave half a line
-            os.truncate(self._file, len(whole) + len(end))
-            for line in whole.splitlines():
-                placed = msgspec.json.decode(line, type=Placed)
+            for number, line in enumerate(whole.split(b"\n") if end else (), 1):
+                placed = _placed(line, self._file, number)
                 self._last[placed.learner] = placed.incarnation
+            os.truncate(self._file, len(whole) + len(end))
         self._given_at = dict.fromkeys(self._last, now)
 
     # ------------------------------------------------------------ tokens and keys
@@ -153,6 +154,15 @@ class Door:
             if not taken and not self._is_here(learner):
                 return learner
         self._refuse("id", f"all {self._members_max} places are taken (limits.members_max)", retry=True)
+
+
+def _placed(line: bytes, file: Path, number: int) -> Placed:
+    """To pass over a line that says nothing would give its incarnation away twice."""
+    try:
+        return msgspec.json.decode(line, type=Placed)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        right = 'must be such as {"learner":0,"incarnation":0}'
+        raise DataError(f"{file}, line {number}: is no place that was given away ({error}); {right}") from None
 
 
 def _secret(path: Path) -> bytes:

@@ -4,16 +4,26 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from atoll.config import Config
+from atoll.config.resuming import refuse_changed
 from atoll.errors import AtollError
 from atoll.executor.durable import DurableDisk
 from atoll.executor.hands import Blob
-from atoll.executor.snapshots import add_syncer_file, begin_syncer, load_learner, seal_syncer, write_learner
+from atoll.executor.snapshots import (
+    add_syncer_file,
+    begin_syncer,
+    load_learner,
+    read_manifest,
+    seal_syncer,
+    syncer_root,
+    write_learner,
+)
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.vocabulary import Books, Envelope, Stance
 
@@ -67,6 +77,8 @@ class LearnerShelf:
         self._run = run
         self._config = config
         self._resume = resume
+        if resume is not None and (was := read_manifest(resume).config):
+            refuse_changed(was, config)  # the syncer was asked the same of its own part, and cannot see which this one is
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writing: Future[None] | None = None
 
@@ -80,7 +92,10 @@ class LearnerShelf:
     def _write(self, snapshot: OuterStep, stance: Stance, state: Any) -> None:
         try:
             keep = self._config.limits.snapshots_kept + 1  # the syncer may abandon the newest
-            write_learner(self._directory, snapshot, state, msgspec.json.encode(stance), keep, run=self._run)
+            write_learner(
+                self._directory, snapshot, state, msgspec.json.encode(stance), keep, run=self._run,
+                config=msgspec.to_builtins(self._config), protect=sealed_beside(self._directory, self._run),
+            )  # fmt: skip
         except (AtollError, OSError) as error:
             log.error("snapshot %d: this learner's part is given up: %s", snapshot, error)
 
@@ -90,6 +105,21 @@ class LearnerShelf:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+
+
+def sealed_beside(directory: Path, run: str) -> set[OuterStep]:
+    """Which snapshots the syncer keeps, for a learner that shares a run's folder with it: its parts of those are never pruned,
+    however many were abandoned since, and they are no more than the syncer's own limit. A learner elsewhere is not told, and
+    keeps the newest; without its part it joins a resumed run as a newcomer."""
+    if directory.absolute().parent.name != "learners":
+        return set()
+    sealed = set()
+    for path in (syncer_root(directory.absolute().parents[1]) / "snapshots").glob("[0-9]*/manifest.json"):
+        with suppress(AtollError):  # one that is being removed, or is damaged: not to be resumed from
+            manifest = read_manifest(path.parent)
+            if manifest.run == run and path.parent.name == str(manifest.snapshot):
+                sealed.add(manifest.snapshot)
+    return sealed
 
 
 def stance_of(part: Path) -> tuple[OuterStep, Stance]:

@@ -13,6 +13,7 @@ certificate says that somebody belongs; a token, which expires within days, says
 from __future__ import annotations
 
 import base64
+import errno
 import hmac
 import ipaddress
 import os
@@ -157,13 +158,27 @@ def _write_all(directory: Path, files: dict[str, tuple[bytes, int]]) -> list[Pat
         taken = [name for name in files if os.path.lexists(directory / name)]
         if taken:
             raise UserError(f"{directory / taken[0]} is already there and is not overwritten; remove it, or choose another name")
+        _write_or_remove(directory, files)
+    except OSError as error:
+        instead = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "name a directory of your own"
+        raise UserError(f"cannot write keys to {directory}: {error.strerror or error}; {instead}") from None
+    return [directory / name for name in files]
+
+
+def _write_or_remove(directory: Path, files: dict[str, tuple[bytes, int]]) -> None:
+    """All of them or none: half an authority signs nothing, and is in the way of a whole one."""
+    made: list[Path] = []
+    try:
         for name, (content, mode) in files.items():
             # O_EXCL and the mode at creation: never for a moment readable by others, never through somebody's link.
-            with open(os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            number = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+            made.append(directory / name)
+            with open(number, "wb") as file:
                 file.write(content)
-    except OSError as error:
-        raise UserError(f"cannot write keys to {directory}: {error.strerror or error}; name a directory of your own") from None
-    return [directory / name for name in files]
+    except BaseException:
+        for path in made:
+            path.unlink(missing_ok=True)
+        raise
 
 
 # ---------------------------------------------------------------- loading certificates

@@ -6,6 +6,8 @@ Nothing is serialised by gRPC: handlers are generic and messages are bytes.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
@@ -16,6 +18,7 @@ import grpc.aio  # type: ignore[import-untyped]
 from atoll.errors import UserError
 from atoll.transport.credentials import ClientCredentials, ServerCredentials
 from atoll.transport.frames import Limits, LinkFailed, Refused
+from atoll.transport.keys import split_address
 
 Metadata: TypeAlias = Mapping[str, str]
 Option: TypeAlias = tuple[str, int | str]
@@ -199,9 +202,33 @@ class Listener:
                 port = self._server.add_secure_port(address, credentials.inner)
         except RuntimeError as error:
             await self._server.stop(None)  # or it complains when it is collected
-            raise UserError(f"cannot listen on {address}: the port is taken or the address is not one of this machine") from error
+            raise _cannot_listen(address) from error
         await self._server.start()
         return port
 
     async def stop(self, grace: float) -> None:
         await self._server.stop(grace)
+
+
+def refuse_taken(address: str) -> None:
+    """Before anything is made ready to listen there; the port is let go again. As with gRPC, one of a name's addresses will do,
+    and of a name that nobody knows gRPC has its own words."""
+    host, port = split_address(address)
+    with contextlib.suppress(socket.gaierror):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if port else []
+        if found and not any(_is_free(family, where) for family, _, _, _, where in found):
+            raise _cannot_listen(address)
+
+
+def _is_free(family: int, where: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a dead syncer's connections left is no obstacle
+            probe.bind(where)
+    except OSError:
+        return False
+    return True
+
+
+def _cannot_listen(address: str) -> UserError:
+    return UserError(f"cannot listen on {address}: the port is taken or the address is not one of this machine")

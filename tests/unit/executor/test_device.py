@@ -101,6 +101,9 @@ def test_device_that_is_not_there_is_refused_with_one_sentence(tmp_path: Path) -
         checked_device("meta")  # tensors may be made there, but hold no numbers
     with pytest.raises(UserError, match="--device privateuseone: cannot be used here"):
         checked_device("privateuseone")  # torch looks for a module of that name
+    with pytest.raises(UserError) as said:
+        checked_device("xla")  # known to torch and in none of its wheels: it lists what is
+    assert str(said.value) == f"--device xla: cannot be used here; there is {', '.join(where.devices_here())}"
     words = ["train", "--virtual", "--device", "rubbish", "--out", str(tmp_path / "run")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code != 0 and not (tmp_path / "run").exists()

@@ -9,6 +9,7 @@ import stat
 import threading
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -113,6 +114,29 @@ def test_times_come_from_now_and_days(tmp_path: Path) -> None:
     cert = certificate(tmp_path / "k" / "syncer.pem")
     assert cert.not_valid_before_utc < NOW and cert.not_valid_after_utc == NOW + timedelta(days=7)
     assert certificate(tmp_path / "k" / "ca.pem").not_valid_after_utc == NOW + timedelta(days=CA_DAYS)
+
+
+@pytest.mark.parametrize("files_that_fit", [0, 1, 5])
+def test_full_disk_leaves_no_half_authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files_that_fit: int) -> None:
+    (tmp_path / "k").mkdir()
+    (tmp_path / "k" / "notes").write_text("mine")
+    room, real = iter(range(files_that_fit)), open
+
+    def full(number: int, mode: str) -> Any:
+        file = real(number, mode)
+        if next(room, None) is None:
+            file.close()
+            raise OSError(28, "No space left on device")
+        return file
+
+    with monkeypatch.context() as disk:
+        disk.setattr(keys, "open", full, raising=False)
+        with pytest.raises(UserError) as caught:
+            make_keys(tmp_path / "k", learners=1)
+    assert str(caught.value) == f"cannot write keys to {tmp_path / 'k'}: No space left on device; make room"
+    assert [path.name for path in (tmp_path / "k").iterdir()] == ["notes"]
+    make_keys(tmp_path / "k", learners=1)
+    load_server(tmp_path / "k")
 
 
 def test_an_existing_authority_is_never_overwritten(tmp_path: Path) -> None:
