@@ -49,23 +49,14 @@ from atoll.runtime.loops import Alarm, Mail
 from atoll.runtime.peers import Peers
 from atoll.runtime.placement import JoinRequest, Placement
 from atoll.tape.format import TapeWriter
-from atoll.transport import (
-    BACKOFF_MOST_SECONDS,
-    Backoff,
-    ClientCredentials,
-    Limits,
-    Link,
-    LinkFailed,
-    Refused,
-    ServerCredentials,
-    call,
-    dial,
-)  # fmt: skip
+from atoll.transport import Backoff, ClientCredentials, Limits, Link, LinkFailed, Refused, ServerCredentials, call, dial
 
 log = logging.getLogger("atoll.learner")
 
 GOODBYE_SECONDS = 5.0
 """How long the last words may take to be sent."""
+STOOD_SECONDS = 0.5
+"""A connection that lasted no longer was cut for what was said on it, and the next one will be too."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +319,7 @@ class LiveLearner:
                 since = self._loop.time()
                 await self._lost.wait()
                 away_since = self._loop.time()
-                if away_since - since > BACKOFF_MOST_SECONDS:
+                if away_since - since > STOOD_SECONDS:
                     backoff.reset()
                 elif not self._over:  # cut at once: a syncer that finds fault with what it hears must not be stormed
                     await asyncio.sleep(backoff.next())

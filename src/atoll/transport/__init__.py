@@ -13,13 +13,12 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from atoll.transport.credentials import ClientCredentials, ServerCredentials, client_credentials, server_credentials
-from atoll.transport.dial import BACKOFF_MOST_SECONDS, Backoff, call, dial, upload
+from atoll.transport.dial import Backoff, call, dial, upload
 from atoll.transport.frames import Limits, LinkFailed, Payload, Refused
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import Server
 
 __all__ = [
-    "BACKOFF_MOST_SECONDS",
     "Backoff",
     "ClientCredentials",
     "Handler",
