@@ -41,7 +41,7 @@ EVERY_12 = ("protocol.local_steps_per_round=12", "protocol.fragments=12", "proto
 IN_PIECES = ("protocol.fragmentation=sub_tensor",)
 """The embedding is half of the model: cut up, no fragment is larger than another, and neither is any peak."""
 MEAN = ("protocol.merge=mean", "protocol.embedding_merge=mean")
-"""Muon's learners agree so well that there is no norm to restore."""
+"""With Muon, and stepped in full: `merge_runs` has RDA beside it, each at its own outer settings."""
 BY_ADAMW = ("inner.optimizer=AdamW", "inner.betas=[0.9,0.95]", "inner.learning_rate=2e-3")
 
 
