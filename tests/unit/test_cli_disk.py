@@ -16,7 +16,7 @@ import typer
 from safetensors import SafetensorError
 from typer.testing import CliRunner
 
-from atoll.cli import live, running
+from atoll.cli import running
 from atoll.cli.app import app, main
 from atoll.cli.shared import write_summary
 from atoll.errors import UserError
@@ -35,30 +35,14 @@ SUMMARY = Summary(
 )  # fmt: skip
 
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
 def refusal(*words: object) -> str:
     done = CliRunner().invoke(app, [str(word) for word in words])
     assert isinstance(done.exception, UserError), done.output
     assert "\n" not in str(done.exception)
     return str(done.exception)
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Default run folders go here; the log of this process stays as pytest has it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(live, "log_to_stderr", lambda verbose=False: None)
-    return tmp_path
-
-
-@pytest.fixture
-def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data and model are out of reach: whoever gets as far has refused too late."""
-
-    def never(*_: Any) -> None:
-        raise AssertionError("built before it was refused")
-
-    for where in ("atoll.cli.live._workbench", "atoll.sim.run.workbench_for"):
-        monkeypatch.setattr(where, never)
 
 
 # ---------------------------------------------------------------- folders

@@ -48,6 +48,9 @@ def make(vocab, width, **_):
 """
 
 
+pytestmark = pytest.mark.usefixtures("elsewhere")
+
+
 def atoll(*words: object) -> str:
     """Everything it says; an error comes out as it is."""
     done = CliRunner().invoke(app, [str(word) for word in words])
@@ -62,25 +65,6 @@ def refusal(*words: object) -> str:
     assert isinstance(done.exception, UserError), done.output
     assert all(line.startswith("warning: ") for line in done.output.splitlines()) and "\n" not in str(done.exception)
     return str(done.exception)
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Default run folders go here; the log of this process stays as pytest has it."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(live, "log_to_stderr", lambda verbose=False: None)
-    return tmp_path
-
-
-@pytest.fixture
-def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data and model are out of reach: whoever gets as far has refused too late."""
-
-    def never(*_: Any) -> None:
-        raise AssertionError("built before it was refused")
-
-    for where in ("atoll.cli.live._workbench", "atoll.sim.run.workbench_for"):
-        monkeypatch.setattr(where, never)
 
 
 @pytest.fixture

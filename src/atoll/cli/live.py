@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import signal
 import sys
 import threading
@@ -92,8 +91,6 @@ def run_syncer(
     settings: Config, directory: Path, listen: str, keys: Path | None, insecure: bool, allowed: list[str],
     resume: Path | None, threads: int, obey_stdin: bool,
 ) -> None:  # fmt: skip
-    if keys is not None:  # before gRPC starts, or it tells nobody why a handshake failed
-        os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
     from atoll.executor.snapshots import read_manifest
