@@ -348,11 +348,18 @@ class LiveLearner:
             self._mail.put(head, payload)
 
     def closed(self, link: Link, reason: str) -> None:
+        if link is not self._link or self._mail is None:
+            return
+        if link.ended_here or self._over:
+            self._mail.over()
+            self._is_lost(link, reason)
+        else:
+            self._mail.hear_out(lambda: self._is_lost(link, reason))
+
+    def _is_lost(self, link: Link, reason: str) -> None:
         if link is not self._link:
             return
         self._link = None
-        if self._mail is not None:
-            self._mail.over()
         if not self._over:
             log.info("connection to the syncer closed: %s", reason)
             try:
@@ -399,7 +406,7 @@ class LiveLearner:
             except TimeoutError:
                 log.warning("the last words did not get through in %.0f s", GOODBYE_SECONDS)
             link, self._link = self._link, None
-            link.close("over")
+            link.close("over", patience=GOODBYE_SECONDS)
             await link.gone()
         if self._mail is not None:
             self._mail.over()

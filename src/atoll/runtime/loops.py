@@ -89,7 +89,9 @@ class Mail:
         self._messages_max = messages_max
         self._bytes_max = bytes_max
         self._waiting_bytes = 0
-        self._inbox: asyncio.Queue[tuple[bytes, memoryview | None]] = asyncio.Queue()
+        self._inbox: asyncio.Queue[tuple[bytes, memoryview | None] | None] = asyncio.Queue()
+        """None: no more will come."""
+        self._then: Callable[[], None] | None = None
         self._task = asyncio.get_running_loop().create_task(self._listen())
         self._task.add_done_callback(self._ended)
 
@@ -102,8 +104,8 @@ class Mail:
         self._inbox.put_nowait((head, payload))
 
     async def _listen(self) -> None:
-        while True:
-            head, payload = await self._inbox.get()
+        while (message := await self._inbox.get()) is not None:
+            head, payload = message
             await self._take(self.link, head, payload)
             self._waiting_bytes -= payload.nbytes if payload is not None else 0
 
@@ -111,6 +113,17 @@ class Mail:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._failed(error)
+        if self._then is not None and not task.cancelled():
+            self._then()
+
+    def hear_out(self, then: Callable[[], None]) -> None:
+        """The link is gone. What came on it is taken, then `then` is called."""
+        if self._task.done():
+            then()
+        else:
+            self._then = then
+            self._inbox.put_nowait(None)
 
     def over(self) -> None:
+        """Nobody listens any more."""
         self._task.cancel()

@@ -152,11 +152,19 @@ class Peers:
             mail.put(head, payload)
 
     def closed(self, link: Link, reason: str) -> None:
-        peer = int(link.peer)
-        mail = self._links.get(peer)
-        if mail is not None and mail.link is link:
-            del self._links[peer]
+        mail = self._links.get(int(link.peer))
+        if mail is None or mail.link is not link:
+            return
+        if link.ended_here:
             mail.over()
+            self._lost(mail, reason)
+        else:  # a state that came whole is worth reading, whatever became of whoever sent it
+            mail.hear_out(lambda: self._lost(mail, reason))
+
+    def _lost(self, mail: Mail, reason: str) -> None:
+        peer = int(mail.link.peer)
+        if self._links.get(peer) is mail:
+            del self._links[peer]
             self._learner.happen(ConnectionLost(peer, reason[:300]))
 
     async def _take(self, link: Link, head: bytes, payload: memoryview | None) -> None:

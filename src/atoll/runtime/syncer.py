@@ -117,6 +117,8 @@ class SyncerProcess:
         if self._home.door.refused or self._server.refused:
             log.info("refused: %s", dict(self._home.door.refused + self._server.refused))
         await self._server.stop(2.0)
+        for peer in self._links.values():
+            peer.mail.over()  # whoever went just now may not have been heard out: the tape ends here
         self._home.stopping.set()
         self._disk_thread.shutdown(wait=True)
         self._home.close(complete=self._home.machine.finished and not self._driver.is_stuck)
@@ -202,13 +204,22 @@ class SyncerProcess:
 
     def closed(self, link: Link, reason: str) -> None:
         peer = self._peer(link)
-        if peer is not None:
+        if peer is None:
+            return
+        if link.ended_here:
             peer.mail.over()
-            del self._links[peer.learner]
-            said.info("%s: connection closed: %s", worker_name(peer.learner), reason)
-            self._home.door.touched(peer.learner, self._loop.time())
-            self._driver.happen(ConnectionLost(peer.learner, reason[:300]))
-            self._heard(peer.learner)
+            self._lost(peer, reason)
+        else:  # a last contribution that came whole counts, and so does a goodbye behind it
+            peer.mail.hear_out(lambda: self._lost(peer, reason))
+
+    def _lost(self, peer: _Peer, reason: str) -> None:
+        if self._links.get(peer.learner) is not peer:
+            return  # replaced meanwhile, and told so
+        del self._links[peer.learner]
+        said.info("%s: connection closed: %s", worker_name(peer.learner), reason)
+        self._home.door.touched(peer.learner, self._loop.time())
+        self._driver.happen(ConnectionLost(peer.learner, reason[:300]))
+        self._heard(peer.learner)
 
     def _peer(self, link: Link) -> _Peer | None:
         peer = self._links.get(int(link.peer.partition(".")[0]))

@@ -110,6 +110,11 @@ class Inbox:
         return len(self._controls) + len(self._bulks) >= self._limits.queue_messages_max or self._held_bytes > HELD_BYTES_MAX
 
     @property
+    def is_empty(self) -> bool:
+        """Every message that came was delivered."""
+        return not self._controls and not self._bulks
+
+    @property
     def is_stuck(self) -> bool:
         first = self._assemblies.get(self._delivered[BULK])
         return first is None or not first.complete

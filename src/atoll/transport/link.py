@@ -3,7 +3,8 @@
 Four or more tasks share it, all in one loop: per stream one that reads and one that writes. The first of them to end ends
 the link, with its reason. Who closes a link says so in a last frame and then waits a moment for the peer to go, because
 the streams are different connections: if they were torn down at once, the peer might see a broken bulk stream before it
-reads the reason on the talk stream.
+reads the reason on the talk stream. For the same reason the last frame may come before chunks that were sent before it: the
+peer hears them out, and only then is the link over.
 
 A link lives while something comes on any of its streams. So that something does, each end sends a pulse on the talk stream
 every few seconds. Nobody answers a pulse: an answer in time says that a link is quick, and a slow one would be taken for dead.
@@ -90,6 +91,9 @@ class Link:
         self._gone = asyncio.Event()
         self._reason: str | None = None
         self._farewell: bytes | None = None
+        self._patience = FAREWELL_SECONDS
+        self._last_word = ""
+        """The peer's."""
 
     def __repr__(self) -> str:
         return f"<link to {self.peer}{f', ended: {self._reason}' if self._reason else ''}>"
@@ -114,9 +118,15 @@ class Link:
         else:
             self.close(overflow)
 
-    def close(self, reason: str) -> None:
-        """What is queued is dropped (`drain` first, to leave politely). The peer is told the reason if it still listens."""
-        self._in_loop(self._end, reason, pack(BYE, body=(_words(reason),)))
+    @property
+    def ended_here(self) -> bool:
+        """By us, in so many words: what the peer said before may not have been listened to any more."""
+        return self._farewell is not None
+
+    def close(self, reason: str, patience: float = FAREWELL_SECONDS) -> None:
+        """What is queued is dropped. The peer is told the reason if it still listens. To leave politely, `drain` first, and
+        have the patience to let what was drained arrive."""
+        self._in_loop(self._end, reason, pack(BYE, body=(_words(reason),)), patience)
 
     async def drain(self) -> None:
         """Until everything sent so far was handed to gRPC, or the link is over."""
@@ -157,7 +167,7 @@ class Link:
                 self._gone.set()
 
     def broke(self, why: str) -> None:
-        self._end(f"the connection broke ({why})", None)
+        self._end(self._last_word or f"the connection broke ({why})", None)
 
     # The end
 
@@ -168,10 +178,10 @@ class Link:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the link with it
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _end(self, reason: str, farewell: bytes | None) -> None:
+    def _end(self, reason: str, farewell: bytes | None, patience: float = FAREWELL_SECONDS) -> None:
         if self._reason is not None:
             return
-        self._reason, self._farewell = reason, farewell
+        self._reason, self._farewell, self._patience = reason, farewell, patience
         self._ended.set()
         for bell in (self._to_send, self._handed, self._delivered):
             bell.ring()
@@ -180,9 +190,9 @@ class Link:
         if self._farewell is None or not self._tasks:
             return
         writer, reader = self._tasks[:2]
-        await asyncio.wait({writer}, timeout=FAREWELL_SECONDS)
+        await asyncio.wait({writer}, timeout=self._patience)
         if writer.done():
-            await asyncio.wait({reader}, timeout=FAREWELL_SECONDS)
+            await asyncio.wait({reader}, timeout=self._patience)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -225,7 +235,7 @@ class Link:
             self.bytes_received += len(data)
             try:
                 if self._is_last_word(data):
-                    return
+                    return await self._hear_out()
             except Violation as violation:
                 self._refuse(violation)
             while self._inbox.is_full and self._reason is None:
@@ -234,7 +244,8 @@ class Link:
     def _is_last_word(self, data: bytes) -> bool:
         frame = unpack(data)
         if frame.kind == BYE:
-            self._peer_closed(frame)
+            words = bytes(frame.body[: 4 * REASON_CHARACTERS_MAX]).decode("utf8", "replace")
+            self._last_word = f"refused: {words}" if frame.number else f"the peer closed: {words}"
             return True
         if frame.kind == PULSE and not frame.body:
             return False
@@ -243,9 +254,12 @@ class Link:
             self._deliver()
         return False
 
-    def _peer_closed(self, frame: Frame) -> None:
-        words = bytes(frame.body[: 4 * REASON_CHARACTERS_MAX]).decode("utf8", "replace")
-        self._end(f"refused: {words}" if frame.number else f"the peer closed: {words}", None)
+    async def _hear_out(self) -> None:
+        """A head is written after its chunks, so what is held here waits for nothing but chunks that are on their way. They
+        come, or their streams end, or nothing comes at all and `_watch` notices."""
+        while self._reason is None and not self._inbox.is_empty:
+            await self._delivered.wait()
+        self._end(self._last_word, None)
 
     def _deliver(self) -> None:
         moved = False

@@ -156,6 +156,41 @@ def test_drain_then_close_loses_nothing() -> None:
     run(story())
 
 
+def test_what_was_sent_before_the_last_word_is_heard_before_it_is_over() -> None:
+    """The last word and the bytes before it travel on different connections, and the word is quicker."""
+
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with paired(here, there, Limits(chunk_bytes=100)) as (left, right, (_, bulk)):
+            bulk.gate.clear()
+            left.send(b"bulk", [bytes(300)])
+            left.send(b"leave")
+            await left.drain()
+            left.close("left", patience=5.0)
+            await asyncio.sleep(1.5)  # longer than those who close in anger wait
+            assert not there.heads and not there.reasons
+            bulk.gate.set()
+            await there.until(lambda: bool(there.reasons))
+            assert there.heads == [b"bulk", b"leave"] and there.reasons == ["the peer closed: left"]
+            assert left.ended_here and not right.ended_here
+
+    run(story())
+
+
+def test_who_goes_with_bytes_outstanding_is_not_waited_for_longer_than_its_streams_last() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with paired(here, there, Limits(chunk_bytes=100, pulse_seconds=0.05)) as (left, _, (_, bulk)):
+            bulk.gate.clear()
+            left.send(b"bulk", [bytes(300)])
+            await left.drain()
+            left.close("left", patience=0.1)
+            await there.until(lambda: bool(there.reasons), timeout=3.0)
+            assert there.reasons == ["the peer closed: left"] and not there.heads
+
+    run(story())
+
+
 def test_full_queue_closes_the_link_with_a_reason_and_does_not_raise() -> None:
     async def story() -> None:
         here, there = Recorder(), Recorder()
