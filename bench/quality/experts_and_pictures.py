@@ -51,9 +51,10 @@ def settings(what: str, preset_name: str, seed: int, assignments: Sequence[str] 
 
 
 def differences(config: Config) -> dict[str, Any]:
-    """What a run has that its preset has not, by dotted key."""
+    """What a run has that its preset has not, by dotted key. How often it is looked at does not make another run."""
     usual = by_key(preset(config.preset))
-    return {key: value for key, value in by_key(config).items() if key not in usual or usual[key] != value}
+    own = {key: value for key, value in by_key(config).items() if key not in usual or usual[key] != value}
+    return {key: value for key, value in own.items() if key != "data.heldout_every"}
 
 
 def by_key(config: Config) -> dict[str, Any]:

@@ -6,9 +6,9 @@
 learners. Runs of equal `--tokens` train equally many, to a few in a thousand: where slices fail, learners come and go or rounds
 spin, a rehearsal without tensors finds the number of outer steps; else the fastest learners are some steps ahead at the end, and
 `trained_tokens` says by how much. A line of JSON is appended to `--out`: the keys of `atoll train --json`, the name, the config,
-and what it took. data_parallel is one learner with the whole batch, whose merges change nothing (outer SGD, rate 1); its last
-steps, fewer than eight, are in no merge, so its loss is `loss_replica`. Texts without files, to try things out:
-`--corpus stdlib --heldout "" --tokenizer bytes`.
+the files that were read and the text's fingerprint, and what it took. data_parallel is one learner with the whole batch, whose
+merges change nothing (outer SGD, rate 1); its last steps, fewer than eight, are in no merge, so its loss is `loss_replica`. Texts
+without files, to try things out: `--corpus stdlib --heldout "" --tokenizer bytes`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ from atoll.ids import SYNCER, LearnerId, Nanos, WorkerId
 from atoll.protocol.vocabulary import Effect, Event, FixParticipants, StepDone
 from atoll.sim.cluster import Cluster, HandsFor, Observer
 from atoll.sim.failures import FailureModel
-from atoll.sim.run import everybody
+from atoll.sim.run import Looks, everybody
 from atoll.sim.slices import SliceHardware
+from atoll.tape.looks import Look
 from atoll.views.run import RunView, summarise
 from atoll.workload.model import SIZES
 
@@ -176,13 +178,14 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
     prepared = time.time()
     view, steps = RunView(total), Steps()
     first = on_device.evaluate_theta(*hands.disk.theta())
-    cluster = cluster_for(chosen, config, hands, [view, steps, Pace(chosen.name, config)])
+    looks = Looks(on_device, hands, None, lambda look: tell(chosen.name, look))
+    cluster = cluster_for(chosen, config, hands, [view, steps, looks, Pace(chosen.name, config)])
     run(cluster)
     trained = time.time()
     final = on_device.evaluate_theta(*hands.disk.theta())
     hands.fleet.settle(0)
     replica = on_device.evaluate(hands.learners[0].model)
-    summary = summarise(config, view, cluster.syncer.fates(), loss_first=first, loss_final=final)
+    summary = summarise(config, view, cluster.syncer.fates(), loss_first=first, loss_final=final, looks=looks.taken)
     sizes = [fragment.numel for fragment in bench.layout.fragments]
     keys: dict[str, object] = msgspec.to_builtins(summary)
     return {
@@ -191,6 +194,7 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
         "parameters": sum(sizes), "fragment_sizes": sizes, "wall_seconds": round(time.time() - begun, 1),
         "rehearsal_seconds": round(prepared - begun, 1), "train_seconds": round(trained - prepared, 1),
         "bytes_between_learners": view.bytes_between_learners, "config": without_folder(chosen, config),
+        "corpus_files": corpus_files(chosen), "data_fingerprint": bench.fingerprint,
     } | steps.told() | keys  # fmt: skip
 
 
@@ -199,6 +203,16 @@ def without_folder(chosen: argparse.Namespace, config: Config) -> dict[str, Any]
     plain: dict[str, Any] = msgspec.to_builtins(config)
     names = {"corpus": chosen.corpus, "heldout": chosen.heldout, "tokenizer": chosen.tokenizer}
     return plain | {"data": plain["data"] | names}
+
+
+def corpus_files(chosen: argparse.Namespace) -> list[str]:
+    """What a glob found there: a folder may hold less of the text than another, and then the runs are not of the same text."""
+    names = [name for name in chosen.corpus.split(",") if name not in WORDS]
+    return sorted(Path(path).name for name in names for path in glob(str(chosen.data / name)))
+
+
+def tell(name: str, look: Look) -> None:
+    print(f"{name}: {look.outer_step}, held-out loss {look.loss:.4f}", flush=True)
 
 
 def options() -> argparse.ArgumentParser:

@@ -19,6 +19,7 @@ from atoll.config import Config, load, to_toml
 from atoll.errors import ConfigError, RunFailed, UserError
 from atoll.runtime.ddp import DdpOutcome, RankReport, Stepped, _Fold, check, run_ddp, summary_of
 from atoll.sim.run import run_virtual
+from atoll.tape.looks import Look
 
 FOREVER = 1_000_000
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc and pidfd")
@@ -53,6 +54,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DdpOutcome,
     directory = tmp_path_factory.mktemp("ddp") / "a run"
     told: list[tuple[int, float | None]] = []
     return directory, run_ddp(tiny(), directory, threads=1, progress=lambda step, loss: told.append((step, loss))), told
+
+
+def test_looks_are_those_of_the_virtual_preset_and_no_part_of_the_time(tmp_path: Path) -> None:
+    config = tiny(data={"batch_size": 2, "seq_len": 16, "max_bytes": 400_000, "heldout_every": 3})
+    told: list[Look] = []
+    outcome = run_ddp(config, tmp_path / "live", threads=1, looked=told.append)
+    virtual = run_virtual(config, Plan(), tmp_path / "virtual", tensors=True)
+    assert told == list(outcome.looks) == summary_of(config, outcome, tmp_path).heldout
+    assert [(look.outer_step, look.loss) for look in told] == [
+        (look.outer_step, pytest.approx(look.loss, rel=1e-4)) for look in virtual.looks
+    ]
+    assert [look.outer_step for look in told] == [3, 6]
+    assert outcome.uptime <= 1 and outcome.goodput <= 1
 
 
 def test_two_processes_train_what_the_virtual_preset_trains(trained: Any, tmp_path: Path) -> None:

@@ -44,18 +44,22 @@ def test_study_of_two_runs_leaves_the_keys_of_train_json_at_equal_tokens(study: 
     (tmp_path / "text.jsonl").write_text("\n".join(text), encoding="utf8")
     out = tmp_path / "found.jsonl"
     scale = ["--size", "width=16,layers=2,heads=2,mlp=16,tied=1", "--tokens", "3072", "--step-tokens", "128", "--jobs", "2"]
-    text_words = ["--corpus", "text.jsonl", "--heldout", "", "--tokenizer", "bytes", "--seq-len", "16", "--heldout-batches", "2"]
+    text_words = ["--corpus", "te*.jsonl", "--heldout", "", "--tokenizer", "bytes", "--seq-len", "16", "--heldout-batches", "2"]
     machine = ["--device", "cpu", "--threads", "1", "--set", "protocol.fragments=4", "--set", "data.cache=off"]
-    words = ["main", "--only", "data_parallel_failures,decoupled_m2", "--data", str(tmp_path), "--out", str(out), *scale]
+    machine += ["--set", "data.heldout_every=10"]
+    only = "data_parallel_failures,decoupled_m2,decoupled_m8_scavenged"
+    words = ["main", "--only", only, "--data", str(tmp_path), "--out", str(out), *scale]
     assert study.main([*words, "--", *text_words, *machine]) == 0
     lines = {line["name"]: line for line in lines_of(out)}
-    assert lines.keys() == {"data_parallel_failures", "decoupled_m2"}
+    assert lines.keys() == {"data_parallel_failures", "decoupled_m2", "decoupled_m8_scavenged"}
     for line in lines.values():
         assert line.keys() >= set(Summary.__struct_fields__)
         assert line["loss_final"] < line["loss_first"] and line["loss_replica"] < line["loss_first"]
         assert line["trained_tokens"] == pytest.approx(3072, abs=128)
         assert sum(line["fragment_sizes"]) == line["parameters"]
         assert str(tmp_path) not in json.dumps(line), "where the files lay is left out"
+        assert line["corpus_files"] == ["text.jsonl"] and line["data_fingerprint"] == lines["decoupled_m2"]["data_fingerprint"]
+        assert line["heldout"] and all(10 <= look["outer_step"] < line["outer_steps"] for look in line["heldout"])
     assert lines["decoupled_m2"]["method"] == "decoupled" and lines["decoupled_m2"]["inner_steps"] == 2 * 24
     assert lines["data_parallel_failures"]["smallest_inner_step"] < 128, "slices fail and take their part of the batch along"
     assert study.main([*words, "--skip-done", "--list"]) == 0
@@ -108,7 +112,7 @@ def test_time_limit_ends_what_runs_and_starts_no_more(study: Any, fake: Path, ca
     assert "decoupled_m8_failures.s0: not started" in told
 
 
-@pytest.mark.parametrize("group", ["main", "rates", "outer", "sweep", "ablations"])
+@pytest.mark.parametrize("group", ["main", "rates", "outer", "sweep", "ablations", "merges"])
 def test_every_run_has_a_name_of_its_own_and_settings_that_atoll_takes(study: Any, train: Any, group: str) -> None:
     runs = study.GROUPS[group]()
     assert len({run.name for run in runs}) == len(runs)

@@ -19,7 +19,7 @@ HARMLESS = {
     "protocol.codec_up", "protocol.codec_down", "protocol.stochastic_rounding", "protocol.freeze_not_due",
     "protocol.snapshot_interval", "protocol.elastic", "outer.outer_learning_rate", "outer.outer_momentum", "inner.learning_rate",
     "inner.clip_norm", "inner.schedule", "inner.warmup_share", "inner.final_share", "inner.preserve_optimizer_state",
-    "data.cache", "data.heldout_batches", "data.augment",
+    "data.cache", "data.heldout_batches", "data.heldout_every", "data.augment",
 }  # fmt: skip
 BY_ANOTHER = {
     "data.samples_by_learner": "data.batch_size, the largest of them",

@@ -1,8 +1,12 @@
-"""`atoll eval`: a run's outer parameters on benchmarks from local files, and on the held-out text."""
+"""`atoll eval`: a run's outer parameters on benchmarks from local files, and on the held-out text; also while it trains."""
 
 from __future__ import annotations
 
 import math
+import os
+import signal
+import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +15,13 @@ import typer
 from rich.table import Table
 
 from atoll.cli import live
-from atoll.cli.shared import JsonOption, ThreadsOption, err, out, print_json
-from atoll.errors import DataError
+from atoll.cli.shared import JsonOption, ThreadsOption, err, out, print_json, told
+from atoll.config import CUSTOM
+from atoll.errors import DataError, UserError
+from atoll.tape.looks import Look
+
+NICE = 10
+"""An onlooker whom a launcher starts beside its learners takes what they leave of the machine."""
 
 
 def evaluate(
@@ -26,8 +35,22 @@ def evaluate(
     threads: ThreadsOption = 1,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu",
     allow_model: live.AllowOption = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="Of a live run while it trains: its held-out loss, again and again, until it ends.")
+    ] = False,
+    every: Annotated[
+        int | None, typer.Option("--every", min=1, help="With --follow: outer steps between; default: data.heldout_every.")
+    ] = None,
+    obey_stdin: live.ObeyOption = False,
 ) -> None:
     """Evaluate a run's model: multiple choice by likelihood, LAMBADA, and the loss on held-out text."""
+    if follow:
+        if tasks != "heldout" or data is not None or limit is not None:
+            raise UserError("--follow: tells the held-out loss; goes with --every, --device, --threads, --allow-model and --json")
+        _follow(run, every, device, threads, allow_model or [], as_json=as_json, obeys=obey_stdin)
+        return
+    if every is not None:
+        raise UserError("--every: says how often --follow looks; give --follow too")
     from atoll.executor.device import checked_device
     from atoll.executor.environment import use_threads
     from atoll.executor.trained import check_tasks, evaluate_run, open_trained
@@ -55,6 +78,37 @@ def evaluate(
         if r.loss is not None and not math.isfinite(r.loss):
             why = "its weights have diverged or are damaged; train with a lower inner.learning_rate, or bring them back"
             raise DataError(f"run {run}: its loss on {r.task} is {r.loss}: {why}")
+
+
+def _follow(
+    run: Path, every: int | None, device: str, threads: int, allowed: Collection[str], *, as_json: bool, obeys: bool
+) -> None:
+    from atoll.executor.device import checked_device, evaluated_on
+    from atoll.executor.environment import use_threads
+    from atoll.executor.trained import config_of
+    from atoll.runtime.onlooker import Onlooker
+
+    settings = config_of(run)
+    often = every or settings.data.heldout_every
+    if not often:
+        raise UserError(f"--follow: run {run} has data.heldout_every = 0; say --every so many outer steps")
+    if settings.model.name == CUSTOM:
+        raise UserError(f"run {run}: model.name = 'custom' is code of yours, and only it can evaluate the model")
+    use_threads(threads)
+    stop = threading.Event()
+    if obeys:
+        os.nice(NICE)
+        live.end_with_stdin(stop.set)
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    bench = live.built(settings, allowed, lambda text: err.print(text, soft_wrap=True))
+
+    def looked(look: Look) -> None:
+        if as_json:
+            print_json(look)
+        else:
+            out.print(told(look, settings.outer_steps))
+
+    Onlooker(run, evaluated_on(bench, checked_device(device)), often).follow(looked, stop)
 
 
 def _told(value: float | None, error: float | None) -> str:

@@ -122,17 +122,21 @@ def run_syncer(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, process.leave)
         if obey_stdin:
-            threading.Thread(target=_until_eof, args=(loop, process.leave), daemon=True).start()
+            end_with_stdin(lambda: loop.call_soon_threadsafe(process.leave))
         await process.run()
 
     asyncio.run(main())
 
 
-def _until_eof(loop: asyncio.AbstractEventLoop, leave: Callable[[], None]) -> None:
+def end_with_stdin(end: Callable[[], object]) -> None:
     """A launcher holds the other end of our standard input: when it is gone, so are we."""
-    for _ in sys.stdin:
-        pass
-    loop.call_soon_threadsafe(leave)
+
+    def watch() -> None:
+        for _ in sys.stdin:
+            pass
+        end()
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def make_keys_command(directory: Path, learners: int, days: int, add: bool) -> list[Path]:
@@ -246,7 +250,7 @@ def ddp_summary(
     began = time.monotonic()
     outcome = run_ddp(
         settings, directory, threads=threads, device=device, allowed=allowed,
-        progress=lambda step, loss: progress.reached(step, time.monotonic() - began, loss),
+        progress=lambda step, loss: progress.reached(step, time.monotonic() - began, loss), looked=progress.looked,
     )  # fmt: skip
     return summary_of(settings, outcome, directory)
 
@@ -274,7 +278,7 @@ def cluster_summary(
     progress.say(f"starting a syncer and {settings.learners} learners; logs and tapes in {directory}")
     cluster = LocalCluster(
         settings, directory, plan, threads=threads, device=device, allowed=allowed, resume=resume, watch=watch,
-        say=progress.say,
+        say=progress.say, looked=progress.looked,
     )  # fmt: skip
     cluster.run()
     progress.say("reading the tapes")

@@ -242,7 +242,10 @@ def run_virtually(
     view = RunView(settings.learners)
     with RunProgress(settings, view, quiet, "virtual ") as observer, readable_tape(directory):
         bench = live.built(settings, allowed, observer.say) if tensors else None
-        done = run_virtual(settings, plan, directory, tensors=tensors, observers=[view, observer], bench=bench, device=there)
+        done = run_virtual(
+            settings, plan, directory, tensors=tensors, observers=[view, observer], bench=bench, device=there,
+            looked=observer.looked,
+        )  # fmt: skip
     return virtual_summary(settings, view, done, directory)
 
 
@@ -266,6 +269,7 @@ def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: P
     summary = summarise(
         settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final,
         theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory), accuracy=done.accuracy,
+        looks=done.looks,
     )  # fmt: skip
     write_summary(directory, summary)
     return summary
@@ -290,7 +294,7 @@ def run_on_tape(
     directory = directory or new_directory(f"{settings.preset}-on-tape", settings.seed)
     view = RunView(settings.learners)
     with RunProgress(settings, view, quiet, "virtual ") as progress, readable_tape(directory):
-        done = train_on_tape(tape, settings, directory, observers=[view, progress], allowed=allowed)
+        done = train_on_tape(tape, settings, directory, observers=[view, progress], allowed=allowed, looked=progress.looked)
     if tape.cut:
         err.print(f"the history did not end: {tape.path} stops after record {tape.whole_records}", soft_wrap=True)
     return virtual_summary(settings, view, done, directory)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +20,7 @@ from atoll import config
 from atoll.config import PRESETS, Config
 from atoll.ids import SYNCER, Nanos, WorkerId
 from atoll.protocol.vocabulary import POISONED, Effect, Event, Finished, FixParticipants, Refuse
+from atoll.tape.looks import Look
 from atoll.views.run import RunView, Summary
 from atoll.views.tables import run_table
 
@@ -89,6 +91,7 @@ class RunProgress:
         self._bar: Progress | None = None
         self._next = 0
         self._poisoned = 0
+        self._heldout = ""
 
     def __enter__(self) -> RunProgress:
         console = err if self._quiet else out
@@ -126,14 +129,27 @@ class RunProgress:
             told = f"no outer step since {self._poisoned} updates were refused ({reason.removeprefix(POISONED).strip(': ')})"
             self.say(f"warning: {told}; lower inner.learning_rate")
 
+    def looked(self, look: Look) -> None:
+        """At Theta, on the way."""
+        if self._bar is None:
+            self.say(f"{self._settings.preset}: {told(look, self._settings.outer_steps)}")
+        else:
+            self._heldout = f", {told(look)}"
+
     def reached(self, step: int, seconds: float, loss: float | None) -> None:
         text = f"train loss {loss:.4f}" if loss is not None else ""
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=text)
+            self._bar.update(self._task, completed=step, loss=text + self._heldout)
         elif step >= self._next:
             self._next = step + max(1, self._settings.outer_steps // 10)
             done = f"{self._settings.preset}: outer step {step} of {self._settings.outer_steps}"
             self.say(f"{done}, {seconds:.1f} {self._clock}s {text}".rstrip())
+
+
+def told(look: Look, of: int | None = None) -> str:
+    loss = "no number" if look.loss is None or not math.isfinite(look.loss) else f"{look.loss:.4f}"
+    where = f"outer step {look.outer_step} of {of}, " if of is not None else ""
+    return f"{where}held-out loss {loss}" + ("" if where else f" at {look.outer_step}")
 
 
 def show(summary: Summary, as_json: bool) -> None:

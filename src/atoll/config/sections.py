@@ -134,6 +134,8 @@ class Data(_Section, frozen=True):
     seq_len: Positive = 64
     batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 8
     heldout_batches: Positive = 16
+    heldout_every: Natural = 0
+    """Outer steps between two looks at the held-out loss of Theta while it trains; 0: before and after only."""
     samples_by_learner: tuple[Positive, ...] = ()
     """Batch size per learner where they differ (empty: `batch_size` for all)."""
     augment: Literal["none", "crop", "crop_flip"] = "none"

@@ -42,7 +42,7 @@ from atoll.executor.syncer import Version, digest
 from atoll.ids import FragmentId, OuterStep
 from atoll.tensors.outer import OuterState
 
-__all__ = ["DurableDisk", "StorageFailed", "check_version", "free_bytes", "lock_directory", "version_sha256"]
+__all__ = ["DurableDisk", "StorageFailed", "check_version", "free_bytes", "lock_directory", "newest_step", "version_sha256"]
 
 FORMAT: Final = "atoll-version-1"
 FOLDER: Final = "versions"
@@ -376,6 +376,11 @@ class DurableDisk:
 def _scan(folder: Path) -> list[tuple[FragmentId, OuterStep]]:
     names = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name[1]), int(name[2])) for name in names if name)
+
+
+def newest_step(directory: Path) -> OuterStep:
+    """By the files' names alone: cheap to ask again and again while a run goes on."""
+    return max((v for _, v in _scan(directory / FOLDER)), default=0)
 
 
 @contextlib.contextmanager

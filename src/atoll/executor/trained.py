@@ -79,7 +79,7 @@ class Trained:
 def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
     """A virtual run's folder, a live one's, or that of a syncer started alone. What a live run had stored when it ended early
     counts too, `early` then says so; the weights that a run began with are no model of its making."""
-    config = _config_of(run)
+    config = config_of(run)
     if config.model.name == CUSTOM:
         raise UserError(f"run {run}: model.name = 'custom' is code of yours, and only it can load theta.safetensors")
     if config.model.name in VISION_MODELS:
@@ -111,7 +111,7 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
     return Trained(run, config, model, tokenizer, outer_step)
 
 
-def _config_of(run: Path) -> Config:
+def config_of(run: Path) -> Config:
     path = run / "config.toml"
     if not path.is_file():
         raise UserError(f"run {run}: is no run's folder, it has no config.toml")
@@ -184,7 +184,7 @@ def _load_versions(disk: DurableDisk, config: Config, model: nn.Module) -> None:
 
 def open_to_export(run: Path) -> Trained:
     """As `open_trained`. A model of the user's own is told by its name: to build it, only to refuse it, would take its code."""
-    name = _config_of(run).model.name
+    name = config_of(run).model.name
     if ":" in name:
         raise _without_architecture(run, name)
     return open_trained(run)

@@ -26,6 +26,7 @@ from atoll.runtime.hurdles import Hurdles
 from atoll.runtime.nursery import Child, Nursery
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Record, Tape
+from atoll.tape.looks import Look, looks_in
 from atoll.tape.tail import Tail
 
 TICK_SECONDS = 0.05
@@ -35,6 +36,7 @@ RESTARTS_MAX = 3
 END_SECONDS = 25.0
 """How long learners have to end after the syncer did."""
 REFUSES = "atoll: "
+LOOKS_LOG = "heldout.log"
 
 
 @dataclass
@@ -76,13 +78,18 @@ class LocalCluster:
         self, config: Config, directory: Path, plan: Plan, *, threads: int = 1, device: str = "cpu",
         allowed: Sequence[str] = (), resume: tuple[Path, int] | None = None,
         watch: Callable[[Record], None] | None = None, say: Callable[[str], None] = lambda text: None,
+        looked: Callable[[Look], None] = lambda look: None,
     ) -> None:  # fmt: skip
-        """`resume`: another run's folder and which of its snapshots. `watch` is told of the syncer's records."""
+        """`resume`: another run's folder and which of its snapshots. `watch` is told of the syncer's records, `looked` of the
+        held-out losses on the way."""
         self.config = config
         self.directory = directory
         self._plan = plan
         self._watch = watch or (lambda record: None)
         self._say = say
+        self._looked = looked
+        self._looks_told = 0
+        self._onlooker: Child | None = None
         self._hurdles = Hurdles(plan, config.learners)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -96,6 +103,7 @@ class LocalCluster:
         self._workers: dict[WorkerId, _Worker] = {}
         self._syncer_options = ["--dir", str(directory / "syncer"), *common, *models, *_resume_syncer(resume)]
         self._learner_options = [*common, *models, "--device", device]
+        self._onlooker_argv = ["eval", str(directory), "--follow", "--obey-stdin", *models, "--device", device]
         self._resume = resume
 
     # ------------------------------------------------------------ running
@@ -132,6 +140,8 @@ class LocalCluster:
             self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
             self._workers[learner].start(self._nursery)
         self._tail = Tail(Tape(self.directory / "syncer" / "run.tape"))
+        if self.config.data.heldout_every:
+            self._onlooker = self._nursery.spawn(self._onlooker_argv, self.directory / LOOKS_LOG)
 
     @property
     def nursery(self) -> Nursery:
@@ -187,6 +197,19 @@ class LocalCluster:
             heapq.heappop(self._agenda)[2]()
         for worker in self._workers.values():
             self._look_after(worker, now)
+        if self._onlooker is not None:
+            self._listen_to(self._onlooker)
+
+    def _listen_to(self, onlooker: Child) -> None:
+        """It is not of the run: should it die, fewer losses are told, and that is said."""
+        looks = looks_in(self.directory)
+        for look in looks[self._looks_told :]:
+            if look.outer_step < self.config.outer_steps:  # the last is the run's own end, which the verdict tells
+                self._looked(look)
+        self._looks_told = len(looks)
+        if code := onlooker.poll():
+            self._onlooker = None
+            self._say(f"warning: no more held-out losses on the way: who looked died ({code}), see {self.directory / LOOKS_LOG}")
 
     def _look_after(self, w: _Worker, now: float) -> None:
         if self._finished and w.worker != SYNCER:

@@ -44,6 +44,7 @@ from atoll.executor.weights import save_weights
 from atoll.executor.workbench import Workbench
 from atoll.ids import LearnerId, Nanos, seconds
 from atoll.tape.folder import refuse_used
+from atoll.tape.looks import Look, add_look, looks_in
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers
 from atoll.tensors.merge import merge_buffers
 from atoll.views.run import Summary, Tokens
@@ -78,6 +79,12 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     reduced: Nanos
     ended: Nanos
     loss: float
+
+
+class Looked(msgspec.Struct, frozen=True, tag=True):
+    """Rank 0, on the way."""
+
+    look: Look
 
 
 class RankReport(msgspec.Struct, frozen=True, tag=True):
@@ -119,6 +126,7 @@ class DdpOutcome:
     """From the first step's begin to the last one's end; building, evaluating and saving are outside."""
     backend: str
     ranks: tuple[RankReport, ...]
+    looks: tuple[Look, ...] = ()
 
 
 # ---------------------------------------------------------------- the parent
@@ -126,7 +134,7 @@ class DdpOutcome:
 
 def run_ddp(
     config: Config, directory: Path, *, threads: int, device: str = "cpu", allowed: Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: Progress | None = None, looked: Callable[[Look], None] = lambda look: None,
 ) -> DdpOutcome:  # fmt: skip
     """Train `config` by one process a learner and return when all have ended. `progress(steps done, mean train loss)`."""
     check(config)
@@ -135,11 +143,11 @@ def run_ddp(
     fold = _Fold(config.learners)
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(_started(directory, rank)) for rank in range(config.learners)]
-        reports = _follow(ranks, directory, fold, progress)
+        reports = _follow(ranks, directory, fold, progress, looked)
     (directory / "rendezvous").unlink(missing_ok=True)
     if len({report.theta_sha256 for report in reports}) > 1:
         raise RunFailed("ddp: the ranks ended with different models, so an all-reduce did not do its work")
-    return _outcome(config, backend, fold, reports)
+    return _outcome(config, backend, fold, reports, looks_in(directory))
 
 
 def check(config: Config) -> None:
@@ -150,6 +158,7 @@ def check(config: Config) -> None:
         ("protocol.fragments", p.fragments, 1, "DistributedDataParallel moves and clips the model as a whole; use 1"),
         ("protocol.codec_up", p.codec_up, "fp32", "the all-reduce moves gradients as they are; use 'fp32'"),
         ("protocol.codec_down", p.codec_down, "fp32", "the all-reduce moves gradients as they are; use 'fp32'"),
+        ("protocol.aggregation_weighting", p.aggregation_weighting, "uniform", "ranks are averaged plainly; use 'uniform'"),
         ("protocol.elastic", p.elastic, False, "a dead rank ends a DistributedDataParallel run; use false"),
         ("protocol.snapshot_interval", p.snapshot_interval, 0, "DistributedDataParallel takes no snapshots; use 0"),
         ("data.samples_by_learner", sizes, sizes[:1] * len(sizes), "ranks are averaged plainly, so their batches must be equal"),
@@ -205,7 +214,8 @@ def _started(directory: Path, rank: LearnerId) -> Iterator[subprocess.Popen[byte
 
 
 def _follow(
-    ranks: Sequence[subprocess.Popen[bytes]], directory: Path, fold: _Fold, progress: Progress | None
+    ranks: Sequence[subprocess.Popen[bytes]], directory: Path, fold: _Fold, progress: Progress | None,
+    looked: Callable[[Look], None],
 ) -> list[RankReport]:  # fmt: skip
     """Read what the ranks say until all have ended well; the first that does not ends the run."""
     rests = [b""] * len(ranks)
@@ -226,9 +236,12 @@ def _follow(
                     continue
                 *lines, rests[rank] = (rests[rank] + chunk).split(b"\n")
                 for line in lines:
-                    said = msgspec.json.decode(line, type=Stepped | RankReport)
+                    said = msgspec.json.decode(line, type=Stepped | Looked | RankReport)
                     if isinstance(said, RankReport):
                         reports[rank] = said
+                    elif isinstance(said, Looked):
+                        add_look(directory, said.look)
+                        looked(said.look)
                     elif (loss := fold.add(said)) is not None and progress is not None:
                         progress(fold.steps, loss)
                 if len(reports) == len(ranks) and rank in reports:
@@ -282,7 +295,9 @@ class _Fold:
         return sum(s.loss for s in steps) / self._count
 
 
-def _outcome(config: Config, backend: str, fold: _Fold, reports: Sequence[RankReport]) -> DdpOutcome:
+def _outcome(
+    config: Config, backend: str, fold: _Fold, reports: Sequence[RankReport], looks: Sequence[Look]
+) -> DdpOutcome:
     assert fold.first is not None
     clock, moved = seconds(fold.last - fold.first), sum(report.bytes_sent for report in reports)
     return DdpOutcome(
@@ -290,7 +305,7 @@ def _outcome(config: Config, backend: str, fold: _Fold, reports: Sequence[RankRe
         uptime=1 - seconds(fold.all_waiting) / clock, waited_seconds=sum(report.waited_seconds for report in reports),
         participants={str(config.learners): fold.steps}, tokens=sum(report.tokens for report in reports),
         bytes_up=moved, bytes_down=moved, loss_first=reports[0].loss_first, loss_final=reports[0].loss_final,
-        theta_sha256=reports[0].theta_sha256, seconds=clock, backend=backend, ranks=tuple(reports),
+        theta_sha256=reports[0].theta_sha256, seconds=clock, backend=backend, ranks=tuple(reports), looks=tuple(looks),
     )  # fmt: skip
 
 
@@ -303,16 +318,34 @@ def summary_of(config: Config, outcome: DdpOutcome, run_dir: Path) -> Summary:
         bytes_up=outcome.bytes_up, bytes_down=outcome.bytes_down, loss_first=outcome.loss_first,
         loss_final=outcome.loss_final, theta_sha256=outcome.theta_sha256, tape=None, run_dir=str(run_dir),
         clock="wall", seconds=round(outcome.seconds, 6), fragments=1, accuracy=outcome.ranks[0].accuracy,
+        heldout=list(outcome.looks),
     )  # fmt: skip
 
 
 # ---------------------------------------------------------------- one rank
 
 
+class _Clock:
+    """Of a rank. It stands still while rank 0 looks at the held-out loss and the others wait: that is no part of training."""
+
+    def __init__(self) -> None:
+        self._aside: Nanos = 0
+
+    def now(self) -> Nanos:
+        return time.monotonic_ns() - self._aside
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        began = time.monotonic_ns()
+        yield
+        self._aside += time.monotonic_ns() - began
+
+
 class _AllReduce:
     """Torch's own all-reduce, with a clock on it. On CUDA the host runs ahead, so the stream's events are asked."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clock: _Clock) -> None:
+        self._clock = clock
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
         self._handed: Nanos = 0
         self.gradient_bytes = 0
@@ -320,7 +353,7 @@ class _AllReduce:
     def start(self, bucket: Any) -> torch.futures.Future[Tensor]:
         assert dist.group.WORLD is not None
         self.gradient_bytes += bucket.buffer().nbytes
-        self._handed = time.monotonic_ns()  # buckets come in order: the last one's time stays
+        self._handed = self._clock.now()  # buckets come in order: the last one's time stays
         if self._events:
             self._events[0].record()
         return allreduce_hook(dist.group.WORLD, bucket)
@@ -328,10 +361,10 @@ class _AllReduce:
     def settle(self) -> tuple[Nanos, Nanos]:
         """After the backward pass: when this rank's gradients were ready, and when everybody's were reduced."""
         if not self._events:
-            return self._handed, time.monotonic_ns()
+            return self._handed, self._clock.now()
         self._events[1].record()
         self._events[1].synchronize()
-        now = time.monotonic_ns()
+        now = self._clock.now()
         return now - round(1e6 * self._events[0].elapsed_time(self._events[1])), now
 
 
@@ -344,14 +377,14 @@ def _train(bench: Workbench, rank: LearnerId, device: torch.device, channel: Bin
     masters = {n: nn.Parameter(t.detach().float()) for n, t in tensors.items() if t.requires_grad and t.dtype != torch.float32}
     theta = tensors | masters
     optimizer = build_optimizer(config, {n: t for n, t in theta.items() if t.requires_grad}, bench.layout.fragments)
-    reduction = _AllReduce(device)
+    clock = _Clock()
+    reduction = _AllReduce(device, clock)
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # its new name is not in torch 2.11
         parallel = DistributedDataParallel(model, broadcast_buffers=False)
     parallel.register_comm_hook(reduction, lambda state, bucket: state.start(bucket))
     tokens, waited, gathered = 0, 0, 0
-    dist.all_reduce(meeting := torch.zeros(1, device=device))
-    meeting.item()  # everybody is here, on the GPU too: the clock starts for all alike
-    first = ended = time.monotonic_ns()
+    _meet(device)  # the clock starts for all alike
+    first = ended = clock.now()
     for step in range(config.outer_steps):
         began, total = ended, 0.0
         torch.manual_seed(generator("inner step", config.seed, rank, step).initial_seed())
@@ -374,8 +407,13 @@ def _train(bench: Workbench, rank: LearnerId, device: torch.device, channel: Bin
             for name, master in masters.items():
                 tensors[name].copy_(master)
         gathered += _merge_buffers(bench, tensors)
-        waited, ended = waited + reduced - ready, time.monotonic_ns()
+        waited, ended = waited + reduced - ready, clock.now()
         _say(channel, Stepped(step, began, ready, reduced, ended, total))
+        if config.data.heldout_every and (step + 1) % config.data.heldout_every == 0 and step + 1 < config.outer_steps:
+            with clock.standing():
+                if rank == 0:
+                    _say(channel, Looked(Look(step + 1, bench.evaluate(model))))
+                _meet(device)
     params = [read_params(theta, fragment).cpu() for fragment in bench.layout.fragments]
     buffers = [read_buffers(theta, fragment).cpu() for fragment in bench.layout.fragments]
     sent = round(reduction.gradient_bytes * 2 * (config.learners - 1) / config.learners) + gathered
@@ -384,6 +422,12 @@ def _train(bench: Workbench, rank: LearnerId, device: torch.device, channel: Bin
         digest(params + buffers), loss_first, bench.evaluate(model) if rank == 0 else None,
         bench.accuracy(model) if rank == 0 and bench.accuracy is not None else None,
     ), model  # fmt: skip
+
+
+def _meet(device: torch.device) -> None:
+    """Everybody is here when it returns, on the GPU too."""
+    dist.all_reduce(meeting := torch.zeros(1, device=device))
+    meeting.item()
 
 
 def _merge_buffers(bench: Workbench, tensors: Mapping[str, Tensor]) -> int:
@@ -399,7 +443,7 @@ def _merge_buffers(bench: Workbench, tensors: Mapping[str, Tensor]) -> int:
     return sent
 
 
-def _say(channel: BinaryIO, word: Stepped | RankReport) -> None:
+def _say(channel: BinaryIO, word: Stepped | Looked | RankReport) -> None:
     channel.write(msgspec.json.encode(word) + b"\n")
 
 

@@ -17,6 +17,7 @@ from atoll.executor.tasks import workbench_for
 from atoll.executor.workbench import Workbench
 from atoll.ids import LearnerId, OuterStep
 from atoll.tape.format import Record
+from atoll.tape.looks import looks_in
 from atoll.tape.replay import Machine, replay
 from atoll.tape.weave import open_run
 from atoll.views.run import RunView, Summary, summarise
@@ -40,7 +41,7 @@ def verdict(
     return summarise(
         config, view, outcome.fates, loss_first=first, loss_final=bench.evaluate_theta(*disk.theta()),
         theta_sha256=disk.theta_sha256(), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory), clock="wall",
-        faults=faults, accuracy=bench.accuracy_of_theta(*disk.theta()),
+        faults=faults, accuracy=bench.accuracy_of_theta(*disk.theta()), looks=looks_in(directory),
     )  # fmt: skip
 
 

@@ -21,16 +21,20 @@ from atoll.executor.syncer import TensorHands
 from atoll.executor.tasks import workbench_for
 from atoll.executor.weights import save_weights
 from atoll.executor.workbench import Workbench
+from atoll.ids import SYNCER, Nanos, WorkerId
 from atoll.protocol.ledger import Fates
+from atoll.protocol.vocabulary import Effect, Event, Stored
 from atoll.sim.cluster import Cluster, Observer
 from atoll.sim.slices import SliceHardware
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Header, Tape, TapeWriter
+from atoll.tape.looks import Look, add_look
 from atoll.tape.replay import Outcome, Source, replay
 from atoll.tape.retrain import retrain
 from atoll.tensors.access import named_tensors
 
 HOST = torch.device("cpu")
+Looked = Callable[[Look], None]
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,33 @@ class Outputs:
     loss_final: float | None
     theta_sha256: str | None
     accuracy: float | None = None
+    looks: tuple[Look, ...] = ()
+
+
+def unseen(look: Look) -> None:
+    pass
+
+
+class Looks:
+    """An observer: Theta's held-out loss, every `data.heldout_every` outer steps, or as soon after as there is another Theta. In
+    the moment in which a version is stored the disk holds it and none that is newer."""
+
+    def __init__(self, bench: Workbench, hands: TensorHands | FleetHands, directory: Path | None, looked: Looked) -> None:
+        self._bench, self._hands, self._directory, self._looked = bench, hands, directory, looked
+        self._every, self._last = bench.config.data.heldout_every, bench.config.outer_steps
+        self.taken: list[Look] = []
+
+    def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        if worker == SYNCER and isinstance(event, Stored) and self._every:
+            step, before = event.outer_step, self.taken[-1].outer_step if self.taken else 0
+            if step // self._every > before // self._every and step < self._last:
+                self._take(Look(step, self._bench.evaluate_theta(*self._hands.disk.theta())))
+
+    def _take(self, look: Look) -> None:
+        self.taken.append(look)
+        if self._directory is not None:
+            add_look(self._directory, look)
+        self._looked(look)
 
 
 def header_for(
@@ -60,7 +91,7 @@ def header_for(
 def run_virtual(
     config: Config, plan: Plan, directory: Path | None, *, tensors: bool, observers: Sequence[Observer] = (),
     bench: Workbench | None = None, limit_seconds: float | None = None, slices: SliceHardware | None = None,
-    device: torch.device = HOST,
+    device: torch.device = HOST, looked: Looked = unseen,
 ) -> Outputs:  # fmt: skip
     """`limit_seconds` bounds virtual time; by default ten times what an undisturbed run would take, and the plan's length.
     `slices`: learners made of chips that fail, for a synthetic history. `device`: where all learners train, side by side."""
@@ -74,6 +105,8 @@ def run_virtual(
     header = header_for(config, plan, bench, slices.describe() if slices else None, str(device))
     writer = _open_tape(directory, config, plan, header, bench) if directory else None
     watching: list[Observer] = [writer.append] if writer else []
+    looks = Looks(bench, hands, directory, looked) if bench and hands else None
+    watching += [looks] if looks else []
     cluster = Cluster(config, plan=plan, hands_for=hands, observers=[*watching, *observers], hardware=slices)
     cluster.run(until_seconds=limit_seconds if limit_seconds is not None else patience(config, plan))
     if writer:
@@ -85,6 +118,7 @@ def run_virtual(
         cluster.syncer.fates(), directory / "run.tape" if directory else None, first, final,
         hands.disk.theta_sha256() if hands else None,
         bench.accuracy_of_theta(*hands.disk.theta()) if bench and hands else None,
+        tuple(looks.taken) if looks else (),
     )  # fmt: skip
 
 
@@ -94,21 +128,25 @@ def everybody(config: Config, plan: Plan) -> int:
 
 
 def train_on_tape(
-    tape: Tape, config: Config, directory: Path, observers: Sequence[Observer] = (), allowed: Collection[str] = ()
-) -> Outputs:
+    tape: Tape, config: Config, directory: Path, observers: Sequence[Observer] = (), allowed: Collection[str] = (),
+    looked: Looked = unseen,
+) -> Outputs:  # fmt: skip
     """The tape's history under real weights; leaves a run of its own, which replays like any other."""
     refuse_used(directory)
     bench = workbench_for(config, allowed)
     hands = TensorHands(bench)
     first = bench.evaluate_theta(*hands.disk.theta())
     plan = msgspec.convert({"faults": tape.header.plan}, Plan)
+    looks = Looks(bench, hands, directory, looked)
     with _open_tape(directory, config, plan, header_for(config, plan, bench, tape.header.hardware), bench) as writer:
-        outcome = retrain(tape, config, hands, [writer.append, *observers])
+        outcome = retrain(tape, config, hands, [writer.append, looks, *observers])
     if outcome.fates is None:
         raise UserError(f"tape {tape.path}: holds no syncer, so there is nothing to train on")
     _save_theta(directory / "theta.safetensors", bench, hands)
     final, accuracy = bench.evaluate_theta(*hands.disk.theta()), bench.accuracy_of_theta(*hands.disk.theta())
-    return Outputs(outcome.fates, directory / "run.tape", first, final, hands.disk.theta_sha256(), accuracy)
+    return Outputs(
+        outcome.fates, directory / "run.tape", first, final, hands.disk.theta_sha256(), accuracy, tuple(looks.taken)
+    )
 
 
 DECIDED = ("preset", "learners", "outer_steps", "protocol", "cluster", "limits")

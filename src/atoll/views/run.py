@@ -28,6 +28,7 @@ from atoll.protocol.vocabulary import (
     Stored,
 )  # fmt: skip
 from atoll.tape.format import Record
+from atoll.tape.looks import Look
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -207,12 +208,14 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Final held-out loss of the same run without faults."""
     accuracy: float | None = None
     """Share of held-out answers that are right, of Theta at the end; None where a task has no right answers."""
+    heldout: list[Look] = []
+    """Held-out losses of Theta on the way, where data.heldout_every asks for them."""
 
 
 def summarise(
     config: Config, view: RunView, fates: Fates, *, loss_first: float | None = None, loss_final: float | None = None,
     theta_sha256: str | None = None, tape: str | None = None, run_dir: str | None = None, clock: str = "virtual",
-    faults: Sequence[str] = (), accuracy: float | None = None,
+    faults: Sequence[str] = (), accuracy: float | None = None, looks: Sequence[Look] = (),
 ) -> Summary:  # fmt: skip
     return Summary(
         preset=config.preset, learners=config.learners, seed=config.seed, outer_steps=view.outer_step,
@@ -221,5 +224,5 @@ def summarise(
         recoveries=view.recoveries, bytes_up=view.bytes_up, bytes_down=view.bytes_down, loss_first=loss_first,
         loss_final=loss_final, theta_sha256=theta_sha256, tape=tape, run_dir=run_dir,
         clock=clock, seconds=round(seconds(view.lasted), 6), fragments=config.protocol.fragments, traffic=view.traffic(),
-        refused=view.refused, faults=list(faults), accuracy=accuracy,
+        refused=view.refused, faults=list(faults), accuracy=accuracy, heldout=list(looks),
     )  # fmt: skip

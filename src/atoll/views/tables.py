@@ -33,6 +33,8 @@ def run_table(s: Summary) -> Table:
         rows.append(("", f"and {len(s.recoveries) - 12} more recoveries"))
     if s.loss_first is not None and s.loss_final is not None:
         rows.append(("held-out loss", f"{s.loss_first:.4f} at first, {s.loss_final:.4f} at the end"))
+    if s.heldout:
+        rows.append(("  on the way", _on_the_way(s)))
     if s.accuracy is not None:
         rows.append(("held-out accuracy", f"{s.accuracy:.2%}"))
     if s.twin_loss and s.loss_final:
@@ -44,6 +46,12 @@ def run_table(s: Summary) -> Table:
     for what, figure in rows:
         table.add_row(what, figure)
     return table
+
+
+def _on_the_way(s: Summary, most: int = 8) -> str:
+    """Spread over all of them."""
+    every = -(-len(s.heldout) // most)
+    return ", ".join(f"{look.outer_step}: {_loss(look.loss)}" for look in s.heldout[every - 1 :: every])
 
 
 def _tokens(s: Summary) -> str:

@@ -1,0 +1,62 @@
+"""Looks at the Theta of a live run while it trains. An onlooker is a process of its own that reads the versions which the
+syncer stores: nobody sends it anything or waits for it, and a run goes on whatever becomes of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from atoll.errors import DataError, UserError
+from atoll.executor.durable import FOLDER, DurableDisk, newest_step
+from atoll.executor.workbench import Workbench
+from atoll.ids import OuterStep
+from atoll.tape.format import Tape
+from atoll.tape.looks import Look, add_look, looks_in
+
+POLL_SECONDS: Final = 0.5
+TRIES_MAX: Final = 20
+"""Versions go when newer ones come: one that stays and cannot be read for so many polls is damaged."""
+
+
+class Onlooker:
+    def __init__(self, run: Path, bench: Workbench, every: int) -> None:
+        """`run`: a live run's folder, or that of a syncer started alone."""
+        home = next((h for h in (run, run / "syncer") if (h / FOLDER).is_dir()), None)
+        if home is None:
+            raise UserError(f"run {run}: holds no versions that a syncer stores; --follow takes a live run's folder")
+        if Tape(home / "run.tape").header.data_fingerprint != bench.fingerprint:
+            raise UserError(f"run {run}: its data ({bench.config.data.corpus}) is not what it was, so losses would not compare")
+        self._run, self._home, self._bench, self._every = run, home, bench, every
+        self._last = bench.config.outer_steps
+        self._seen: OuterStep = max((look.outer_step for look in looks_in(run)), default=0)
+
+    def follow(self, looked: Callable[[Look], None], stop: threading.Event) -> None:
+        """A look each time that another multiple of `every` is reached, at the newest there is: who takes longer to look than
+        training takes to get there leaves some out. Until the last outer step, which is looked at too."""
+        tries, tried = 0, 0
+        while self._seen < self._last:
+            step = newest_step(self._home)
+            if self._is_due(step):
+                try:
+                    look = self._look()
+                except DataError:  # gone between its listing and its reading, as long as others come in its place
+                    tries, tried = (tries + 1, step) if step == tried else (1, step)
+                    if tries == TRIES_MAX:
+                        raise
+                else:
+                    add_look(self._run, look)
+                    looked(look)
+                    self._seen = look.outer_step
+                    continue
+            if stop.wait(POLL_SECONDS):
+                return
+
+    def _is_due(self, step: OuterStep) -> bool:
+        return step // self._every > self._seen // self._every or step >= self._last
+
+    def _look(self) -> Look:
+        disk = DurableDisk.open(self._home, read_only=True)
+        theta = disk.theta()
+        return Look(max(max(kept) for kept in disk.kept()), self._bench.evaluate_theta(*theta))
