@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from atoll.chaos import Plan
@@ -72,6 +73,38 @@ def test_books_35m_is_the_published_size_and_two_hundred_million_tokens() -> Non
     step = config.learners * config.data.batch_size * config.data.seq_len
     assert (config.learners, step) == (8, 65_536)
     assert config.outer_steps * step == pytest.approx(200e6, rel=0.001)
+
+
+MAIN = RECIPES.parent / "bench" / "quality" / "results" / "main_200M.jsonl"
+NOT_OF_THE_TRAINING = ("data.", "cluster.parameters")
+"""Files and how often they are looked at; and the size where no tensor says it."""
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "more"),
+    [
+        ("decoupled_m8", "decoupled", []),
+        ("decoupled_ramp_m8", "decoupled_ramp", []),
+        ("diloco_m8_h30", "diloco", []),
+        ("async_diloco_m8_h30", "async_diloco", []),
+        ("streaming_m8_h30", "streaming", []),
+        ("decoupled_m2", "decoupled", ["learners=2", "outer.outer_learning_rate=0.7"]),
+    ],
+)
+def test_books_35m_is_what_the_main_table_was_made_with(name: str, preset: str, more: list[str]) -> None:
+    lines = [json.loads(line) for line in MAIN.read_text(encoding="utf8").splitlines()]
+    (ran,) = (line["config"] for line in lines if line["name"] == name and line["seed"] == 0)
+    has = json.loads(msgspec.json.encode(load(RECIPES / "books_35m.toml", preset_name=preset, assignments=more)))
+    differing = {
+        f"{section}.{key}": value
+        for section in has
+        if isinstance(has[section], dict)
+        for key, value in has[section].items()
+        if value != ran[section].get(key, value) and not f"{section}.{key}".startswith(NOT_OF_THE_TRAINING)
+    }
+    unused = {"outer.outer_momentum"} if preset == "async_diloco" else set()  # SGD has none
+    assert differing.keys() <= unused
+    assert all(has[key] == ran[key] for key in ("preset", "learners", "seed", "outer_steps"))
 
 
 def test_books_35m_made_small_learns_from_files_where_it_looks_for_them(
