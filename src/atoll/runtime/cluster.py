@@ -26,7 +26,7 @@ from atoll.runtime.hurdles import Hurdles
 from atoll.runtime.nursery import Child, Nursery
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Record, Tape
-from atoll.tape.looks import Look, looks_in
+from atoll.tape.looks import LOOKS, Look, looks_in
 from atoll.tape.tail import Tail
 
 TICK_SECONDS = 0.05
@@ -88,7 +88,7 @@ class LocalCluster:
         self._watch = watch or (lambda record: None)
         self._say = say
         self._looked = looked
-        self._looks_told = 0
+        self._looks_told = self._looks_bytes = 0
         self._onlooker: Child | None = None
         self._hurdles = Hurdles(plan, config.learners)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -202,11 +202,14 @@ class LocalCluster:
 
     def _listen_to(self, onlooker: Child) -> None:
         """It is not of the run: should it die, fewer losses are told, and that is said."""
-        looks = looks_in(self.directory)
-        for look in looks[self._looks_told :]:
-            if look.outer_step < self.config.outer_steps:  # the last is the run's own end, which the verdict tells
-                self._looked(look)
-        self._looks_told = len(looks)
+        path = self.directory / LOOKS
+        size = path.stat().st_size if path.exists() else 0
+        if size > self._looks_bytes:
+            self._looks_bytes, looks = size, looks_in(self.directory)
+            for look in looks[self._looks_told :]:
+                if look.outer_step < self.config.outer_steps:  # the last is the run's own end, which the verdict tells
+                    self._looked(look)
+            self._looks_told = len(looks)
         if code := onlooker.poll():
             self._onlooker = None
             self._say(f"warning: no more held-out losses on the way: who looked died ({code}), see {self.directory / LOOKS_LOG}")

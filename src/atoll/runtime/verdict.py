@@ -38,10 +38,11 @@ def verdict(
     bench = bench or workbench_for(config)
     disk = DurableDisk.open(directory / "syncer", read_only=True)
     first = bench.evaluate_theta(*_start(directory, bench).theta())
+    on_the_way = [look for look in looks_in(directory) if look.outer_step < config.outer_steps]
     return summarise(
         config, view, outcome.fates, loss_first=first, loss_final=bench.evaluate_theta(*disk.theta()),
         theta_sha256=disk.theta_sha256(), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory), clock="wall",
-        faults=faults, accuracy=bench.accuracy_of_theta(*disk.theta()), looks=looks_in(directory),
+        faults=faults, accuracy=bench.accuracy_of_theta(*disk.theta()), looks=on_the_way,
     )  # fmt: skip
 
 
