@@ -79,6 +79,34 @@ def test_transformers_gives_our_logits_and_writes_text(trained: Trained, exporte
     assert written.shape[1] > ids.input_ids.shape[1]
 
 
+def test_transformers_gives_the_ids_of_training_of_a_tokenizer_that_would_say_more(tmp_path: Path) -> None:
+    """Its file puts a token in front and behind, drops merges by chance, shortens and fills up; training does none of it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import AutoTokenizer
+
+    theirs = Tokenizer(models.BPE(dropout=0.9))
+    theirs.pre_tokenizer, theirs.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False)
+    theirs.train_from_iterator([text.decode() for text in stdlib_corpus(200_000).documents], trainer)
+    theirs.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    theirs.enable_truncation(5)
+    theirs.enable_padding(length=64, pad_id=0, pad_token="<s>")
+    theirs.save(str(tmp_path / "t.json"))
+    config = load(preset_name="diloco", overrides={
+        "learners": 2, "outer_steps": 2, "protocol": {"local_steps_per_round": 2}, "model": {"numbers": {"layers": 1}},
+        "data": {"tokenizer": str(tmp_path / "t.json"), "cache": "off", "max_bytes": 200_000, "heldout_batches": 1},
+    })  # fmt: skip
+    run_virtual(config, Plan(), tmp_path / "run", tensors=True)
+    export_hf(run := open_trained(tmp_path / "run"), tmp_path / "hf")
+    tokenizer, text = AutoTokenizer.from_pretrained(tmp_path / "hf"), "def function(self, argument): return argument + 1"
+    wanted = run.tokenizer.encode(text.encode())
+    for specials in (True, False):
+        assert [tokenizer(text, add_special_tokens=specials).input_ids for _ in range(3)] == [wanted] * 3
+    assert tokenizer([text, "x"], padding=True).input_ids[0] == wanted
+    assert tokenizer.decode(wanted) == text
+
+
 # ---------------------------------------------------------------- lm-evaluation-harness
 
 def write_benchmarks(directory: Path, count: int = 60) -> None:

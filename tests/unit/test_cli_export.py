@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
 from atoll.chaos import Plan
@@ -31,7 +32,9 @@ from atoll.executor.workbench import language_workbench, layout_for
 from atoll.sim.run import run_virtual
 from atoll.tensors.access import named_tensors, read_buffers, read_params
 from atoll.workload.bpe import ByteTokenizer
+from atoll.workload.evaluate import heldout_loss
 from atoll.workload.export import hf_tokenizer
+from atoll.workload.stream import heldout_batches
 from atoll.workload.tokens import text_data
 
 SMALL = {
@@ -220,6 +223,35 @@ def test_loss_that_is_no_number_is_told_and_ends_with_exit_code_2(run: Path, tmp
     assert json.loads(done.stdout)["results"][0]["loss"] is None, "the object is there all the same"
 
 
+def test_task_of_a_model_that_says_no_number_has_no_figure_and_ends_with_exit_code_2(run: Path, tmp_path: Path) -> None:
+    told_run(tmp_path / "run", run, None)
+    tensors = load_file(tmp_path / "run" / "theta.safetensors")
+    save_file(tensors | {"norm.weight": tensors["norm.weight"] * float("nan")}, tmp_path / "run" / "theta.safetensors")
+    (tmp_path / "piqa.jsonl").write_text('{"ctx": "import", "choices": ["os", "sys"], "gold": 0}\n' * 3)
+    (tmp_path / "lambada.jsonl").write_text('{"ctx": "class Foo: pass", "target": "x"}\n' * 3)
+    words = ["eval", str(tmp_path / "run"), "--tasks", "lambada,piqa", "--data", str(tmp_path)]
+    for more in ([], ["--json"]):
+        done = CliRunner().invoke(app, words + more)
+        assert isinstance(done.exception, UserError)
+        assert str(done.exception) == (
+            f"run {tmp_path / 'run'}: its acc on lambada is nan: its weights have diverged or are damaged; "
+            "train with a lower inner.learning_rate, or bring them back"
+        )
+        assert "piqa" in done.stdout, "whatever else was asked is answered"
+    lambada, piqa = json.loads(done.stdout)["results"]
+    assert [piqa[key] for key in ("acc", "acc_norm", "acc_bytes", "acc_stderr")] == [None] * 4
+    assert (lambada["acc"], lambada["perplexity"], lambada["examples"]) == (None, None, 3)
+
+
+def test_limit_is_of_the_heldout_sequences_too(run: Path, tmp_path: Path) -> None:
+    config, trained = load(run / "config.toml"), open_trained(run)
+    batches = heldout_batches(text_data(config.data).tokens, config.data.batch_size, config.data.seq_len, 2)
+    for limit, examples in ((3, 3), (8, 8), (11, 11), (100, 16)):
+        (heldout,) = json.loads(atoll("eval", run, "--limit", limit, "--json"))["results"]
+        assert heldout["examples"] == examples
+        assert heldout["loss"] == pytest.approx(heldout_loss(trained.model, [torch.cat(batches)[:limit]]), rel=1e-6)
+
+
 def test_weights_that_must_not_be_read_are_said_to_be_there(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told_run(tmp_path / "run", run, None)
     (theta := tmp_path / "run" / "theta.safetensors").chmod(0)
@@ -275,6 +307,24 @@ def test_hugging_face_tokenizer_goes_along_unpacked(run: Path, tmp_path: Path) -
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 256
 
 
+def test_exported_tokenizer_is_what_training_used_of_the_file(run: Path, tmp_path: Path) -> None:
+    """A file that puts a token in front, shortens or fills up would ask the model in words it never saw."""
+    said = hf_tokenizer(ByteTokenizer())
+    template = {"type": "TemplateProcessing", "special_tokens": {"<|endoftext|>": {
+        "id": "<|endoftext|>", "ids": [256], "tokens": ["<|endoftext|>"]}}, "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+        "single": [{"SpecialToken": {"id": "<|endoftext|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]}  # fmt: skip
+    cut = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    file = said | {"post_processor": template, "truncation": cut, "model": said["model"] | {"dropout": 0.5}}
+    (tmp_path / "t.json").write_text(json.dumps(file))
+    shutil.copy(run / "theta.safetensors", tmp_path)
+    config = load(run / "config.toml", overrides={"data": {"tokenizer": str(tmp_path / "t.json")}})
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    atoll("export", tmp_path, "--hf", tmp_path / "hf")
+    exported = Tokenizer.from_file(str(tmp_path / "hf" / "tokenizer.json"))
+    assert exported.encode("import os").ids == list(b"import os") == open_trained(tmp_path).tokenizer.encode(b"import os")
+    assert json.loads((tmp_path / "hf" / "tokenizer.json").read_text()) == said
+
+
 def test_runs_that_cannot_be_exported_say_why(run: Path, tmp_path: Path) -> None:
     assert refusal("export", tmp_path, "--hf", tmp_path / "hf").endswith("is no run's folder, it has no config.toml")
     shutil.copy(run / "config.toml", tmp_path)
@@ -292,13 +342,13 @@ def test_runs_that_cannot_be_exported_say_why(run: Path, tmp_path: Path) -> None
 
 def test_eval_tells_tasks_and_heldout_loss_as_one_object(run: Path, tmp_path: Path) -> None:
     record = {"ctx": "import", "choices": ["os", "Füße"], "gold": 0}
-    (tmp_path / "piqa_val.jsonl").write_text((json.dumps(record) + "\n") * 3)
+    (tmp_path / "piqa_val.jsonl").write_text((json.dumps(record) + "\n") * 18)
     (tmp_path / "lambada_openai_test.jsonl").write_text('{"ctx": "class Foo: pass", "target": "x"}\n')
-    words = ("eval", run, "--tasks", "piqa,lambada,heldout", "--data", tmp_path, "--limit", 2)
+    words = ("eval", run, "--tasks", "piqa,lambada,heldout", "--data", tmp_path, "--limit", 16)
     said = json.loads(atoll(*words, "--json"))
     assert said["run"] == str(run)
     piqa, lambada, heldout = said["results"]
-    assert (piqa["task"], piqa["examples"], piqa["file"], piqa["acc_stderr"]) == ("piqa", 2, "piqa_val.jsonl", 0.0)
+    assert (piqa["task"], piqa["examples"], piqa["file"], piqa["acc_stderr"]) == ("piqa", 16, "piqa_val.jsonl", 0.0)
     assert piqa["acc"] in (0.0, 1.0)
     assert lambada["perplexity"] > 1.0
     bench = language_workbench(load(run / "config.toml"))

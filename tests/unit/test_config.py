@@ -248,6 +248,12 @@ def test_unknown_codec_is_refused_at_the_border_with_the_codecs_there_are(key: s
         ("decoupled", ["limits.members_max=3"], "learners = 4", "limits.members_max = 3"),
         ("ddp", ["protocol.fragmentation=balanced"], "protocol.fragmentation = 'balanced'", "'whole' alone"),
         ("ddp", ["protocol.fragmentation=tensor"], "protocol.fragmentation = 'tensor'", "'whole' alone"),
+        ("ddp", ["outer.apply_outer_optimizer_to=all_floating"], "outer.apply_outer_optimizer_to = 'all_floating'",
+         "a buffer has no gradient; with protocol.contribution = 'gradient' it must be 'parameters'"),
+        ("decoupled", ["protocol.fragmentation=sub_tensor", "protocol.freeze_not_due=true"], "protocol.freeze_not_due = true",
+         "'sub_tensor' has pieces of one tensor in several fragments; choose another protocol.fragmentation"),
+        ("decoupled", ["protocol.fragmentation=sub_tensor", "inner.preserve_optimizer_state=false"],
+         "inner.preserve_optimizer_state = false", "'sub_tensor' has pieces of one tensor in several fragments"),
         ("decoupled", ["model.numbers.context=4"], "model.numbers.context = 4", "at least data.seq_len = 64"),
         ("decoupled", ["model.name=vlm", "model.numbers.context=63"], "model.numbers.context = 63", "at least data.seq_len = 64"),
         ("diloco", ["model.name=lenet5", "data.heldout=x.txt"], "data.heldout = 'x.txt'", "'lenet5' reads pictures"),
@@ -261,6 +267,11 @@ def test_combination_that_makes_no_sense_is_refused_with_what_would(
     sentence = refusal(*assignments, preset_name=preset_name)
     assert sentence.startswith(f"key {key}")
     assert right in sentence
+
+
+def test_pieces_of_tensors_in_one_fragment_are_whole_tensors_that_can_be_frozen_or_forgotten() -> None:
+    for key in ("protocol.freeze_not_due=true", "inner.preserve_optimizer_state=false"):
+        load(preset_name="diloco", assignments=["protocol.fragmentation=sub_tensor", "protocol.fragments=1", key])
 
 
 # ---------------------------------------------------------------- recipes

@@ -75,9 +75,10 @@ def evaluate(
             )  # fmt: skip
         out.print(table)
     for r in results:  # at the end: whatever else was asked is answered
-        if r.loss is not None and not math.isfinite(r.loss):
+        name, figure = ("loss", r.loss) if r.loss is not None else ("acc", r.acc)
+        if figure is not None and not math.isfinite(figure):
             why = "its weights have diverged or are damaged; train with a lower inner.learning_rate, or bring them back"
-            raise DataError(f"run {run}: its loss on {r.task} is {r.loss}: {why}")
+            raise DataError(f"run {run}: its {name} on {r.task} is {figure}: {why}")
 
 
 def _follow(

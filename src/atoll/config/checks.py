@@ -39,6 +39,9 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
          f"'gradient' is data-parallel training with 'whole' alone"),
         ((p.contribution == "gradient") != (o.outer_optimizer == "inner"),
          f"key outer.outer_optimizer = {o.outer_optimizer!r}: 'inner' and protocol.contribution = 'gradient' go together"),
+        (p.contribution == "gradient" and o.apply_outer_optimizer_to == "all_floating",
+         "key outer.apply_outer_optimizer_to = 'all_floating': a buffer has no gradient; with protocol.contribution = 'gradient' "
+         "it must be 'parameters'"),
         (p.ramp > 0 and p.adopt != "arrival",
          f"key protocol.ramp = {p.ramp}: shortens the intervals of adopt = 'arrival' runs; this preset is synchronous already"),
         (p.fragments > 1 and p.fragmentation == "whole", "key protocol.fragments: fragmentation = 'whole' has one fragment"),
@@ -52,7 +55,19 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
         (c.learners > c.limits.members_max, f"key learners = {c.learners}: above limits.members_max = {c.limits.members_max}"),
         (c.model.name in ("decoder", "vlm") and context < c.data.seq_len,
          f"key model.numbers.context = {context}: must be at least data.seq_len = {c.data.seq_len}"),
+        *_whole_tensors(c),
         *_text_for_pictures(c),
+    ]  # fmt: skip
+
+
+def _whole_tensors(c: Config) -> list[tuple[bool, str]]:
+    """What an inner optimiser can do to a tensor only: train it or not, have moments of it or none."""
+    cut = c.protocol.fragmentation == "sub_tensor" and c.protocol.fragments != 1
+    why = "'sub_tensor' has pieces of one tensor in several fragments; choose another protocol.fragmentation"
+    return [
+        (cut and c.protocol.freeze_not_due, f"key protocol.freeze_not_due = true: freezes whole tensors, and {why}"),
+        (cut and not c.inner.preserve_optimizer_state,
+         f"key inner.preserve_optimizer_state = false: empties the moments of whole tensors, and {why}"),
     ]  # fmt: skip
 
 

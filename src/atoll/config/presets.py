@@ -53,8 +53,8 @@ FULL = Outer(outer_learning_rate=1.0, outer_momentum=0.5)
 """With a mean, what the decoupled presets have where `inner.optimizer` is Muon (docs/results.md): what its learners agree on is
 stepped in full. It is what was compared at scale; at COOLER, made for RDA, a mean falls behind RDA with Muon too."""
 COOLER = Outer(outer_learning_rate=0.4, outer_momentum=0.7)
-"""The better of the two tried at 35M with RDA and AdamW (docs/results.md). RDA restores the norm that a mean of M learners loses, so that the
-published 0.7 / 0.9 steps further than with a mean: too far in runs of some thousand steps."""
+"""The better of the two tried at 35M with RDA and AdamW (docs/results.md). RDA restores the norm that a mean of M learners
+loses, so that the published 0.7 / 0.9 steps further than with a mean: too far in runs of some thousand steps."""
 
 
 def decoupled() -> Config:

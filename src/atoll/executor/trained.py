@@ -240,9 +240,8 @@ def _tokenizer_files(trained: Trained, context: int) -> dict[str, Any]:
     if isinstance(tokenizer, ByteTokenizer | BpeTokenizer):
         return {"tokenizer.json": hf_tokenizer(tokenizer), "tokenizer_config.json": hf_tokenizer_config(context, END_TEXT)}
     assert isinstance(tokenizer, JsonTokenizer)
-    content = tokenizer.content
-    end = token_text(content, tokenizer.end_of_document)
-    return {"tokenizer.json": content, "tokenizer_config.json": hf_tokenizer_config(context, end)}
+    end = token_text(tokenizer.content, tokenizer.end_of_document)
+    return {"tokenizer.json": tokenizer.exported, "tokenizer_config.json": hf_tokenizer_config(context, end)}
 
 
 # ---------------------------------------------------------------- questions
@@ -271,13 +270,14 @@ def evaluate_run(
 ) -> list[Result]:  # fmt: skip
     """`progress(task, queries done, queries)`."""
     return [
-        _heldout(trained) if path is None else _benchmark(trained, task, path, limit, progress or _silent)
+        _heldout(trained, limit) if path is None else _benchmark(trained, task, path, limit, progress or _silent)
         for task, path in tasks
     ]
 
 
-def _heldout(trained: Trained) -> Result:
-    """What training told of Theta, on the same batches. An example is a sequence: a batch is as large as memory allows."""
+def _heldout(trained: Trained, limit: int | None) -> Result:
+    """What training told of Theta, on the same batches. An example is a sequence: a batch is as large as memory allows. The first
+    `limit` of them are of the text's beginning."""
     d = trained.config.data
     text, found = text_data(d), kept_text(trained.run)
     if found is not None and text.tokenizer.fingerprint != found[1].tokenizer:
@@ -285,6 +285,8 @@ def _heldout(trained: Trained) -> Result:
     if found is not None and text.tokens.fingerprint != found[1].data:
         raise UserError(f"--tasks {HELDOUT}: the text of run {trained.run} ({d.corpus}) is not what it was; leave this task out")
     batches = heldout_batches(text.tokens, d.batch_size, d.seq_len, d.heldout_batches)
+    if limit is not None:
+        batches = list(torch.cat(batches)[:limit].split(d.batch_size))
     return Result(task=HELDOUT, examples=sum(map(len, batches)), loss=heldout_loss(trained.model, batches))
 
 

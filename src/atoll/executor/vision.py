@@ -13,6 +13,7 @@ from atoll.errors import ConfigError
 from atoll.executor.workbench import Workbench, layout_for
 from atoll.ids import LearnerId
 from atoll.rules import samples_max, samples_of
+from atoll.workload.bpe import BYTE_VOCAB
 from atoll.workload.evaluate import heldout_classes
 from atoll.workload.images import ImageStream, Scale, heldout_images, load_images, spread
 from atoll.workload.model import SIZES, Number, build_model
@@ -61,7 +62,9 @@ def _questions(config: Config) -> Workbench:
         raise ConfigError(f"key data.augment = {d.augment!r}: a mirrored picture has other answers; it must be 'none'")
     data = load_questions(d.corpus)
     _, channels, size, _ = data.train.pixels.shape
-    patch = int(config.model.numbers.get("patch", 4))
+    patch, vocab = int(config.model.numbers.get("patch", 4)), config.model.numbers.get("vocab", BYTE_VOCAB)
+    if vocab < BYTE_VOCAB:
+        raise ConfigError(f"key model.numbers.vocab = {vocab}: the tokenizer has {BYTE_VOCAB} entries")
     context = patches_of(size, max(patch, 1)) + d.seq_len
     build = _builder(config, SIZES["nano"] | {"channels": channels, "size": size, "context": context})
     stream = QuestionStream(data, config.seed, config.learners, samples_max(config), d.seq_len)

@@ -6,9 +6,10 @@ A `Workbench` is a plain value of functions, so that a test, an example or a use
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +23,13 @@ from atoll.tensors.layout import Layout, build_layout
 from atoll.workload.bpe import Tokenizer
 from atoll.workload.corpus import Progress
 from atoll.workload.evaluate import heldout_loss
-from atoll.workload.model import SIZES, build_model, language_model_loss
+from atoll.workload.model import SIZES, build_model, language_model_loss, logits_of
 from atoll.workload.seeds import generator
 from atoll.workload.stream import Stream, heldout_batches
 from atoll.workload.tokens import text_data
+
+DECODER: Final = "decoder"
+"""The language model of ours; another name is code of the user's."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,9 @@ def language_workbench(config: Config, allowed: Collection[str] = (), progress: 
     text = text_data(d, progress)
     data, tokenizer = text.tokens, text.tokenizer
     build = model_builder(config, tokenizer, allowed)
+    layout = layout_for(config, model := build())
+    if config.model.name != DECODER:
+        _check_own(config, model)
     stream = Stream(data, config.seed, config.learners, samples_max(config), d.seq_len)
     heldout = heldout_batches(data, d.batch_size, d.seq_len, d.heldout_batches)
 
@@ -94,16 +101,16 @@ def language_workbench(config: Config, allowed: Collection[str] = (), progress: 
 
     return Workbench(
         config, build, batch, language_model_loss, lambda b: (b.shape[0] * (b.shape[1] - 1), b.shape[0]),
-        lambda model: heldout_loss(model, heldout), layout_for(config, build()), data.fingerprint,
-        notes=text.notes, tokenizer=tokenizer,
+        lambda model: heldout_loss(model, heldout), layout, data.fingerprint, notes=text.notes, tokenizer=tokenizer,
     )  # fmt: skip
 
 
 def model_builder(config: Config, tokenizer: Tokenizer, allowed: Collection[str] = ()) -> Callable[[], nn.Module]:
-    """Makes the language model a config names, with its initial weights. Without a size of its own it is `nano`."""
+    """Makes the language model a config names, with its initial weights. A decoder without a size of its own is `nano`; code of
+    the user's has sizes of its own, by names of its own."""
     maker = _model_maker(config.model.name, allowed)
-    given = {"vocab": tokenizer.vocab_size, "context": config.data.seq_len}
-    numbers = dict(SIZES["nano"]) | given | config.model.numbers
+    usual = SIZES["nano"] if config.model.name == DECODER else {}
+    numbers = usual | {"vocab": tokenizer.vocab_size, "context": config.data.seq_len} | config.model.numbers
     if int(numbers["vocab"]) < tokenizer.vocab_size:
         raise ConfigError(f"key model.numbers.vocab = {numbers['vocab']}: the tokenizer has {tokenizer.vocab_size} entries")
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
@@ -111,20 +118,24 @@ def model_builder(config: Config, tokenizer: Tokenizer, allowed: Collection[str]
 
 
 def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, int | float | bool], int], nn.Module]:
-    if name == "decoder":
-        return lambda numbers, seed: build_model("decoder", dict(numbers), seed)
-    module, colon, function = name.partition(":")
-    if not colon:
+    if name == DECODER:
+        return lambda numbers, seed: build_model(DECODER, dict(numbers), seed)
+    module, _, function = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), function)):
         known = "'decoder', 'lenet5', 'resnet18', 'vlm', 'custom'"
         raise ConfigError(f"key model.name = {name!r}: must be {known} or package.module:function")
     if name not in allowed:
         raise ConfigError(f"key model.name = {name!r}: is code of yours; allow it here with --allow-model {name}")
     try:
         made = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(f"key model.name = {name!r}: cannot be imported ({error})") from None
+    if not callable(made):
+        kind = type(made).__name__
+        raise ConfigError(f"key model.name = {name!r}: is of type {kind}, and must be a function that returns the model")
 
     def make(numbers: Mapping[str, int | float | bool], seed: int) -> nn.Module:
+        _check_takes(name, made, numbers)
         torch.manual_seed(generator("model", seed).initial_seed())
         model = made(**numbers)
         if not isinstance(model, nn.Module):
@@ -132,3 +143,29 @@ def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, 
         return model
 
     return make
+
+
+def _check_takes(name: str, made: Callable[..., Any], numbers: Mapping[str, int | float | bool]) -> None:
+    """By the signature, where there is one to read: a TypeError from within is the function's own."""
+    try:
+        signature = inspect.signature(made)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**numbers)
+    except TypeError as error:
+        called = f"is called with vocab, context and what model.numbers says ({error})"
+        raise ConfigError(f"key model.name = {name!r}: {called}; it must take these by name") from None
+
+
+def _check_own(config: Config, model: nn.Module) -> None:
+    """Before any process starts to train it. On tensors without content, so that it costs nothing; what cannot do without is
+    found out by its first batch."""
+    tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            logits_of(model.eval().to("meta"), tokens)
+    except ConfigError as error:
+        raise ConfigError(f"key model.name = {config.model.name!r}: {error}") from None
+    except Exception:
+        return

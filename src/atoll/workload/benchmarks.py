@@ -34,7 +34,8 @@ class Item:
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Standard errors are of the mean over examples; a perplexity's is its logarithm's, carried over to first order."""
+    """Standard errors are of the mean over examples; a perplexity's is its logarithm's, carried over to first order. One
+    likelihood that is NaN makes all figures of its task NaN."""
 
     task: str
     examples: int
@@ -213,7 +214,7 @@ def result(task: str, file: str, items: Sequence[Item], scores: Sequence[Likelih
     rest = iter(scores)
     by_item = [[next(rest) for _ in item.queries] for item in items]
     if not TASKS[task].chooses:
-        acc, acc_error = _mean([float(score.greedy) for (score,) in by_item])
+        acc, acc_error = _mean([math.nan if math.isnan(score.total) else float(score.greedy) for (score,) in by_item])
         log, log_error = _mean([score.total for (score,) in by_item])
         perplexity = math.exp(min(-log, 700.0))
         return Result(
@@ -238,7 +239,9 @@ def _by_length(item: Item, scores: Sequence[Likelihood], unit: int) -> list[floa
 
 
 def _right(item: Item, scores: Sequence[float]) -> float:
-    """The first of equal scores is the answer."""
+    """The first of equal scores is the answer. Where one is NaN there is none: it is neither greater nor less than another."""
+    if any(map(math.isnan, scores)):
+        return math.nan
     return float(max(range(len(scores)), key=lambda choice: scores[choice]) == item.gold)
 
 

@@ -20,6 +20,10 @@ BYTE_VOCAB: Final = 257
 VOCAB_MAX: Final = 65_536
 CACHED_WORDS_MAX: Final = 200_000
 SAMPLE_BYTES: Final = 1_000_000
+"""Of text to learn merges from: enough for about 12,000 entries of Python, and learnt in two seconds."""
+SAMPLE_BYTES_MAX: Final = 32_000_000
+"""Where more entries are asked for than that. A megabyte takes one and a half seconds and 20 MB of memory."""
+SAMPLE_GROWTH: Final = 4
 
 _WORD: Final = re.compile(
     rb" ?[A-Za-z_\x80-\xff]{1,64}| ?[0-9]{1,64}| ?[^\sA-Za-z_0-9\x80-\xff]{1,64}|\s{1,64}(?!\S)|\s{1,64}"
@@ -121,36 +125,62 @@ class Sampler:
     Of what was seen only as much is kept as the sample may need.
     """
 
-    def __init__(self, max_bytes: int = SAMPLE_BYTES) -> None:
+    def __init__(self, max_bytes: int = SAMPLE_BYTES_MAX) -> None:
         self._max = max_bytes
         self._kept: list[tuple[int, bytes]] = []  # a heap, the greatest hash first
         self._bytes = 0
+        self._seen = 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether the sample is all there was."""
+        return self._seen <= self._max
 
     def see(self, key: bytes, document: bytes) -> None:
+        self._seen += len(document)
         heapq.heappush(self._kept, (-int.from_bytes(key, "big"), document[: self._max]))
         self._bytes += min(len(document), self._max)
         while self._bytes - len(self._kept[0][1]) >= self._max:
             self._bytes -= len(heapq.heappop(self._kept)[1])
 
     def sample(self) -> bytes:
+        """Begins with what a smaller one would be."""
         return b"".join(document for _, document in sorted(self._kept, reverse=True))[: self._max]
 
 
-def training_sample(documents: Sequence[bytes], max_bytes: int = SAMPLE_BYTES) -> bytes:
+def training_sample(documents: Sequence[bytes], max_bytes: int = SAMPLE_BYTES_MAX) -> bytes:
     sampler = Sampler(max_bytes)
     for document in documents:
         sampler.see(hashlib.sha256(document).digest(), document)
     return sampler.sample()
 
 
-def train_bpe(sample: bytes, vocab_size: int) -> BpeTokenizer:
-    """Learn vocab_size - 257 merges: again and again the most frequent pair, on a tie the one with the smallest ids.
+def train_bpe(sample: bytes, vocab_size: int, *, complete: bool = True) -> BpeTokenizer:
+    """Learn vocab_size - 257 merges from the first SAMPLE_BYTES, or from as many more as it takes: so whatever they were once
+    enough for stays as it was. `complete`: the sample is all the text there is."""
+    if not BYTE_VOCAB <= vocab_size <= VOCAB_MAX:
+        raise DataError(f"data.vocab = {vocab_size}: is not possible for a BPE: ask for {BYTE_VOCAB} to {VOCAB_MAX} entries")
+    size = SAMPLE_BYTES
+    while True:
+        merges = _merges(sample[:size], vocab_size - BYTE_VOCAB)
+        if len(merges) == vocab_size - BYTE_VOCAB:
+            return BpeTokenizer(merges)
+        if size >= len(sample):
+            break
+        size *= SAMPLE_GROWTH
+    otherwise = "give more text" if complete else "name a Hugging Face tokenizer with data.tokenizer"
+    raise DataError(
+        f"data.vocab = {vocab_size}: a sample of {len(sample)} bytes repeats too little for so many entries of a BPE: "
+        f"ask for at most {BYTE_VOCAB + len(merges)}, or {otherwise}"
+    )
+
+
+def _merges(sample: bytes, wanted: int) -> list[Pair]:
+    """Again and again the most frequent pair, on a tie the one with the smallest ids; fewer where none is there twice.
 
     Counts are kept per distinct word and corrected only in the words a merge touches; the heap may hold outdated
     counts, and an entry counts only while it equals the present one.
     """
-    if not BYTE_VOCAB <= vocab_size <= VOCAB_MAX:
-        raise DataError(f"data.vocab = {vocab_size}: is not possible for a BPE: ask for {BYTE_VOCAB} to {VOCAB_MAX} entries")
     tally = Counter(_WORD.findall(sample))
     words = [list(word) for word in tally]
     weights = list(tally.values())
@@ -163,17 +193,13 @@ def train_bpe(sample: bytes, vocab_size: int) -> BpeTokenizer:
     heap = [(-count, pair) for pair, count in counts.items()]
     heapq.heapify(heap)
     merges: list[Pair] = []
-    while len(merges) < vocab_size - BYTE_VOCAB:
+    while len(merges) < wanted:
         best = _most_frequent(heap, counts)
         if best is None:
-            possible = BYTE_VOCAB + len(merges)
-            raise DataError(
-                f"data.vocab = {vocab_size}: a sample of {len(sample)} bytes repeats too little for so many entries of a BPE: "
-                f"ask for at most {possible}, or give more text"
-            )
+            break
         merges.append(best)
         _apply(best, BYTE_VOCAB + len(merges) - 1, words, weights, counts, places, heap)
-    return BpeTokenizer(merges)
+    return merges
 
 
 def _most_frequent(heap: list[tuple[int, Pair]], counts: dict[Pair, int]) -> Pair | None:

@@ -14,6 +14,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Final, cast
@@ -22,7 +23,7 @@ import msgspec
 
 from atoll.errors import DataError
 from atoll.workload.corpus import CUT_BYTES, Progress, Skips
-from atoll.workload.packing import PACKED, counted_from, importing, opened
+from atoll.workload.packing import PACKED, counted_from, from_home, importing, opened
 
 DOCUMENT_BYTES_MAX: Final = 1 << 28
 ROWS_AT_ONCE: Final = 256
@@ -31,6 +32,9 @@ _BLOCK: Final = 1 << 20
 _LINES: Final = (".jsonl", ".ndjson", ".json")
 _PARQUET: Final = ".parquet"
 _PLAIN: Final = (".txt", ".py")
+_MARK: Final = b"\xef\xbb\xbf"
+"""Some editors put it in front of UTF-8. It is no text of the user's; within a file it is a character as any other."""
+_KINDS: Final = ", ".join((*_PLAIN, *_LINES, _PARQUET))
 IN_FOLDERS: Final = (*(suffix + packed for suffix in (*_PLAIN, *_LINES) for packed in ("", *PACKED)), _PARQUET)
 
 
@@ -96,13 +100,16 @@ class FileTexts:
         self.sources = found.sources
         self.notes: tuple[str, ...] = tuple(found.notes(key))
         """On the files themselves. Not among what a reading skips, which is cached: the same text may be named otherwise."""
-        filled = [source for source in self.sources if _stat(source.path)[0] > 0]
+        begins = [_beginning(source) for source in self.sources]
+        filled = [s for s, begin in zip(self.sources, begins, strict=True) if _stat(s.path)[0] > 0 and begin != _MARK]
         self._cut = cut and len(filled) == 1 and filled[0].is_text
         self._before = self._stats()
         digest = hashlib.sha256(f"texts cut={self._cut} field={field}\n".encode("utf-8", "surrogateescape"))
-        for source in self.sources:
+        for source, begin in zip(self.sources, begins, strict=True):
             name = source.name.encode("utf-8", "surrogateescape")
             digest.update(len(name).to_bytes(8, "little") + name + _file_digest(source.path))
+            if begin.startswith(_MARK):  # it was read as text once, and tokens of it may be cached
+                digest.update(b"without its byte-order mark")
         self.fingerprint = digest.hexdigest()
 
     def read(self, skips: Skips | None = None, progress: Progress | None = None) -> Iterator[bytes]:
@@ -173,17 +180,37 @@ def _matching(part: str, key: str) -> Found:
             raise DataError(f"{key}: {path} is neither a file nor a folder, and text is read more than once: name a file")
         inside = _in_folder(path, key)
         if not inside.sources:
-            kinds = ", ".join((*_PLAIN, *_LINES, _PARQUET))
-            raise DataError(f"{key}: the folder {path} has no {kinds} file: put text there, or name another folder")
+            raise DataError(f"{key}: the folder {path} has no {_KINDS} file: put text there, or name another folder")
         return inside
     if glob.has_magic(part):
-        names = sorted(glob.glob(os.path.expanduser(part), recursive=True))
-        files = [Source(Path(name), Path(name).name) for name in names if Path(name).is_file()]
-        if not files:
-            raise DataError(f"{key}: no file matches {part}: check the glob, relative to {Path.cwd()}")
-        return Found(files, [], [])
+        return _by_glob(part, key)
     wanted = f"name a file of text, JSON lines or Parquet, a folder of them, or a glob{counted_from(Path(part))}"
     raise DataError(f"{key}: {part} does not exist: {wanted}")
+
+
+def _by_glob(part: str, key: str) -> Found:
+    """What it matches counts as if it was named, so a folder is entered; but not one that the glob goes into by itself (`**`),
+    which says what it wants of it."""
+    from_home(part, f"{key} = {part!r}")  # as a Path it would lose a slash at its end, which means folders alone
+    names = sorted(glob.glob(os.path.expanduser(part), recursive=True))
+    if not names:
+        raise DataError(f"{key}: no file matches {part}: check the glob, relative to {Path.cwd()}")
+    paths = [Path(name) for name in names]
+    gone_into = {folder for path in paths if not path.is_dir() for folder in path.parents}
+    entered: set[Path] = set()
+    found = Found([], [], [])
+    for path in paths:
+        if _is_special(path) and not path.is_dir():
+            found.passed.append(path)
+        elif not path.is_dir():
+            found.sources.append(Source(path, path.name))
+        elif path not in gone_into and entered.isdisjoint(path.parents):
+            entered.add(path)
+            inside = _in_folder(path, key)
+            found = Found(found.sources + inside.sources, found.twice + inside.twice, found.passed + inside.passed)
+    if not found.sources:
+        raise DataError(f"{key}: {part} matches no {_KINDS} file: put text there, or name another")
+    return found
 
 
 def _in_folder(root: Path, key: str) -> Found:
@@ -219,6 +246,14 @@ def _is_special(path: Path) -> bool:
     return path.exists() and not path.is_file()
 
 
+def _beginning(source: Source) -> bytes:
+    """Of a text file, enough to know its mark by. What cannot be read is told when it is."""
+    if source.is_text:
+        with suppress(DataError), opened(source.path) as stream:
+            return stream.read(len(_MARK) + 1)
+    return b""
+
+
 def _stat(path: Path) -> tuple[int, int]:
     try:
         found = path.stat()
@@ -239,7 +274,7 @@ def _file_digest(path: Path) -> bytes:
 
 
 def _texts(stream: BinaryIO, path: Path, cut: bool, skips: Skips) -> Iterator[bytes]:
-    lines, done = 1, 0
+    lines, done, filled = 1, 0, False
     for piece in _pieces(stream, path) if cut else _whole(stream, path):
         try:
             piece.decode("utf-8")
@@ -248,9 +283,12 @@ def _texts(stream: BinaryIO, path: Path, cut: bool, skips: Skips) -> Iterator[by
             raise DataError(
                 f"the file {path} is not utf-8 (line {line}, byte {byte} of the file is 0x{piece[error.start]:02x}): convert it"
             ) from error
+        text = piece if done else piece.removeprefix(_MARK)
         lines, done = lines + piece.count(b"\n"), done + len(piece)
-        yield piece
-    if not done:
+        if text:
+            filled = True
+            yield text
+    if not filled:
         skips.add(str(path), "empty")
 
 
@@ -311,7 +349,7 @@ def _lines(stream: BinaryIO, path: Path, field: str, skips: Skips) -> Iterator[b
         if len(line) > DOCUMENT_BYTES_MAX:
             raise DataError(f"the file {path} has a line {number} of more than {DOCUMENT_BYTES_MAX} bytes: split the document")
         if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(_MARK)
         if line.isspace():
             skips.add(f"{path} line {number}", "blank line")
             continue

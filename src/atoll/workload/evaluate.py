@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.errors import DataError
+from atoll.workload.model import logits_of
 
 
 @contextmanager
@@ -39,7 +40,7 @@ def heldout_loss(model: nn.Module, batches: Sequence[Tensor]) -> float:
         for batch in batches:
             batch = batch.to(device)
             targets = batch[:, 1:].flatten()
-            losses = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1).float(), targets, reduction="none")
+            losses = F.cross_entropy(logits_of(model, batch[:, :-1]).flatten(0, 1).float(), targets, reduction="none")
             total += losses.double().sum().item()
             tokens += targets.numel()
     return total / tokens

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from atoll.errors import ConfigError, DataError
 from atoll.workload.deal import Deal
-from atoll.workload.packing import counted_from
+from atoll.workload.packing import counted_from, from_home
 from atoll.workload.seeds import generator
 
 DIGITS_HELDOUT: Final = 5
@@ -123,10 +123,10 @@ def heldout_images(data: ImageData, batch_size: int, limit: int) -> Iterator[tup
 # ---------------------------------------------------------------- sources
 
 
-def split_source(corpus: str) -> tuple[str, Path | None]:
-    """`mnist:DIR` -> its name and folder."""
-    name, colon, folder = corpus.partition(":")
-    return name, Path(folder).expanduser() if colon and folder else None
+def split_source(corpus: str) -> tuple[str, str]:
+    """`mnist:DIR` -> its name and folder, as it is written: only a source that is known has one."""
+    name, _, folder = corpus.partition(":")
+    return name, folder
 
 
 def load_images(corpus: str) -> ImageData:
@@ -136,16 +136,19 @@ def load_images(corpus: str) -> ImageData:
     return SOURCES[name](the_folder(corpus, folder, IN_FOLDER.get(name)))
 
 
-def the_folder(corpus: str, folder: Path | None, content: str | None) -> Path:
+def the_folder(corpus: str, named: str, content: str | None) -> Path:
     """`content`: what belongs there, in words; None where no folder does."""
-    if content is not None and folder is None:
+    if content is None:
+        if named:
+            raise ConfigError(f"key data.corpus = {corpus!r}: comes with scikit-learn and takes no folder")
+        return Path()
+    if not named:
         raise ConfigError(f"key data.corpus = {corpus!r}: say where it is, as in {corpus.rstrip(':')}:DIR")
-    if content is None and folder is not None:
-        raise ConfigError(f"key data.corpus = {corpus!r}: comes with scikit-learn and takes no folder")
-    if folder is not None and not folder.is_dir():
+    folder = from_home(named, f"key data.corpus = {corpus!r}")
+    if not folder.is_dir():
         missing = f"there is no folder {folder}{counted_from(folder)}"
         raise DataError(f"key data.corpus = {corpus!r}: {missing}; it must hold {content}")
-    return folder or Path()
+    return folder
 
 
 def image_data(train: Images, heldout: Images, classes: int) -> ImageData:
@@ -312,5 +315,5 @@ def read_png(path: Path) -> Tensor:
         with Image.open(path) as picture:
             columns, rows = picture.size
             return _bytes(picture.convert("RGB").tobytes()).reshape(rows, columns, 3)
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{path}: cannot be read as a picture ({error})") from None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from atoll.errors import DataError
 from atoll.workload.bpe import Tokenizer
 from atoll.workload.evaluate import evaluating
+from atoll.workload.model import logits_of
 
 LOGITS_MAX: Final = 1 << 26
 """Numbers in the logits of one batch: 256 MB in fp32."""
@@ -71,7 +72,7 @@ def likelihoods(
             given = torch.zeros(len(batch), time, dtype=torch.int64)  # what stands behind a row's end is never looked at
             for place, index in enumerate(batch):
                 given[place, : len(rows[index][0]) - 1] = torch.tensor(rows[index][0][:-1])
-            logits = model(given.to(device))
+            logits = logits_of(model, given.to(device))
             for place, index in enumerate(batch):
                 tokens, count = rows[index]
                 found[index] = _of_row(logits[place, len(tokens) - 1 - count : len(tokens) - 1], tokens[-count:])

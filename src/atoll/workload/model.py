@@ -65,6 +65,15 @@ class DecoderShape:
             )
         if self.experts:
             self._check_experts()
+        else:
+            self._check_dense()
+
+    def _check_dense(self) -> None:
+        """A number that nothing reads is a mistake: most often the experts themselves were forgotten."""
+        for name in ("top_k", "shared", "balance"):
+            if getattr(self, name) != getattr(DecoderShape, name):
+                why = "is of a model with experts, and model.numbers.experts is 0; leave it out, or give experts"
+                raise ConfigError(f"model.numbers.{name} = {getattr(self, name)}: {why}")
 
     def _check_experts(self) -> None:
         if not 2 <= self.top_k <= self.experts:
@@ -235,9 +244,20 @@ def language_model_loss(model: nn.Module, batch: Tensor) -> Tensor:
     [samples, time + 1]."""
     inside = _unwrapped(model)  # what wraps it must be called itself, but hides the shape
     if not (isinstance(inside, Decoder) and inside.shape.experts):
-        return token_losses(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).mean()
+        return token_losses(logits_of(model, batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).mean()
     logits, balance = cast(tuple[Tensor, Tensor], model(batch[:, :-1], with_balance=True))
     return token_losses(logits.flatten(0, 1), batch[:, 1:].flatten()).mean() + inside.shape.balance * balance
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """[samples, time, entries]. A model may be code of the user's, and many give their logits in a tuple or an object."""
+    logits = model(tokens)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != tokens.shape:
+        given = f"tensor of the shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        asked = list(tokens.shape)
+        right = f"it must give logits, [{asked[0]}, {asked[1]}, entries]"
+        raise ConfigError(f"the model gives a {given} for tokens of the shape {asked}: {right}")
+    return logits
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ import gzip
 import importlib
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,12 +19,22 @@ PACKED: Final = (".xz", ".gz", ".zst")
 _BLOCK: Final = 1 << 17
 _ZST_BLOCK: Final = 1 << 14
 """Smaller, because one block may unpack to thousands of times its size."""
+_ZST_WINDOW_LOG: Final = 31
+"""The most there is (`zstd --long=31`). By itself zstd stops at 128 MB, for readers of what strangers send."""
 
 
 def counted_from(path: Path) -> str:
     """For a sentence on what is not there: most often it is, but not beside where the command was run."""
     at_home = str(path).startswith("~")
     return "" if path.is_absolute() or at_home else " (a relative path counts from the current folder)"
+
+
+def from_home(path: str, key: str, right: str = "write the path out") -> Path:
+    """With ~ and ~user at its beginning written out. `key` is what the user wrote the path behind, in words."""
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise DataError(f"{key}: there is no home folder {found.partition('/')[0]}; {right}")
+    return Path(found)
 
 
 def importing(module: str, purpose: str, package: str, extra: str) -> Any:
@@ -57,8 +68,9 @@ def _unpacked(path: Path, zst: Any) -> BinaryIO:
     if zst is None:
         return path.open("rb")
     if hasattr(zst, "ZstdFile"):
-        return io.BufferedReader(zst.ZstdFile(path), _BLOCK)
-    return io.BufferedReader(_ZstStream(path, zst.ZstdDecompressor()), _BLOCK)
+        options = {zst.DecompressionParameter.window_log_max: _ZST_WINDOW_LOG}
+        return io.BufferedReader(zst.ZstdFile(path, options=options), _BLOCK)
+    return io.BufferedReader(_ZstStream(path, zst.ZstdDecompressor(max_window_size=1 << _ZST_WINDOW_LOG)), _BLOCK)
 
 
 def _zst_module(path: Path) -> Any:

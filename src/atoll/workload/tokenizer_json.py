@@ -24,6 +24,8 @@ FILE_BYTES_MAX: Final = 1 << 28
 LOST_MAX: Final = 0.01
 """A smaller share of each letter may go by how words are joined ("do not" to "don't"), so it is no loss by itself."""
 SHOWN: Final = 5
+_FROM_BYTES: Final = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+"""The decoder that goes with a byte-level pre-tokenizer, as the package writes its own."""
 
 
 class JsonTokenizer:
@@ -101,18 +103,32 @@ class JsonTokenizer:
         token: int | None = self._engine.token_to_id(name) if isinstance(name, str) else model.get("unk_id")
         return token
 
+    @property
+    def exported(self) -> bytes:
+        """The JSON of what encodes here, so that whoever loads it asks the model in the ids it was trained on."""
+        used = self._used
+        same = all(value == self._parts.get(key) for key, value in used.items())
+        return self.content if same else msgspec.json.encode(used)
+
+    @cached_property
+    def _used(self) -> dict[str, Any]:
+        """Truncation would drop text, padding and a post-processor's special tokens would add to it, and dropout give other
+        tokens each time: of the file, all but these."""
+        parts = self._parts | {"truncation": None, "padding": None, "post_processor": None}
+        if "dropout" in parts["model"]:
+            parts["model"] = parts["model"] | {"dropout": None}
+        before = parts.get("pre_tokenizer")
+        if parts.get("decoder") is None and isinstance(before, dict) and before.get("type") == "ByteLevel":
+            parts["decoder"] = _FROM_BYTES  # or each byte of the text would come back as a letter
+        return parts
+
     @cached_property
     def _engine(self) -> Any:
         package = importing("tokenizers", f"to use {self._path}", "tokenizers", "hf")
-        # Truncation would drop text, padding invent it, and dropout give another text each time.
-        model = {**self._parts["model"], "dropout": None} if "dropout" in self._parts["model"] else self._parts["model"]
-        parts = {**self._parts, "truncation": None, "padding": None, "model": model}
         try:
-            engine = package.Tokenizer.from_str(msgspec.json.encode(parts).decode())
+            engine = package.Tokenizer.from_str(msgspec.json.encode(self._used).decode())
         except Exception as error:
             raise DataError(f"data.tokenizer: {self._path} is refused by the package tokenizers: {error}") from error
-        if engine.decoder is None and isinstance(engine.pre_tokenizer, package.pre_tokenizers.ByteLevel):
-            engine.decoder = package.decoders.ByteLevel()  # or each byte of the text would come back as a letter
         engine.encode_special_tokens = True
         return engine
 
@@ -139,12 +155,18 @@ def _printed(text: str) -> Counter[str]:
 def _ids(parts: dict[str, Any]) -> dict[str, int]:
     """Every entry and its number: BPE, WordPiece and WordLevel map them, Unigram lists them with a score."""
     vocab = parts["model"]["vocab"]
-    ids = {str(each[0]): number for number, each in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
+    ids = {_listed(each, number): number for number, each in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
     for added in parts.get("added_tokens") or ():
         ids[added["content"]] = added["id"]
     if not all(isinstance(number, int) and number >= 0 for number in ids.values()):
         raise ValueError("its entries are not numbered from 0")
     return ids
+
+
+def _listed(entry: Any, number: int) -> str:
+    if not isinstance(entry, list) or not entry or not isinstance(entry[0], str):
+        raise ValueError(f"entry {number} of its vocabulary is no list of a text and a score")
+    return entry[0]
 
 
 def _end(path: Path, ids: dict[str, int], wanted: str) -> str:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from atoll.config import Data
 from atoll.errors import DataError
-from atoll.workload.bpe import BpeTokenizer, ByteTokenizer, Sampler, Tokenizer, train_bpe
+from atoll.workload.bpe import SAMPLE_BYTES_MAX, BpeTokenizer, ByteTokenizer, Sampler, Tokenizer, train_bpe
 from atoll.workload.corpus import (
     HELDOUT_SHARE,
     STDLIB_BYTES,
@@ -40,6 +40,7 @@ from atoll.workload.corpus import (
     stdlib_corpus,
 )
 from atoll.workload.documents import FileTexts
+from atoll.workload.packing import from_home
 from atoll.workload.stream import INT16_VOCAB_MAX, TokenData, token_data
 from atoll.workload.tokenizer_json import JsonTokenizer
 
@@ -103,20 +104,23 @@ def text_data(data: Data, progress: Progress | None = None) -> TextData:
         with tempfile.TemporaryDirectory(prefix="atoll-tokens-") as folder:
             work.encode_into(Path(folder))
             return work.loaded(Path(folder))  # on Unix, what is mapped outlives its name
-    return _from_cache(Path(data.cache).expanduser() if data.cache else default_cache(), work)
+    return _from_cache(from_home(data.cache, f"data.cache = {data.cache!r}") if data.cache else default_cache(), work)
 
 
 def default_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path there is to be ignored.
-    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "atoll"
+    if os.path.isabs(base):  # the XDG specification: a relative path there is to be ignored
+        return Path(base) / "atoll"
+    return from_home("~/.cache", "data.cache = ''", f"name a folder with data.cache, or say data.cache={NO_CACHE}") / "atoll"
 
 
 def named_tokenizer(data: Data) -> Tokenizer | None:
     """None: a BPE that has yet to be trained on the text."""
     if data.tokenizer == "bytes":
         return ByteTokenizer()
-    return None if data.tokenizer == "bpe" else JsonTokenizer(Path(data.tokenizer).expanduser(), data.end_of_document)
+    if data.tokenizer == "bpe":
+        return None
+    return JsonTokenizer(from_home(data.tokenizer, f"data.tokenizer = {data.tokenizer!r}"), data.end_of_document)
 
 
 def _texts(data: Data) -> Texts:
@@ -240,12 +244,12 @@ class Work:
             raise DataError(f"the text holds more than {self._max_bytes} bytes: give less, or raise data.max_bytes")
 
     def _trained(self, survey: Survey) -> BpeTokenizer:
-        sampler = Sampler()
+        sampler = Sampler(SAMPLE_BYTES_MAX)
         for document in self._texts.read():
             key = document_key(document)
             if not survey.is_heldout(key):
                 sampler.see(key, document)
-        return train_bpe(sampler.sample(), self._vocab)
+        return train_bpe(sampler.sample(), self._vocab, complete=sampler.complete)
 
     def _sided(self, survey: Survey) -> Iterator[tuple[int, bytes]]:
         for document in self._texts.read():

@@ -104,12 +104,14 @@ def heldout_answers(model: nn.Module, batches: Iterable[Asked]) -> tuple[float, 
 
 
 @torch.no_grad()
-def answer(model: nn.Module, image: Tensor, question: str, longest: int = 32) -> str:
+def answer(model: VisionLanguage, image: Tensor, question: str, longest: int = 32) -> str:
     """What the model says of one picture ([channels, size, size], scaled as in training), decoded greedily."""
+    tokens = prompt(question)
+    start = len(tokens)
+    # What stands at the context's last place still says what comes next. A question too long for it is the model's to refuse.
+    room = model.decoder.shape.context - model.patches - start + 1
     with evaluating(model) as device:
-        tokens = prompt(question)
-        start = len(tokens)
-        while len(tokens) < start + longest:
+        for _ in range(min(longest, max(room, 1))):
             logits = model(image[None].to(device), torch.tensor([tokens], device=device))
             token = int(logits[0, -1].argmax())
             if token >= END_OF_DOCUMENT:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from atoll.chaos import Plan
 from atoll.cli.app import app
 from atoll.config import PRESETS, Config, load, warnings
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, DataError
 from atoll.executor.tasks import workbench_for
 from atoll.sim.run import Outputs, run_virtual
 from atoll.views.run import Summary, Tokens
@@ -115,12 +115,23 @@ def test_batches_of_uneven_learners_and_their_counts() -> None:
         ("cifar10_resnet18_diloco", ["data.corpus=digits", "data.batch_size=1"], "at least 2 pictures"),
         ("tiny", ["data.corpus=mnist:data"], "holds pictures; model.name must be lenet5, resnet18, vlm"),
         ("tiny", ["data.augment=crop"], "is for pictures"),
+        ("digits_vqa", ["model.numbers.vocab=256"], r"key model.numbers.vocab = 256: the tokenizer has 257 entries"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(name: str, sets: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
         workbench_for(recipe(name, *sets))
     assert "\n" not in str(caught.value)
+
+
+def test_text_may_lie_in_a_file_whose_name_looks_like_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands behind a colon is a folder of pictures' sources alone: of a text's name it is letters."""
+    monkeypatch.chdir(tmp_path)
+    config = recipe("tiny", "data.corpus=foo:~nobody-of-this-name")
+    with pytest.raises(DataError, match=r"data.corpus: foo:~nobody-of-this-name does not exist"):
+        workbench_for(config)
+    (tmp_path / "foo:~nobody-of-this-name").write_bytes(b"some words of a text\n\n" * 2000)
+    assert workbench_for(config).tokenizer is not None
 
 
 def test_summary_on_the_command_line_has_accuracy(tmp_path: Path) -> None:

@@ -211,6 +211,20 @@ def test_lambada_is_told_as_greedy_accuracy_and_perplexity(tmp_path: Path) -> No
     assert read_items("lambada", path, limit=1) == read_items("lambada", path)[:1]
 
 
+def test_likelihood_that_is_no_number_leaves_no_figure_of_its_task(tmp_path: Path) -> None:
+    """Of NaNs none is the greatest, and the first choice would seem to be chosen: an accuracy like any other."""
+    path = tmp_path / "x.jsonl"
+    path.write_text((json.dumps({"ctx": "q", "choices": ["a", "b"], "gold": 0}) + "\n") * 2)
+    found = result("piqa", path.name, read_items("piqa", path), scored(-1.0, -2.0, -1.0, math.nan))
+    assert all(math.isnan(value) for value in (found.acc, found.acc_norm, found.acc_bytes, found.acc_stderr) if value is not None)
+    assert (found.examples, found.perplexity) == (2, None)
+    path.write_text((json.dumps(RECORDS["lambada"]) + "\n") * 2)
+    items = read_items("lambada", path)
+    found = result("lambada", path.name, items, [Likelihood(-0.1, True), Likelihood(math.nan, False)])
+    assert found.acc is not None and found.perplexity is not None
+    assert math.isnan(found.acc) and math.isnan(found.perplexity)
+
+
 def test_lambada_is_known_by_its_name_and_not_by_how_many_queries_an_example_has() -> None:
     items = [Item((Query("q", " a"),)), Item((Query("q", " a"), Query("q", " b")))]
     found = result("winogrande", "file", items, scored(-1.0, -2.0, -1.0))

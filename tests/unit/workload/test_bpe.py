@@ -7,11 +7,13 @@ from itertools import pairwise
 import pytest
 
 from atoll.errors import DataError
+from atoll.workload import bpe
 from atoll.workload.bpe import (
     _WORD,
     END_OF_DOCUMENT,
     BpeTokenizer,
     ByteTokenizer,
+    Sampler,
     Tokenizer,
     train_bpe,
     training_sample,
@@ -118,6 +120,41 @@ def test_train_bpe_on_too_little_text_says_how_far_it_goes() -> None:
     with pytest.raises(DataError, match=r"data.vocab = .*: a sample of 5 bytes repeats too little .* ask for at most 258"):
         train_bpe(b"ab ab", 1024 - 512)
     assert train_bpe(b"ab ab", 258).vocab_size == 258
+
+
+def words(count: int, seed: int = 0) -> bytes:
+    """Each twice, so that every one of them has merges of its own."""
+    chance = random.Random(seed)
+    found = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=8)) for _ in range(count)]
+    return " ".join(word for word in found for _ in range(2)).encode()
+
+
+def test_sample_grows_until_it_has_the_entries_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bpe, "SAMPLE_BYTES", 1000)
+    sample = words(800)
+    small = train_bpe(sample[:1000], 600)
+    assert train_bpe(sample, 600).merges == small.merges, "what the first bytes are enough for is learnt from them, as ever"
+    with pytest.raises(DataError, match="a sample of 1000 bytes repeats too little"):
+        train_bpe(sample[:1000], 1400)
+    assert train_bpe(sample, 1400).merges == train_bpe(sample[:4000], 1400).merges
+    assert train_bpe(sample, 1400).vocab_size == 1400
+
+
+def test_more_text_is_asked_for_only_where_all_of_it_was_seen() -> None:
+    with pytest.raises(DataError, match=r"ask for at most 258, or give more text$"):
+        train_bpe(b"ab ab", 512)
+    with pytest.raises(DataError, match=r"ask for at most 258, or name a Hugging Face tokenizer with data.tokenizer$"):
+        train_bpe(b"ab ab", 512, complete=False)
+    sampler = Sampler(5)
+    sampler.see(b"key 1", b"ab ab")
+    assert sampler.complete
+    sampler.see(b"key 2", b"c")
+    assert not sampler.complete
+
+
+def test_large_sample_begins_with_the_small_one() -> None:
+    documents = [bytes([65 + index]) * (50 * index) for index in range(20)]
+    assert training_sample(documents, 5000)[:700] == training_sample(documents, 700)
 
 
 def test_training_sample_is_full_and_does_not_depend_on_the_order_of_documents() -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import json
 import lzma
@@ -106,6 +107,37 @@ def test_glob_gives_the_files_that_match_sorted(tmp_path: Path) -> None:
     assert read(tmp_path / "**" / "part-*.txt") == [b"3", b"1", b"10", b"2"]
 
 
+def test_folder_that_a_glob_matches_counts_as_if_it_was_named(tmp_path: Path) -> None:
+    files = {"a.txt": b"1", "b/x.txt": b"2", "b/deep/y.txt": b"3", "b/x.bin": b"\xff", "c.txt": b"4", "d/.hidden.txt": b"5"}
+    write(tmp_path, files)
+    texts = FileTexts(f"{tmp_path}/*", "text")
+    assert list(texts.read()) == [b"1", b"3", b"2", b"4", b"5"]
+    (note,) = texts.notes
+    assert f"passed over by name or kind: 1, such as {tmp_path}/b/x.bin;" in note
+    assert read(f"{tmp_path}/[bd]") == [b"3", b"2", b"5"], "a glob may match folders alone"
+    assert FileTexts(f"{tmp_path}/[bd]", "text").fingerprint == FileTexts(f"{tmp_path}/b,{tmp_path}/d", "text").fingerprint
+
+
+def test_folder_that_a_glob_goes_into_by_itself_gives_what_matches(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"1", "b/x.txt": b"2", "b/deep/y.txt": b"3", "b/.hidden.txt": b"4"})
+    for glob in ("**", "**/*"):
+        texts = FileTexts(f"{tmp_path}/{glob}", "text")
+        assert (list(texts.read()), texts.notes) == ([b"1", b"3", b"2"], ()), glob
+    every = FileTexts(f"{tmp_path}/**/", "text")
+    assert (list(every.read()), every.notes) == ([b"1", b"4", b"3", b"2"], ()), "folders alone: each of them once"
+
+
+def test_links_to_nothing_and_pipes_that_a_glob_matches_are_told(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"1"})
+    os.mkfifo(tmp_path / "pipe")
+    (note,) = FileTexts(f"{tmp_path}/*", "text").notes
+    assert f"passed over by name or kind: 1, such as {tmp_path}/pipe;" in note
+    (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
+    for wanted in (tmp_path, f"{tmp_path}/*"):
+        with pytest.raises(DataError, match=r"the file .*/b.txt cannot be read: No such file or directory"):
+            FileTexts(str(wanted), "text")
+
+
 def test_several_names_are_separated_by_commas_and_keep_their_order(tmp_path: Path) -> None:
     write(tmp_path, {"z.txt": b"first", "a-1.jsonl": lines("second"), "a-2.jsonl": lines("third")})
     assert read(f"{tmp_path}/z.txt, {tmp_path}/a-*.jsonl") == [b"first", b"second", b"third"]
@@ -137,6 +169,9 @@ def test_home_is_found_by_its_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("/no/such/file", "data.corpus: /no/such/file does not exist: name .* or a glob$"),
         ("~/no/such/file", "data.corpus: ~/no/such/file does not exist: name .* or a glob$"),
         ("~nobody-of-this-name/file", "data.corpus: ~nobody-of-this-name/file does not exist"),
+        ("~nobody-of-this-name/*.txt", r"data.corpus = '~nobody-of-this-name/\*.txt': there is no home folder ~nobody-of"),
+        ("ba[r]e", r"data.corpus: ba\[r\]e matches no .txt, .py, .jsonl, .ndjson, .json, .parquet file: put text there"),
+        ("p[i]pe", r"data.corpus: p\[i\]pe matches no .txt"),
         ("gone-*.txt", r"data.corpus: no file matches gone-\*.txt: check the glob, relative to "),
         ("a.txt,,a.txt", "data.corpus: a name is missing; give a path, a glob, or several separated by commas"),
         ("a.txt,gone.txt", "data.corpus: gone.txt does not exist"),
@@ -201,6 +236,46 @@ def test_lone_text_file_beside_empty_ones_is_cut_too(tmp_path: Path) -> None:
     skips = Skips()
     assert len(list(FileTexts(str(tmp_path), "text").read(skips))) > 5
     assert [(skip.path, skip.reason) for skip in skips.named] == [(str(tmp_path / "b.txt"), "empty")]
+
+
+MARK = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_byte_order_mark_of_a_text_file_is_no_text(tmp_path: Path, packed: str) -> None:
+    pack, long = PACKERS[packed], b"x\n" * 20_000
+    write(tmp_path, {f"{name}/a.txt{packed}": pack(text) for name, text in (("lone", MARK + long), ("bare", long))})
+    write(tmp_path, {f"two/a.txt{packed}": pack(MARK + b"one" + MARK), f"two/b.txt{packed}": pack(b"two")})
+    assert b"".join(read(tmp_path / "lone")) == long, "cut into documents or whole"
+    assert read(tmp_path / "two") == [b"one" + MARK, b"two"], "within a text it is a character"
+    with pytest.raises(DataError, match=r"not utf-8 \(line 2, byte 5 of the file is 0xff\)"):
+        write(tmp_path, {f"bad.txt{packed}": pack(MARK + b"x\n\xff")})
+        read(tmp_path / f"bad.txt{packed}")
+
+
+def test_file_that_is_only_a_byte_order_mark_is_empty(tmp_path: Path) -> None:
+    write(tmp_path, {"a.txt": b"x\n" * 20_000, "b.txt": MARK})
+    skips = Skips()
+    assert len(list(FileTexts(str(tmp_path), "text").read(skips))) > 5, "the other one is alone, and cut"
+    assert [(skip.path, skip.reason) for skip in skips.named] == [(str(tmp_path / "b.txt"), "empty")]
+
+
+def test_fingerprint_changed_with_the_mark_for_files_that_have_one_and_for_no_other(tmp_path: Path) -> None:
+    """Else tokens that were made of the mark would be found in the cache."""
+    write(tmp_path, {"a.txt": b"a", "b.jsonl": MARK + lines("b")})
+
+    def as_before(*names: str) -> str:
+        digest = hashlib.sha256(b"texts cut=False field=text\n")
+        for name in names:
+            content = hashlib.sha256((tmp_path / name).read_bytes()).digest()
+            digest.update(len(name).to_bytes(8, "little") + name.encode() + content)
+        return digest.hexdigest()
+
+    assert FileTexts(str(tmp_path), "text").fingerprint == as_before("a.txt", "b.jsonl")
+    for packed, pack in PACKERS.items():
+        write(tmp_path, {f"marked.txt{packed}": pack(MARK + b"a")})
+        named = FileTexts(f"{tmp_path}/a.txt,{tmp_path}/marked.txt{packed}", "text")
+        assert named.fingerprint != as_before("a.txt", f"marked.txt{packed}"), packed
 
 
 @pytest.mark.parametrize("block", [1 << 20, 3000])
@@ -322,6 +397,15 @@ def test_zst_file_of_several_frames_is_read_to_its_end(tmp_path: Path) -> None:
     assert [len(document) for document in read(tmp_path / "a.jsonl.zst")] == [3, 300_000, 5]
 
 
+def test_zst_file_with_a_large_window_is_read(tmp_path: Path) -> None:
+    """`zstd --long=31`; what a reader takes by itself ends at 128 MB."""
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=31, enable_ldm=True)
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    write(tmp_path, {"a.jsonl.zst": packer.compress(lines("one", "two")) + packer.flush()})
+    assert zstandard.get_frame_parameters((tmp_path / "a.jsonl.zst").read_bytes()).window_size == 1 << 31
+    assert read(tmp_path / "a.jsonl.zst") == [b"one", b"two"]
+
+
 def test_file_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {"a.txt": b"x", "b.txt": b"x"})
     texts = FileTexts(str(tmp_path), "text")
@@ -363,7 +447,6 @@ def test_reading_tells_how_far_it_is(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- Parquet, with pyarrow
 
 
-@pytest.mark.extras
 def test_parquet_gives_a_document_a_row_and_refuses_what_is_none(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet

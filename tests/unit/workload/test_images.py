@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,19 @@ from torch import Tensor
 
 from atoll.errors import ConfigError, DataError
 from atoll.workload import images
-from atoll.workload.images import ImageStream, Scale, cifar10, crop, digits, flip, heldout_images, load_images, mnist, read_idx
+from atoll.workload.images import (
+    ImageStream,
+    Scale,
+    cifar10,
+    crop,
+    digits,
+    flip,
+    heldout_images,
+    load_images,
+    mnist,
+    read_idx,
+    read_png,
+)
 from atoll.workload.seeds import generator
 
 
@@ -91,6 +105,8 @@ def test_cut_gzip_is_refused_in_one_sentence(tmp_path: Path) -> None:
         ("cifar10:no/such", DataError, r"folder no/such \(a relative path counts from the current folder\); it must hold data_b"),
         ("digits:/tmp", ConfigError, "takes no folder"),
         ("stdlib", ConfigError, "needs digits, mnist:DIR or cifar10:DIR"),
+        ("mnist:~nobody-here/x", DataError, "data.corpus = 'mnist:~nobody-here/x': there is no home folder ~nobody-here; write"),
+        ("foo:~nobody-of-this-name", ConfigError, "needs digits, mnist:DIR or cifar10:DIR"),
         ("cifar10:/", DataError, "neither data_batch_1.bin nor data_batch_1.png"),
     ],
 )  # fmt: skip
@@ -172,6 +188,20 @@ def test_damaged_cifar10_png_is_refused_in_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "test_lables.json").unlink()
     with pytest.raises(DataError, match=r"holds no test_lables.json"):
         cifar10(tmp_path, ROWS)
+
+
+def test_picture_too_large_for_any_memory_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    """Of a few bytes, that say they are 30,000 x 30,000 pixels."""
+
+    def part(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = part(b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0))
+    rest = part(b"IDAT", zlib.compress(b"")) + part(b"IEND", b"")
+    (path := tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + rest)
+    with pytest.raises(DataError, match=r"a.png: cannot be read as a picture \(.*900000000 pixels.*\)$") as caught:
+        read_png(path)
+    assert "\n" not in str(caught.value)
 
 
 def test_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

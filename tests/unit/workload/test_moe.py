@@ -152,12 +152,19 @@ def test_moe_35m_uses_as_many_parameters_a_token_as_the_dense_35m() -> None:
         ({"balance": True}, "model.numbers.balance = True: must be a number"),
         ({"experts": -1}, "model.numbers.experts = -1: must be at least 0"),
         ({"experts": 2.0}, "model.numbers.experts = 2.0: must be a whole number"),
+        ({"experts": 0, "top_k": 3}, "model.numbers.top_k = 3: is of a model with experts, and model.numbers.experts is 0;"),
+        ({"experts": 0, "shared": 1}, "model.numbers.shared = 1: is of a model with experts"),
+        ({"experts": 0, "balance": 0.0}, "model.numbers.balance = 0.0: is of a model with experts"),
     ],
 )
 def test_wrong_numbers_of_experts_are_refused(numbers: dict[str, float], sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         build_model("decoder", dict(SIZES["moe_nano"], vocab=40) | numbers, 0)
     assert str(caught.value).startswith(sentence)
+
+
+def test_usual_numbers_of_experts_do_no_harm_in_a_dense_model() -> None:
+    build_model("decoder", dict(SIZES["moe_nano"], vocab=40) | {"experts": 0, "shared": 0, "balance": 0.01}, 0)
 
 
 @pytest.mark.parametrize(("pattern", "fragments"), [("sub_tensor", 24), ("balanced", 12), ("layer", 3), ("tensor", 10)])

@@ -4,11 +4,13 @@ import json
 import lzma
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from small_tokenizer import saved, trained
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
+from tokenizers.processors import TemplateProcessing
 
 from atoll.errors import DataError
 from atoll.workload.tokenizer_json import JsonTokenizer
@@ -50,6 +52,35 @@ def test_truncation_padding_and_dropout_of_the_file_are_switched_off(tmp_path: P
     assert [ours.encode(b"the quick brown fox jumps") for _ in range(5)] == [plain] * 5
 
 
+def unlike_training(**parts: object) -> Any:
+    """All that a file may say and that training does without: a token in front, dropout, truncation, padding."""
+    theirs = trained()
+    theirs.add_special_tokens(["<s>"])
+    theirs.post_processor = TemplateProcessing(single="<s> $A <s>", special_tokens=[("<s>", theirs.token_to_id("<s>"))])
+    theirs.enable_truncation(max_length=3)
+    theirs.enable_padding(length=50, pad_id=theirs.token_to_id("<s>"), pad_token="<s>")
+    said = json.loads(theirs.to_str())
+    return said | {"model": said["model"] | {"dropout": 0.9}} | parts
+
+
+def test_what_is_exported_gives_the_ids_of_training_whatever_the_file_said(tmp_path: Path) -> None:
+    (path := tmp_path / "t.json").write_text(json.dumps(unlike_training(decoder=None)))
+    ours = JsonTokenizer(path)
+    exported = Tokenizer.from_str(ours.exported.decode())
+    for text in ("the quick brown fox jumps over the lazy dog", "für 日本\n\n  x", ""):
+        wanted = ours.encode(text.encode())
+        for specials in (False, True):
+            assert [exported.encode(text, add_special_tokens=specials).ids for _ in range(5)] == [wanted] * 5
+        assert exported.decode(wanted, skip_special_tokens=False) == text == ours.decode(wanted).decode()
+    assert exported.get_vocab() == Tokenizer.from_file(str(path)).get_vocab()
+
+
+def test_file_that_says_nothing_else_than_training_does_is_exported_as_it_is(tmp_path: Path) -> None:
+    ours = JsonTokenizer(saved(tmp_path, trained()))
+    assert ours.exported == ours.content
+    assert json.loads(ours.content)["post_processor"] is None
+
+
 def test_packed_file_and_folder_are_the_same_tokenizer(tmp_path: Path) -> None:
     path = saved(tmp_path, trained(), "tokenizer.json")
     (tmp_path / "packed.json.xz").write_bytes(lzma.compress(path.read_bytes()))
@@ -89,6 +120,10 @@ def test_vocabularies_of_other_models_are_counted_too(tmp_path: Path) -> None:
         (b'{"model": {}}', "", "t.json is no Hugging Face tokenizer"),
         (b'{"model": {"vocab": {"a": "b"}}}', "", "its entries are not numbered from 0"),
         (b'{"model": {"vocab": {}}}', "", "t.json has no entry"),
+        *(
+            (b'{"model": {"vocab": [["a", -1.0], %b]}}' % wrong, "", "entry 1 of its vocabulary is no list of a text and a score")
+            for wrong in (b"[]", b"5", b"[[], 0.0]", b'"b"')
+        ),
         (b'{"model": {"vocab": {"a": 0}}}', "", r"t.json has none of <\|endoftext\|>, .*: say with data.end_of_document"),
         (b'{"model": {"vocab": {"a": 0}}}', "b", "data.end_of_document = 'b': the tokenizer .* has no such entry"),
     ],

@@ -86,6 +86,18 @@ def test_bpe_is_trained_on_the_documents_that_are_not_held_out(here: Path) -> No
     assert again.tokens.fingerprint == found.tokens.fingerprint
 
 
+def test_bpe_of_many_entries_is_trained_on_more_of_the_text(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.workload.bpe.SAMPLE_BYTES", 300)
+    many = data(here, tokenizer="bpe", vocab=380, cache="off")
+    short = r"a sample of 300 bytes repeats too little .* or name a Hugging Face tokenizer with data.tokenizer$"
+    with monkeypatch.context() as small, pytest.raises(DataError, match=short):
+        small.setattr("atoll.workload.tokens.SAMPLE_BYTES_MAX", 300)
+        text_data(many)
+    assert text_data(many).tokenizer.vocab_size == 380
+    with pytest.raises(DataError, match=r"a sample of \d{5} bytes repeats too little .* or give more text$"):
+        text_data(data(here, tokenizer="bpe", vocab=60_000, cache="off"))
+
+
 def test_standard_library_with_bpe_keeps_the_fingerprint_it_had_in_memory(here: Path) -> None:
     corpus = stdlib_corpus(60_000)
     tokenizer = train_bpe(training_sample(split_documents(corpus).train), 280)
@@ -292,6 +304,22 @@ def test_default_cache_is_where_the_system_keeps_such_things(monkeypatch: pytest
     for value in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", value)
         assert default_cache() == tmp_path / ".cache" / "atoll"
+
+
+@pytest.mark.parametrize("key", ["tokenizer", "cache"])
+def test_home_of_nobody_is_told_by_its_key(here: Path, key: str) -> None:
+    said = f"data.{key} = '~nobody-of-this-name/x': there is no home folder ~nobody-of-this-name; write the path out"
+    with pytest.raises(DataError, match=f"^{said}$"):
+        text_data(data(here, **{key: "~nobody-of-this-name/x"}))
+
+
+def test_user_without_a_home_is_asked_for_a_cache(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container may run as a number that nobody has."""
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    with pytest.raises(DataError, match=r"data.cache = '': there is no home folder ~; name a folder with data.cache"):
+        text_data(data(here, cache=""))
 
 
 def test_cached_tokens_serve_a_machine_without_the_tokenizers_package(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from atoll.tensors.layout import build_layout
 from atoll.workload.evaluate import heldout_classes
 from atoll.workload.images import Scale
 from atoll.workload.model import build_model
-from atoll.workload.questions import UNASKED, Encoded, Questions, digits_grid
+from atoll.workload.questions import UNASKED, Encoded, Questions, digits_grid, prompt
 from atoll.workload.vision import LeNet5, ResNet, classification_loss
 from atoll.workload.vlm import answer, answer_loss, cut, heldout_answers, vision_language
 
@@ -145,6 +145,17 @@ def test_exact_match_is_what_greedy_decoding_byte_by_byte_gets_right() -> None:
     assert accuracy == right / 12 and right > 0, said
     assert 0 < loss < 2
     assert model.training
+
+
+def test_answer_ends_with_the_context_and_a_question_too_long_for_it_is_refused() -> None:
+    model = vision_language(0, **EYES, context=16 + 12)
+    model.decoder.head.weight.data.zero_()  # every byte is as likely: the first, 0, is said for ever
+    question = "how many?"
+    assert (before := len(prompt(question))) == 10
+    assert answer(model, torch.zeros(1, 16, 16), question) == "\0" * (12 - before + 1), "one for the last place too"
+    assert answer(model, torch.zeros(1, 16, 16), question, longest=2) == "\0" * 2
+    with pytest.raises(ConfigError, match=r"16 patches and 13 tokens need model.numbers.context of at least 29"):
+        answer(model, torch.zeros(1, 16, 16), "how many? so")
 
 
 def test_loss_is_of_the_answers_alone() -> None:
