@@ -204,7 +204,8 @@ def _others() -> dict[str, list[str]]:
     """Freezing stands beside overlap_0. On arrival, with a fragment due in each step, it learns nothing at all: what is due next
     is pulled while the step that trains it still runs, from the copy of the boundary before, and then overwritten."""
     freezing = [*EXACT, "protocol.overlap=0", "protocol.freeze_not_due=true"]
-    return {"freezing": freezing} | {f"h{h}": [f"protocol.local_steps_per_round={h}"] for h in (12, 48)}
+    moments = {"fresh_moments": ["inner.preserve_optimizer_state=false"], "betas_0.99": ["inner.betas=[0.9,0.99]"]}
+    return {"freezing": freezing} | moments | {f"h{h}": [f"protocol.local_steps_per_round={h}"] for h in (12, 48)}
 
 
 def _with_muon() -> dict[str, list[str]]:
