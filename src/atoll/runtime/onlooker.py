@@ -16,6 +16,8 @@ from atoll.tape.format import Tape
 from atoll.tape.looks import Look, add_look, looks_in
 
 POLL_SECONDS: Final = 0.5
+THETA: Final = "theta.safetensors"
+"""What a syncer leaves when its run is over. The last outer step alone does not tell: it may be in no merge."""
 TRIES_MAX: Final = 20
 """Versions go when newer ones come: one that stays and cannot be read for so many polls is damaged."""
 
@@ -29,16 +31,18 @@ class Onlooker:
         if Tape(home / "run.tape").header.data_fingerprint != bench.fingerprint:
             raise UserError(f"run {run}: its data ({bench.config.data.corpus}) is not what it was, so losses would not compare")
         self._run, self._home, self._bench, self._every = run, home, bench, every
-        self._last = bench.config.outer_steps
         self._seen: OuterStep = max((look.outer_step for look in looks_in(run)), default=0)
 
     def follow(self, looked: Callable[[Look], None], stop: threading.Event) -> None:
         """A look each time that another multiple of `every` is reached, at the newest there is: who takes longer to look than
-        training takes to get there leaves some out. Until the last outer step, which is looked at too."""
+        training takes to get there leaves some out. Until the run is over, and then at what it ended with."""
         tries, tried = 0, 0
-        while self._seen < self._last:
+        while True:
+            over = (self._home / THETA).exists()  # asked before what is newest, so that nothing comes after
             step = newest_step(self._home)
-            if self._is_due(step):
+            if over and step <= self._seen:
+                return
+            if over or step // self._every > self._seen // self._every:
                 try:
                     look = self._look()
                 except DataError:  # gone between its listing and its reading, as long as others come in its place
@@ -52,9 +56,6 @@ class Onlooker:
                     continue
             if stop.wait(POLL_SECONDS):
                 return
-
-    def _is_due(self, step: OuterStep) -> bool:
-        return step // self._every > self._seen // self._every or step >= self._last
 
     def _look(self) -> Look:
         disk = DurableDisk.open(self._home, read_only=True)

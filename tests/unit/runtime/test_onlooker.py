@@ -18,7 +18,7 @@ from atoll.runtime import onlooker
 from atoll.runtime.onlooker import Onlooker
 from atoll.tape.looks import Look, add_look, looks_in
 
-LAST, EVERY = 40, 10
+EVERY = 10
 
 
 def worth(step: int) -> Version:
@@ -36,12 +36,15 @@ class Run:
         self.disk = DurableDisk.create(directory / "syncer", [worth(0), worth(0)])
         self.told: list[Look] = []
 
+    def end(self) -> None:
+        (self.directory / "syncer" / onlooker.THETA).touch()
+
     def store(self, *steps: int) -> None:
         for step in steps:
             self.disk.put(step, {step % 2: worth(step)})
 
     def onlooker(self, fingerprint: str = "data") -> Onlooker:
-        config = SimpleNamespace(outer_steps=LAST, data=SimpleNamespace(corpus="stdlib"))
+        config = SimpleNamespace(data=SimpleNamespace(corpus="stdlib"))
         bench: Any = SimpleNamespace(
             config=config, fingerprint=fingerprint, evaluate_theta=lambda params, _: sum(float(p[0]) for p in params)
         )
@@ -54,15 +57,25 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 def test_looks_at_the_newest_once_for_each_multiple_and_at_the_end(run: Run) -> None:
-    then = {9: (12, 13), 13: (18, 19, 35), 35: (40,)}
+    then = {13: (18, 19, 35), 35: (36, 38)}
 
     def looked(look: Look) -> None:
         run.told.append(look)
         run.store(*then.get(look.outer_step, ()))
+        if look.outer_step == 35:
+            run.end()
 
     run.store(8, 9, 12, 13)
     run.onlooker().follow(looked, threading.Event())
-    assert run.told == [Look(13, 12.0 + 13.0), Look(35, 18.0 + 35.0), Look(40, 40.0 + 35.0)] == looks_in(run.directory)
+    assert run.told == [Look(13, 12.0 + 13.0), Look(35, 18.0 + 35.0), Look(38, 38.0 + 35.0)] == looks_in(run.directory)
+
+
+def test_a_run_that_is_over_is_looked_at_once(run: Run) -> None:
+    run.store(8, 9)
+    run.end()
+    for _ in range(2):
+        run.onlooker().follow(run.told.append, threading.Event())
+    assert run.told == [Look(9, 17.0)]
 
 
 def test_goes_on_after_what_was_looked_at_before_and_stops_when_it_is_told(run: Run) -> None:
