@@ -2,13 +2,16 @@
 
     python bench/quality/harness_agreement.py --run runs/books --tasks-dir benchmarks --limit 200
     python bench/quality/harness_agreement.py --tasks-dir benchmarks    # without a run a small model is trained first
+    python bench/quality/harness_agreement.py --show bench/quality/results/agreement.jsonl    # the table of lines kept by --out
 
 `--tasks-dir` holds the JSON lines that `atoll eval --data` takes. The harness asks in words of its own: the task files written
 here include those that it ships, and only the rows are ours, under the column names of the published data sets. So a question
 that we word otherwise shows. Needs `pip install 'atoll[extras,eval]'`; nothing is fetched from anywhere.
 
-Standard output ends with one JSON object; the exit status is 1 where the two disagree. (Were this file called lm_eval.py, `import
-lm_eval` would find it in the place of the package: a script's own folder comes first.)
+Standard output ends with one JSON object, which `--out` appends to a file: the keys of the run's `atoll train --json`, what
+differs from its preset's own settings, the versions of both packages and every pair of figures. The exit status is 1 where the
+two disagree. (Were this file called lm_eval.py, `import lm_eval` would find it in the place of the package: a script's own
+folder comes first.)
 """
 
 from __future__ import annotations
@@ -22,15 +25,18 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
+from experts_and_pictures import Line, differences, markdown, read
+
 from atoll.chaos import Plan
+from atoll.cli.running import run_virtually
 from atoll.config import load
 from atoll.errors import UserError
 from atoll.executor.environment import use_threads
 from atoll.executor.trained import Trained, check_tasks, evaluate_run, export_hf, open_trained
-from atoll.sim.run import run_virtual
 from atoll.workload.benchmarks import Result, find_file, read_items
 from atoll.workload.likelihood import Query, encode
 
@@ -40,6 +46,7 @@ QUESTIONS: Final = "questions"
 """Told beside them: how many there are, and how many of them the harness asks in the same words, to the last blank."""
 PERPLEXITY_SHARE: Final = 1e-3
 """Two programs sum the same logarithms in another order and in other batches: six digits agree, three are asked for."""
+FILES: Final = ("data.corpus", "data.heldout", "data.tokenizer")
 OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
@@ -242,25 +249,77 @@ def _pairs(ours: Result, theirs: Answers, asked: Path, too_long: int) -> Iterato
             yield Pair(ours.task, ours.examples, metric, own, figure, too_long)
 
 
-def train_small(directory: Path) -> Trained:
+def train_small(directory: Path, threads: int) -> Trained:
     """Enough that its answers are no accident of its first weights, on the text that every machine has."""
     config = load(preset_name="decoupled", overrides={
         "learners": 2, "outer_steps": 200, "model": {"numbers": {"width": 64, "layers": 4, "heads": 4, "mlp": 128, "tied": True}},
         "data": {"tokenizer": "bpe", "vocab": 1024, "seq_len": 256, "batch_size": 2, "heldout_batches": 4},
         "inner": {"learning_rate": 0.006}, "outer": {"outer_momentum": 0.5},
     })  # fmt: skip
-    run_virtual(config, Plan(), directory, tensors=True)
+    run_virtually(config, Plan(), directory, tensors=True, threads=threads, quiet=True)
     return open_trained(directory)
 
 
-def main() -> None:
+# ---------------------------------------------------------------- what is kept and shown
+
+
+def line_of(trained: Trained, found: Sequence[Pair], limit: int | None) -> Line:
+    """The run as its own summary has it, and both programs' figures. Files by their names alone: where they lay is nobody's
+    business."""
+    told = trained.run / "summary.json"  # a syncer started alone writes none
+    summary: Line = json.loads(told.read_text(encoding="utf8")) if told.is_file() else {}
+    differs = differences(trained.config)
+    for key in FILES:
+        if key in differs:
+            differs[key] = ",".join(Path(name).name for name in differs[key].split(","))
+    more = {
+        "name": "agreement", "differs": differs, "parameters": sum(p.numel() for p in trained.model.parameters()), "limit": limit,
+        "lm_eval": version("lm_eval"), "transformers": version("transformers"), "agree": all(pair.agree for pair in found),
+        "results": [asdict(pair) | {"agree": pair.agree} for pair in found],
+    }  # fmt: skip
+    return more | summary | {"tape": None, "run_dir": None}
+
+
+def table(lines: Sequence[Line]) -> str:
+    """A row for each task; in a cell our figure and theirs, of questions how many there are and how many are worded alike."""
+    shown = (QUESTIONS, *METRICS)
+    rows = []
+    for line in lines:
+        pairs = [Pair(**{key: value for key, value in each.items() if key != "agree"}) for each in line["results"]]
+        for task in dict.fromkeys(pair.task for pair in pairs):
+            own = {pair.metric: pair for pair in pairs if pair.task == task}
+            rows.append([
+                f"`{task}`", f"{own[QUESTIONS].examples:,}", f"{own[QUESTIONS].too_long:,}",
+                *(cell(own[metric]) if metric in own else "" for metric in shown),
+            ])  # fmt: skip
+    return markdown(["task", "examples", "too long", "questions, worded alike", *METRICS], rows)
+
+
+def cell(pair: Pair) -> str:
+    digits = {QUESTIONS: 0, "perplexity": 1}.get(pair.metric, 3)
+    return f"{pair.ours:,.{digits}f} / {pair.theirs:,.{digits}f}"
+
+
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="folder of a run of `atoll train`; without it a small model is trained")
-    parser.add_argument("--tasks-dir", type=Path, required=True, help="folder with the benchmarks' JSON lines")
+    parser.add_argument("--tasks-dir", type=Path, help="folder with the benchmarks' JSON lines")
     parser.add_argument("--tasks", default="piqa,arc_easy,copa,lambada", help=f"of {','.join(TASKS)}")
     parser.add_argument("--limit", type=int, default=None, help="only the first so many examples of each")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="append the JSON object here")
+    parser.add_argument("--show", type=Path, help="ask nothing, print the table of the lines in this file")
+    return parser
+
+
+def main() -> None:
+    parser = options()
     chosen = parser.parse_args()
+    if chosen.show:
+        print(table(read(chosen.show)))
+        return
+    if chosen.tasks_dir is None:
+        parser.error("--tasks-dir is missing")
     tasks = [name.strip() for name in chosen.tasks.split(",")]
     if unknown := [name for name in tasks if name not in TASKS]:
         parser.error(f"--tasks {unknown[0]}: there are {', '.join(TASKS)}")
@@ -270,17 +329,20 @@ def main() -> None:
     try:
         check_tasks(tasks, chosen.tasks_dir, chosen.limit)
         with tempfile.TemporaryDirectory(prefix="atoll-harness-") as name:
-            trained = open_trained(chosen.run) if chosen.run else train_small(Path(name) / "run")
+            trained = open_trained(chosen.run) if chosen.run else train_small(Path(name) / "run", chosen.threads)
             found = agreement(trained, tasks, chosen.tasks_dir, chosen.limit)
+            line = line_of(trained, found, chosen.limit)
     except UserError as error:
         parser.error(str(error))
-    agree = all(pair.agree for pair in found)
     print(f"{'task':14} {'examples':>8} {'too long':>8} {'metric':11} {'atoll eval':>12} {'lm_eval':>12}")
     for p in found:
         verdict = "PASS" if p.agree else "FAIL"
         print(f"{p.task:14} {p.examples:8} {p.too_long:8} {p.metric:11} {p.ours:12.6g} {p.theirs:12.6g}  {verdict}")
-    print(json.dumps({"agree": agree, "results": [asdict(pair) | {"agree": pair.agree} for pair in found]}))
-    sys.exit(0 if agree else 1)
+    print(json.dumps(line))
+    if chosen.out:
+        with chosen.out.open("a", encoding="utf8") as file:
+            file.write(json.dumps(line) + "\n")
+    sys.exit(0 if line["agree"] else 1)
 
 
 if __name__ == "__main__":
