@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,12 @@ def test_room_imports_only_what_its_row_names(path: Path) -> None:
         if parts[0] == "atoll" and len(parts) > 1 and parts[1] != "__version__":
             assert parts[1] == room or parts[1] in ROOMS[room], f"{path.name} imports {name}"
         assert parts[0] not in FORBIDDEN.get(room, set()), f"{path.name} imports {name}"
+
+
+def test_every_test_file_has_a_name_of_its_own() -> None:
+    """Folders of tests are no packages: of two files of one name pytest collects one, and only a run of all of them tells."""
+    names = Counter(path.name for path in Path(__file__).parent.rglob("*.py") if path.name not in ("conftest.py", "__init__.py"))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_every_room_has_a_row() -> None:
