@@ -14,8 +14,6 @@ import torch
 from atoll.config import load
 
 ROOT = Path(__file__).parents[2]
-WITHOUT_A_LINE = {"resnet_cifar10_diloco_0.7_0.9", "resnet_cifar10_ddp"}
-"""docs/vision.md says of these that their figures are of an earlier state."""
 TINY = ("learners=2", "outer_steps=2", "data.batch_size=4", "data.heldout_batches=2")
 
 
@@ -75,7 +73,7 @@ def test_row_that_says_so_is_the_recipes_as_they_are(bench: Any) -> None:
 
 def test_committed_lines_are_of_the_rows_as_they_are(bench: Any, committed: dict[str, dict[str, Any]]) -> None:
     runs = bench.runs()
-    assert set(runs) - set(committed) <= WITHOUT_A_LINE and set(committed) <= set(runs)
+    assert set(committed) == set(runs)
     for name, line in committed.items():
         assert line["differs"] == json.loads(json.dumps(bench.differences(bench.settings(runs[name])))), name
         assert (line["tape"], line["run_dir"], line["clock"]) == (None, None, "virtual")
