@@ -199,6 +199,7 @@ def test_what_a_rank_finds_wrong_with_the_users_input_is_told_as_the_users(tmp_p
         ("data.samples_by_learner", {"data": {"samples_by_learner": [2, 3]}}),
         ("protocol.fragmentation", {"protocol": {"fragmentation": "balanced", "fragments": 2}}),
         ("protocol.codec_up", {"protocol": {"codec_up": "bf16"}}),
+        ("protocol.aggregation_weighting", {"protocol": {"aggregation_weighting": "tokens"}}),
         ("protocol.elastic", {"protocol": {"elastic": True}}),
         ("protocol.snapshot_interval", {"protocol": {"snapshot_interval": 4}}),
     ],
