@@ -10,7 +10,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: train test test-extras lint types soak bench clean
 
 train: $(INSTALLED)
-	$(BIN)/atoll train recipes/tiny.toml --set outer_steps=400 --chaos recipes/two_kills.toml --twin
+	$(BIN)/atoll train recipes/tiny.toml --set total_steps=400 --chaos recipes/two_kills.toml --twin
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not soak and not extras"

@@ -92,9 +92,9 @@ class Row:
 # ---------------------------------------------------------------- settings
 
 
-def settings_for(preset: str, interval: int, outer_steps: int, **protocol: Any) -> Config:
+def settings_for(preset: str, interval: int, total_steps: int, **protocol: Any) -> Config:
     overrides = {
-        "learners": LEARNERS, "outer_steps": outer_steps, "protocol": {"local_steps_per_round": interval, **protocol},
+        "learners": LEARNERS, "total_steps": total_steps, "protocol": {"local_steps_per_round": interval, **protocol},
         "model": {"name": MODEL_NAME, "numbers": MODEL}, "data": DATA,
     }  # fmt: skip
     return load(preset_name=preset, overrides=overrides)
@@ -116,9 +116,9 @@ def killed_settings(window: float, step_seconds: float) -> Config:
 
 
 def parameters_of(settings: Config) -> int:
-    from atoll.executor.workbench import language_workbench
+    from atoll.tasks.task import language_task
 
-    return sum(fragment.numel for fragment in language_workbench(settings, [MODEL_NAME]).layout.fragments)
+    return sum(fragment.numel for fragment in language_task(settings, [MODEL_NAME]).layout.fragments)
 
 
 # ---------------------------------------------------------------- part 1: links
@@ -243,9 +243,9 @@ def off_rows(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def as_json(rows: Sequence[Row], bench: Bench) -> dict[str, Any]:
+def as_json(rows: Sequence[Row], task: Bench) -> dict[str, Any]:
     return {
-        "bench": "agreement", "parameters": bench.parameters, "calibrations": bench.calibrations,
+        "bench": "agreement", "parameters": task.parameters, "calibrations": task.calibrations,
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
 
@@ -262,14 +262,14 @@ def main() -> None:
         raise SystemExit(2)
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="atoll-agreement-") as scratch:
-        bench = Bench(options.keep or Path(scratch), options.quick)
-        parts: dict[str, Callable[[], list[Row]]] = {"blocking": bench.blocking, "schedule": bench.schedule, "kills": bench.kills}
+        task = Bench(options.keep or Path(scratch), options.quick)
+        parts: dict[str, Callable[[], list[Row]]] = {"blocking": task.blocking, "schedule": task.schedule, "kills": task.kills}
         rows = [row for name, part in parts.items() if options.only in (None, name) for row in part()]
     print(f"load average before: {load_before:.2f} on {os.cpu_count()} cores\n")
     print(table(rows))
     print("\n" + ("\n".join(off_rows(rows)) or f"all within {POINTS:g} points"))
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(rows, bench), indent=1) + "\n", encoding="utf8")
+        options.json.write_text(json.dumps(as_json(rows, task), indent=1) + "\n", encoding="utf8")
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ from atoll.protocol.vocabulary import (
     StepDone,
     Stored,
 )  # fmt: skip
-from atoll.runtime.cluster import LocalCluster
-from atoll.runtime.hurdles import Hurdles
-from atoll.runtime.learner import Loop
+from atoll.runtime.local.cluster import LocalCluster
+from atoll.runtime.local.fault_proxies import FaultProxies
+from atoll.runtime.loop import Loop
 from atoll.tape.format import Record
 from atoll.tape.weave import open_run
 
@@ -129,7 +129,7 @@ class LimitedLink:
             await asyncio.sleep(SLICE_SECONDS)
 
 
-class LimitedHurdles(Hurdles):
+class LimitedFaultProxies(FaultProxies):
     """A limited link for each learner, in the place of those that a plan hurts."""
 
     def __init__(self, learners: int, bytes_per_second: float) -> None:
@@ -154,7 +154,7 @@ def run_live(settings: Config, folder: Path, plan: Plan | None = None, mbit: flo
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *(path for path in known if path and path != str(HERE))])
     cluster = LocalCluster(settings, folder, plan or Plan(), allowed=[MODEL_NAME])
     if mbit is not None:
-        cluster._hurdles = LimitedHurdles(settings.learners, mbit * 1e6 / 8)
+        cluster._fault_proxies = LimitedFaultProxies(settings.learners, mbit * 1e6 / 8)
     cluster.run()
     return list(open_run(folder).records())
 

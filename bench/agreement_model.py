@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from atoll.workload.model import build_model
+from atoll.workload.models.decoder import build_model
 
 FORWARD_SECONDS = 0.09
 

@@ -15,10 +15,10 @@ from atoll.config import Config
 from atoll.executor.null import wire_bits
 from atoll.ids import seconds
 from atoll.sim.cluster import Cluster
-from atoll.sim.decoupled import _Watch as AdoptionWatch
-from atoll.sim.failures import FailureModel, Learner, Stretch
-from atoll.sim.goodput import simulate
-from atoll.sim.utilisation import Compute, Exchange, utilisation
+from atoll.sim.estimates.decoupled import _Watch as AdoptionWatch
+from atoll.sim.estimates.failures import FailureModel, Learner, Stretch
+from atoll.sim.estimates.goodput import simulate
+from atoll.sim.estimates.utilisation import Compute, Exchange, utilisation
 
 FREE_GBIT = 10.0
 """Loopback: no transfer of these models takes as long as a step."""
@@ -149,7 +149,7 @@ def killed_machines(
     settings: Config, free: Calibration, parameters: int, plan: Plan, comeback: Comeback, window: float
 ) -> float:
     virtual = on_virtual_hardware(settings, free, parameters, None)
-    start = virtual_run(msgspec.structs.replace(virtual, outer_steps=2)).first_round
+    start = virtual_run(msgspec.structs.replace(virtual, total_steps=2)).first_round
     assert start is not None
     run = virtual_run(virtual, on_virtual_clock(plan, seconds(start), comeback))
     return free.busy * run.goodput(min(window, run.lasted()), settings.learners)

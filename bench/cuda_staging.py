@@ -29,10 +29,10 @@ import torch
 from torch import Tensor
 
 from atoll.codecs import Packet, codec
-from atoll.executor.cuda import CudaStager, Incoming, StagedPacket
+from atoll.executor.cuda.staging import CudaStager, Incoming, StagedPacket
 from atoll.tensors.access import named_tensors, read_params
 from atoll.tensors.layout import build_layout
-from atoll.workload.model import build_model, language_model_loss
+from atoll.workload.models.decoder import build_model, language_model_loss
 
 FRAGMENTS = 24
 BLOCK_STEPS = 10

@@ -23,8 +23,8 @@ from atoll.tape.format import TapeWriter
 TARGET = 20_000
 
 
-def one_run(preset: str, learners: int, outer_steps: int, directory: Path, run: int) -> tuple[float, float]:
-    config = load(preset_name=preset, overrides={"learners": learners, "outer_steps": outer_steps})
+def one_run(preset: str, learners: int, total_steps: int, directory: Path, run: int) -> tuple[float, float]:
+    config = load(preset_name=preset, overrides={"learners": learners, "total_steps": total_steps})
     with TapeWriter.create(directory / f"{preset}-{run}.tape", header_for(config, Plan(), None)) as tape:
         cluster = Cluster(config, observers=[tape.append])
         wall, start = time.perf_counter(), time.process_time()
@@ -42,7 +42,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for preset in PRESETS:
             rates = [
-                one_run(preset, arguments.learners, arguments.outer_steps, Path(folder), run) for run in range(arguments.runs)
+                one_run(preset, arguments.learners, arguments.total_steps, Path(folder), run) for run in range(arguments.runs)
             ]
             medians[preset] = statistics.median(cpu for cpu, _ in rates)
             wall = statistics.median(wall for _, wall in rates)

@@ -32,12 +32,14 @@ import torch
 
 from atoll.codecs import Packet, codec
 from atoll.config import Config, from_builtins, to_toml
-from atoll.executor.hands import Blob
-from atoll.executor.workbench import layout_for
+from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Contribution, Effect, Event, InnerStep, Message, Received, Send, StepDone
-from atoll.runtime.learner import Address, LiveLearner, Loop, ask_for_place
+from atoll.runtime.learner.address import Address, ask_for_place
+from atoll.runtime.learner.live import LiveLearner
+from atoll.runtime.loop import Loop
+from atoll.tasks.task import layout_for
 from atoll.transport.keys import read_token
-from atoll.workload.model import SIZES, build_model
+from atoll.workload.models.decoder import SIZES, build_model
 
 START_SECONDS = 120.0
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -53,23 +55,23 @@ def packets_of(config: Config) -> list[Packet]:
     return [by.encode(torch.randn(fragment.numel, generator=chance) * 1e-4) for fragment in layout.fragments]
 
 
-class ScriptedHands:
+class ScriptedExecutor:
     def __init__(self, packets: Sequence[Packet]) -> None:
         self._packets = packets
         self._buffers = torch.empty(0)
 
-    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         return ()
 
-    def inspect(self, body: Message, blob: Blob) -> str:
+    def inspect(self, body: Message, payload: Payload) -> str:
         return ""
 
-    def blob_for(self, send: Send) -> Blob | None:
+    def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body
         if not isinstance(body, Contribution):
             return None
         packet = self._packets[body.fragment]
-        return Blob("packet", packet.nbytes, (packet, self._buffers))
+        return Payload("packet", packet.nbytes, (packet, self._buffers))
 
 
 class ScriptedLearner(LiveLearner):
@@ -83,9 +85,9 @@ class ScriptedLearner(LiveLearner):
         self._samples = data.batch_size * self.config.inner.accumulate
         self._tokens = self._samples * data.seq_len
 
-    def _carry_out(self, effect: Effect, blob: Blob | None) -> None:
+    def _carry_out(self, effect: Effect, payload: Payload | None) -> None:
         if not isinstance(effect, InnerStep):
-            return super()._carry_out(effect, blob)
+            return super()._carry_out(effect, payload)
         self._steps = True
         if self._step_seconds is not None:
             seconds = self._step_seconds()
@@ -101,7 +103,7 @@ class ScriptedLearner(LiveLearner):
         """As a learner's, but what was announced is not decoded: a benchmark of the syncer must not measure us."""
         if still() and not self._over:
             size = payload.nbytes if payload is not None else 0
-            self.happen(Received(envelope, size), Blob("fragment", size, None) if payload is not None else None)
+            self.happen(Received(envelope, size), Payload("fragment", size, None) if payload is not None else None)
 
 
 def run_learners(options: argparse.Namespace) -> None:
@@ -119,7 +121,7 @@ def run_learners(options: argparse.Namespace) -> None:
         if packets is None:
             packets = packets_of(from_builtins(placement.config))
         learners.append(ScriptedLearner(
-            address, placement, ScriptedHands(packets), loop=loop.loop,
+            address, placement, ScriptedExecutor(packets), loop=loop.loop,
             step_seconds=None if options.follow else lambda: chance.uniform(low, high),
         ))  # fmt: skip
         learners[-1].start()
@@ -254,16 +256,16 @@ class Cluster:
 class Sampler(threading.Thread):
     """Calls `look` every so often; what it returned is in `seen`."""
 
-    def __init__(self, look: Callable[[], Any], seconds: float) -> None:
+    def __init__(self, point: Callable[[], Any], seconds: float) -> None:
         super().__init__(daemon=True)
-        self._look = look
+        self._evaluate_point = point
         self._seconds = seconds
         self._over = threading.Event()
         self.seen: list[Any] = []
 
     def run(self) -> None:
         while not self._over.wait(self._seconds):
-            self.seen.append(self._look())
+            self.seen.append(self._evaluate_point())
 
     def stop(self) -> list[Any]:
         self._over.set()

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from atoll.sim.published import BANDWIDTH, GOODPUT, TARGETS, UPTIME, grid_points_apart
+from atoll.sim.estimates.published import BANDWIDTH, GOODPUT, TARGETS, UPTIME, grid_points_apart
 
 LIMITS = {"bandwidth table": 5.0, "goodput table": 60.0, "2.4 million chips for a month": 10.0}
 

@@ -35,11 +35,13 @@ from scripted import Cluster, load_average
 from atoll.config import Config, load
 from atoll.executor.environment import code_version, cpu_capability, use_threads
 from atoll.executor.learner import TensorLearner
-from atoll.executor.workbench import language_workbench
 from atoll.protocol.vocabulary import FixParticipants, InnerStep, StepDone, Stored
-from atoll.runtime.learner import Address, LiveLearner, Loop, ask_for_place
-from atoll.runtime.shelves import LearnerShelf
+from atoll.runtime.learner.address import Address, ask_for_place
+from atoll.runtime.learner.live import LiveLearner
+from atoll.runtime.learner.snapshots import LearnerSnapshots
+from atoll.runtime.loop import Loop
 from atoll.tape.format import Header, Tape, TapeWriter
+from atoll.tasks.task import language_task
 from atoll.transport.keys import read_token
 
 TARGET = 1.03
@@ -51,7 +53,7 @@ WARM_UP = 30
 def settings(batch_size: int) -> Config:
     return load(preset_name="decoupled", overrides={
         "learners": 2,
-        "outer_steps": 1_000_000,
+        "total_steps": 1_000_000,
         "data": {"max_bytes": 500_000, "seq_len": 64, "batch_size": batch_size, "heldout_batches": 1},
         "model": {"numbers": {"width": 128, "layers": 8, "heads": 4, "mlp": 384}},
         # Nobody is to be missed while a block alone runs, nor given up.
@@ -70,8 +72,8 @@ def fitting_batch(milliseconds: float) -> int:
     """The size whose steps come closest to so many milliseconds. Their cost is nearly, but not quite, in proportion."""
     size = 4
     for _ in range(3):
-        hands = TensorLearner(language_workbench(settings(size)), 0)
-        took = [cost_of(partial(hands.execute, InnerStep(i, 0, i, 0), None))[1] for i in range(8)]
+        executor = TensorLearner(language_task(settings(size)), 0)
+        took = [cost_of(partial(executor.execute, InnerStep(i, 0, i, 0), None))[1] for i in range(8)]
         size = max(1, round(size * milliseconds / 1e3 / statistics.median(took[2:])))
     return size
 
@@ -86,17 +88,17 @@ class Bench:
         self._loop = Loop()
         placement = self._loop.run(ask_for_place(address, 0, random.Random(0)))
         config = settings(batch_size)
-        bench = language_workbench(config)
-        self._shelf = LearnerShelf(folder, placement.run, config)
-        self.hands = TensorLearner(bench, placement.learner, self._shelf)
+        task = language_task(config)
+        self._snapshots = LearnerSnapshots(folder, placement.run, config)
+        self.executor = TensorLearner(task, placement.learner, self._snapshots)
         header = Header(
-            config=placement.config, code_version=code_version(), data_fingerprint=bench.fingerprint,
+            config=placement.config, code_version=code_version(), data_fingerprint=task.fingerprint,
             threads=torch.get_num_threads(), dtype=config.model.dtype, torch_version=str(torch.__version__),
             cpu_capability=cpu_capability(), tensors=True, run=placement.run, worker=placement.learner,
             epoch=placement.epoch,
         )  # fmt: skip
         tape = TapeWriter.create(folder / "learner.tape", header, flush_each=True)
-        self.live = LiveLearner(address, placement, self.hands, tape=tape, loop=self._loop.loop)
+        self.live = LiveLearner(address, placement, self.executor, tape=tape, loop=self._loop.loop)
         self._partner = cluster.learners(1, 1, "--follow")
         self.live.start()
         self._batch = 0
@@ -106,7 +108,7 @@ class Bench:
         step = self.live.next_step()
         assert step is not None
         began = time.monotonic_ns()
-        (done,) = self.hands.execute(step, None)
+        (done,) = self.executor.execute(step, None)
         assert isinstance(done, StepDone)
         nanos = time.monotonic_ns() - began
         self.live.step_done(msgspec.structs.replace(done, nanos=nanos))
@@ -118,30 +120,30 @@ class Bench:
 
     def alone(self) -> None:
         self._batch += 1
-        self.hands.execute(InnerStep(self._batch, 0, self._batch, 0), None)
+        self.executor.execute(InnerStep(self._batch, 0, self._batch, 0), None)
 
     def close(self) -> None:
         self.live.close()
-        self._shelf.close()
+        self._snapshots.close()
         self._loop.stop()
 
 
 Costs = list[tuple[float, float]]
 
 
-def measure(bench: Bench, steps: int, block: int) -> tuple[Costs, Costs]:
+def measure(task: Bench, steps: int, block: int) -> tuple[Costs, Costs]:
     alone: Costs = []
     synchronising: Costs = []
     for _ in range(WARM_UP):
-        bench.synchronising()
-        bench.let_partner_step()
+        task.synchronising()
+        task.let_partner_step()
     while len(alone) < steps:
         for _ in range(SETTLING):
-            bench.alone()
-        alone += [cost_of(bench.alone) for _ in range(block)]
+            task.alone()
+        alone += [cost_of(task.alone) for _ in range(block)]
         for turn in range(SETTLING + block):
-            took = cost_of(bench.synchronising)
-            bench.let_partner_step()
+            took = cost_of(task.synchronising)
+            task.let_partner_step()
             if turn >= SETTLING:
                 synchronising.append(took)
     return alone[:steps], synchronising[:steps]
@@ -177,11 +179,11 @@ def main() -> int:
     use_threads(1)
     batch_size = fitting_batch(options.milliseconds)
     with Cluster(settings(batch_size)) as cluster:
-        bench = Bench(cluster, cluster.folder, batch_size)
-        parameters = sum(p.numel() for p in bench.hands.model.parameters())
-        alone, synchronising = measure(bench, options.steps, options.block)
+        task = Bench(cluster, cluster.folder, batch_size)
+        parameters = sum(p.numel() for p in task.executor.model.parameters())
+        alone, synchronising = measure(task, options.steps, options.block)
         busy = load_average()
-        bench.close()
+        task.close()
         stored, participants = rounds_of(cluster.tape)
     figures = {"alone": figures_of(alone), "synchronising": figures_of(synchronising)}
     ratios = {key: figures["synchronising"][key] / value for key, value in figures["alone"].items()}

@@ -58,7 +58,7 @@ class Rounds:
 def settings(options: argparse.Namespace) -> Config:
     return load(preset_name="decoupled", overrides={
         "learners": options.learners,
-        "outer_steps": 1_000_000,
+        "total_steps": 1_000_000,
         "data": {"max_bytes": 200_000, "seq_len": 64, "batch_size": 8, "heldout_batches": 1},
         "model": {"numbers": {"width": options.width, "mlp": options.mlp, "layers": options.layers, "heads": 4}},
         "protocol": {"codec_up": options.codec_up},

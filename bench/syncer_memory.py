@@ -33,26 +33,27 @@ from scripted import Cluster, Sampler, load_average
 from torch import Tensor
 
 from atoll.config import Config, load
-from atoll.executor.durable import DurableDisk
 from atoll.executor.environment import use_threads
-from atoll.executor.syncer import TensorSyncer, Version
-from atoll.executor.workbench import language_workbench
+from atoll.executor.syncer import TensorSyncer
 from atoll.ids import SYNCER as SYNCER_ID
 from atoll.protocol.vocabulary import Recovered, Stored
-from atoll.runtime.home import Home
-from atoll.runtime.syncer import SyncerProcess
+from atoll.runtime.syncer.directory import Home
+from atoll.runtime.syncer.process import SyncerProcess
+from atoll.store.durable import DurableVersions
+from atoll.store.versions import Version
 from atoll.tape.format import Tape
 from atoll.tape.tail import Tail
+from atoll.tasks.task import language_task
 
 PER_LEARNER = 64 << 20
 BESIDE = 500_000_000
-LOOK_SECONDS = 0.05
+POLL_SECONDS = 0.05
 SYNCER = "--be-the-syncer"
 
 # ---------------------------------------------------------------- the syncer's process
 
 
-class Books:
+class SyncerState:
     """Bytes by what holds them; a tensor that several hold counts where it is first found."""
 
     def __init__(self) -> None:
@@ -86,36 +87,36 @@ def parts_of(version: Version) -> Iterator[Tensor | None]:
 
 def books_of(home: Home, process: SyncerProcess) -> dict[str, int]:
     """Reaches into the parts: a benchmark may."""
-    hands, disk = home.hands, home.disk
-    assert isinstance(hands, TensorSyncer) and isinstance(disk, DurableDisk)
-    books = Books()
-    books.add("newest versions", (t for _, v in list(disk._top.values()) for t in parts_of(v)))
-    books.add("older announcements", list(disk._older.values()))
-    packets = [part for parts in list(hands._accepted.values()) for part in list(parts.values())]
-    books.add("accepted packets", (t for packet, buffers, _ in packets for t in (packet.codes, packet.scales, buffers)))
-    books.add("anchors of accepted packets", (announced for _, _, announced in packets))
-    books.add("merged, not stored yet", (t for v in list(hands._merged.values()) for t in parts_of(v)))
-    books.add_views("cached payloads", (view for views in list(process._payloads.values()) for view in views or ()))
+    executor, disk = home.executor, home.disk
+    assert isinstance(executor, TensorSyncer) and isinstance(disk, DurableVersions)
+    syncer_state = SyncerState()
+    syncer_state.add("newest versions", (t for _, v in list(disk._top.values()) for t in parts_of(v)))
+    syncer_state.add("older announcements", list(disk._older.values()))
+    packets = [part for parts in list(executor._accepted.values()) for part in list(parts.values())]
+    syncer_state.add("accepted packets", (t for packet, buffers, _ in packets for t in (packet.codes, packet.scales, buffers)))
+    syncer_state.add("anchors of accepted packets", (announced for _, _, announced in packets))
+    syncer_state.add("merged, not stored yet", (t for v in list(executor._merged.values()) for t in parts_of(v)))
+    syncer_state.add_views("cached payloads", (view for views in list(process._payloads.values()) for view in views or ()))
     links = [peer.link for peer in list(process._links.values())]
     transfers = [transfer for link in links for transfer in list(link._outbox._bulks)]
-    books.add_views("queued for learners", (view for transfer in transfers for view in list(transfer.pieces)))
+    syncer_state.add_views("queued for learners", (view for transfer in transfers for view in list(transfer.pieces)))
     assembling = [a.received for link in links for a in list(link._inbox._assemblies.values())]
-    books.bytes["arriving"] = sum(assembling)
-    return books.bytes
+    syncer_state.bytes["arriving"] = sum(assembling)
+    return syncer_state.bytes
 
 
 def be_the_syncer(options: argparse.Namespace) -> None:
     """As `atoll syncer` is, with somebody looking on. The fullest moment is written beside the tape."""
     use_threads(1)
     config = load(options.recipe)
-    home = Home(options.dir, config, language_workbench(config))
+    home = Home(options.dir, config, language_task(config))
     process = SyncerProcess(home, options.listen)
     fullest = 0
 
-    def look() -> None:
+    def point() -> None:
         nonlocal fullest
         while True:
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
             try:
                 held = books_of(home, process)
             except (RuntimeError, ValueError):  # something changed under our eyes
@@ -127,7 +128,7 @@ def be_the_syncer(options: argparse.Namespace) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, process.leave)
-        threading.Thread(target=look, daemon=True).start()
+        threading.Thread(target=point, daemon=True).start()
         threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(process.leave)), daemon=True).start()
         await process.run()
 
@@ -140,7 +141,7 @@ def be_the_syncer(options: argparse.Namespace) -> None:
 def settings(options: argparse.Namespace, learners: int) -> Config:
     return load(preset_name="decoupled", overrides={
         "learners": learners,
-        "outer_steps": 1_000_000,
+        "total_steps": 1_000_000,
         "data": {"max_bytes": 200_000, "seq_len": 64, "batch_size": 8, "heldout_batches": 1},
         "model": {"numbers": {"width": options.width, "mlp": options.mlp, "layers": options.layers, "heads": 8}},
     })  # fmt: skip

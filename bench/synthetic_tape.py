@@ -19,7 +19,7 @@ import torch
 from atoll.chaos import Plan
 from atoll.config import Config, load
 from atoll.protocol.vocabulary import StepDone
-from atoll.sim.failures import FailureModel
+from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.run import run_virtual, train_on_tape
 from atoll.sim.slices import SliceHardware
 from atoll.tape.format import Tape
@@ -27,9 +27,9 @@ from atoll.tape.format import Tape
 NEVER = 1e15
 
 
-def settings(recipe: Path, learners: int, outer_steps: int, seed: int, model: FailureModel) -> Config:
+def settings(recipe: Path, learners: int, total_steps: int, seed: int, model: FailureModel) -> Config:
     cluster = {"step_seconds": model.step_seconds, "step_noise": model.step_noise}
-    overrides = {"learners": learners, "outer_steps": outer_steps, "seed": seed, "cluster": cluster}
+    overrides = {"learners": learners, "total_steps": total_steps, "seed": seed, "cluster": cluster}
     return load(recipe, preset_name="decoupled", overrides=overrides)
 
 
@@ -39,20 +39,20 @@ def record(config: Config, chips: int, model: FailureModel, directory: Path) -> 
     return tape, sum(r.event.tokens for r in tape.records() if isinstance(r.event, StepDone))
 
 
-def pair(recipe: Path, chips: int, learners: int, outer_steps: int, seed: int, directory: Path) -> tuple[float, float]:
+def pair(recipe: Path, chips: int, learners: int, total_steps: int, seed: int, directory: Path) -> tuple[float, float]:
     """(loss with failures, loss without) at equal tokens."""
     failing, sound = FailureModel(), FailureModel(mtbi_seconds=NEVER)
-    with_failures, tokens = record(settings(recipe, learners, outer_steps, seed, failing), chips, failing, directory / "failing")
-    _, most = record(settings(recipe, learners, outer_steps, seed, sound), chips, sound, directory / "whole")
-    fewer = settings(recipe, learners, round(outer_steps * tokens / most), seed, sound)
+    with_failures, tokens = record(settings(recipe, learners, total_steps, seed, failing), chips, failing, directory / "failing")
+    _, most = record(settings(recipe, learners, total_steps, seed, sound), chips, sound, directory / "whole")
+    fewer = settings(recipe, learners, round(total_steps * tokens / most), seed, sound)
     without, equal = record(fewer, chips, sound, directory / "sound")
     losses = []
     for name, tape in (("with", with_failures), ("without", without)):
-        config = settings(recipe, learners, int(tape.header.config["outer_steps"]), seed, failing)
+        config = settings(recipe, learners, int(tape.header.config["total_steps"]), seed, failing)
         done = train_on_tape(tape, config, directory / name)
         assert done.loss_final is not None
         losses.append(done.loss_final)
-    print(f"seed {seed}: {tokens:,} tokens in {outer_steps} outer steps with failures, {equal:,} in {fewer.outer_steps} without")
+    print(f"seed {seed}: {tokens:,} tokens in {total_steps} outer steps with failures, {equal:,} in {fewer.total_steps} without")
     return losses[0], losses[1]
 
 
@@ -68,7 +68,7 @@ def main() -> None:
     costs = []
     for seed in range(chosen.seeds):
         with tempfile.TemporaryDirectory() as scratch:
-            failing, sound = pair(chosen.recipe, chosen.chips, chosen.learners, chosen.outer_steps, seed, Path(scratch))
+            failing, sound = pair(chosen.recipe, chosen.chips, chosen.learners, chosen.total_steps, seed, Path(scratch))
         costs.append(failing / sound - 1)
         print(f"seed {seed}: held-out loss {failing:.4f} with failures, {sound:.4f} without: {costs[-1]:+.2%}", flush=True)
     mean = statistics.mean(costs)

@@ -36,7 +36,7 @@ START_SECONDS, RUN_SECONDS, END_SECONDS = 120.0, 600.0, 60.0
 @dataclass(frozen=True)
 class Result:
     link: str
-    outer_steps: int
+    total_steps: int
     seconds: float
     """From the first inner step to the last record."""
     outer_steps_per_second: float
@@ -144,7 +144,7 @@ class Processes:
 
 def settings(options: argparse.Namespace) -> list[str]:
     numbers = {
-        "outer_steps": options.outer_steps, "model.numbers.width": options.width, "model.numbers.mlp": 2 * options.width,
+        "total_steps": options.total_steps, "model.numbers.width": options.width, "model.numbers.mlp": 2 * options.width,
         "model.numbers.layers": 4, "protocol.fragments": 4, "protocol.local_steps_per_round": 4, "data.batch_size": 4,
         "data.seq_len": 32, "data.max_bytes": 1_000_000,
     }  # fmt: skip
@@ -183,7 +183,7 @@ def one_run(link: str, rate: str | None, folder: Path, options: argparse.Namespa
 def measured(link: str, folder: Path, wire_up: int, wire_down: int) -> Result:
     """From the tapes, which are replayed on the way: every decision is re-derived before it is counted."""
     from atoll.config import load
-    from atoll.runtime.verdict import verdict
+    from atoll.runtime.local.summary import verdict
 
     summary = verdict(load(folder / "syncer" / "config.toml"), folder)
     steps = {learner: inner_steps(folder / "learners" / learner) for learner in "01"}
@@ -191,8 +191,8 @@ def measured(link: str, folder: Path, wire_up: int, wire_down: int) -> Result:
     far = next(t for t in summary.traffic if t.learner == 1)
     rounds = sum(summary.participants.values())
     return Result(
-        link=link, outer_steps=summary.outer_steps, seconds=round(summary.seconds, 2),
-        outer_steps_per_second=round(summary.outer_steps / summary.seconds, 2),
+        link=link, total_steps=summary.total_steps, seconds=round(summary.seconds, 2),
+        outer_steps_per_second=round(summary.total_steps / summary.seconds, 2),
         step_milliseconds={learner: median_milliseconds(found) for learner, found in steps.items()},
         inner_steps={learner: len(found) for learner, found in steps.items()},
         bytes_up=far.bytes_up, bytes_down=far.bytes_down,

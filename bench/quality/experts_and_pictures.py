@@ -26,11 +26,11 @@ from safetensors.torch import load_model
 from torch import Tensor, nn
 
 from atoll.chaos import Plan
-from atoll.cli.running import run_virtually
+from atoll.cli.runs import run_virtually
 from atoll.config import Config, load, preset
-from atoll.executor.tasks import workbench_for
-from atoll.executor.workbench import Workbench
-from atoll.workload.moe import ExpertMlp, route
+from atoll.tasks.registry import task_for
+from atoll.tasks.task import Task
+from atoll.workload.models.moe import ExpertMlp, route
 
 HERE: Final = Path(__file__).resolve().parent
 RECIPES: Final = {"moe": "moe_tiny", "vqa": "digits_vqa"}
@@ -70,8 +70,8 @@ def _flat(tables: Mapping[str, Any], where: str) -> Iterator[tuple[str, Any]]:
 
 
 def train(name: str, config: Config) -> Line:
-    begun, bench = time.time(), workbench_for(config)
-    model = bench.build()
+    begun, task = time.time(), task_for(config)
+    model = task.build()
     with tempfile.TemporaryDirectory() as folder:
         summary = run_virtually(config, Plan(), Path(folder), tensors=True, threads=1, quiet=True)
         load_model(model, Path(folder) / "theta.safetensors")
@@ -79,12 +79,12 @@ def train(name: str, config: Config) -> Line:
     more = {
         "name": name, "wall_seconds": round(time.time() - begun, 1), "differs": differences(config),
         "parameters": sum(p.numel() for p in model.parameters()), "trained_tokens": summary.tokens.trained // summary.fragments,
-        "expert_load": expert_load(bench, model),
+        "expert_load": expert_load(task, model),
     }  # fmt: skip
     return more | told | {"tape": None, "run_dir": None}
 
 
-def expert_load(bench: Workbench, model: nn.Module) -> list[list[float]]:
+def expert_load(task: Task, model: nn.Module) -> list[list[float]]:
     """For each block with experts, the share of its choices that each expert gets on the held-out text; even is 1 / experts."""
     routed = [module for module in model.modules() if isinstance(module, ExpertMlp)]
     if not routed:
@@ -97,7 +97,7 @@ def expert_load(bench: Workbench, model: nn.Module) -> list[list[float]]:
         counts[module] += chosen.flatten().bincount(minlength=len(counts[module]))
 
     hooks = [module.register_forward_pre_hook(listen) for module in routed]
-    bench.evaluate(model)
+    task.evaluate(model)
     for hook in hooks:
         hook.remove()
     return [[round(share, 4) for share in (count / count.sum()).tolist()] for count in counts.values()]
@@ -108,7 +108,7 @@ def expert_load(bench: Workbench, model: nn.Module) -> list[list[float]]:
 
 def byte_share(line: Line) -> float:
     """Bytes up and down as a share of bf16 data-parallel: 2 bytes a parameter up and down, each learner, every step."""
-    usual = 2 * 2 * line["parameters"] * line["learners"] * line["outer_steps"]
+    usual = 2 * 2 * line["parameters"] * line["learners"] * line["total_steps"]
     return float((line["bytes_up"] + line["bytes_down"]) / usual)
 
 

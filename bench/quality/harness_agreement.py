@@ -32,13 +32,13 @@ from typing import Any, Final, TypeAlias
 from experts_and_pictures import Line, differences, markdown, read
 
 from atoll.chaos import Plan
-from atoll.cli.running import run_virtually
+from atoll.cli.runs import run_virtually
 from atoll.config import load
 from atoll.errors import UserError
 from atoll.executor.environment import use_threads
-from atoll.executor.trained import Trained, check_tasks, evaluate_run, export_hf, open_trained
-from atoll.workload.benchmarks import Result, find_file, read_items
-from atoll.workload.likelihood import Query, encode
+from atoll.tasks.trained import Trained, check_tasks, evaluate_run, export_hf, open_trained
+from atoll.workload.evaluation.benchmarks import Result, find_file, read_items
+from atoll.workload.evaluation.likelihood import Query, encode
 
 Record: TypeAlias = Mapping[str, Any]
 METRICS: Final = ("acc", "acc_norm", "acc_bytes", "perplexity")
@@ -252,7 +252,7 @@ def _pairs(ours: Result, theirs: Answers, asked: Path, too_long: int) -> Iterato
 def train_small(directory: Path, threads: int) -> Trained:
     """Enough that its answers are no accident of its first weights, on the text that every machine has."""
     config = load(preset_name="decoupled", overrides={
-        "learners": 2, "outer_steps": 200, "model": {"numbers": {"width": 64, "layers": 4, "heads": 4, "mlp": 128, "tied": True}},
+        "learners": 2, "total_steps": 200, "model": {"numbers": {"width": 64, "layers": 4, "heads": 4, "mlp": 128, "tied": True}},
         "data": {"tokenizer": "bpe", "vocab": 1024, "seq_len": 256, "batch_size": 2, "heldout_batches": 4},
         "inner": {"learning_rate": 0.006}, "outer": {"outer_momentum": 0.5},
     })  # fmt: skip

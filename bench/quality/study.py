@@ -240,7 +240,7 @@ class Job:
         return self.out.with_name(f"{self.out.stem}.{self.name}{suffix}")
 
 
-class Desk:
+class Effects:
     """Starts jobs, passes on what they tell, and appends their lines. One thread a job; `until` is on the monotonic clock."""
 
     def __init__(self, common: Sequence[str], until: float) -> None:
@@ -366,10 +366,10 @@ def main(words: Sequence[str]) -> int:
             print(f"{job.name}: {' '.join(job.run.arguments)}")
         return 0
     common = ["--data", str(chosen.data), *(["--compiled"] if chosen.compiled else []), *words[at + 1 :]]
-    desk = Desk(common, time.monotonic() + chosen.time_limit)
+    effects = Effects(common, time.monotonic() + chosen.time_limit)
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        list(pool.map(desk, jobs))
-    return tell(desk.failures, len(jobs))
+        list(pool.map(effects, jobs))
+    return tell(effects.failures, len(jobs))
 
 
 def tell(failures: Mapping[str, str], jobs: int) -> int:

@@ -35,8 +35,8 @@ from atoll.codecs import codec
 from atoll.config import Config, from_builtins
 from atoll.executor.null import wire_bits
 from atoll.rules import Schedule
-from atoll.sim.decoupled import decoupled, settings_for
-from atoll.sim.utilisation import Compute, Exchange, utilisation
+from atoll.sim.estimates.decoupled import decoupled, settings_for
+from atoll.sim.estimates.utilisation import Compute, Exchange, utilisation
 from atoll.views.figures import GOOD, INK, OTHER, REFERENCE, empty_figure, save
 
 if TYPE_CHECKING:
@@ -105,18 +105,18 @@ def peak_gbit(line: Line, step_seconds: float) -> float:
     config = from_builtins(line["config"])
     ways = codec(config.protocol.codec_up), codec(config.protocol.codec_down)
     sizes = [max(way.nbytes(numel) for way in ways) for numel in line["fragment_sizes"]]
-    rounds_a_step = line["outer_steps"] * config.cluster.step_seconds / line["seconds"]
+    rounds_a_step = line["total_steps"] * config.cluster.step_seconds / line["seconds"]
     return 8 * _busiest(config, sizes, max(1.0, rounds_a_step)) / step_seconds / 1e9
 
 
 def _busiest(config: Config, sizes: Sequence[int], rounds_a_step: float) -> float:
     """Bytes in the busiest step. `rounds_a_step`: 1, but for K = 1 where nothing sets the pace."""
     schedule = Schedule(config)
-    load = [0.0] * (config.outer_steps + 1)
-    for t in range(1, config.outer_steps + 1):
+    load = [0.0] * (config.total_steps + 1)
+    for t in range(1, config.total_steps + 1):
         window = max(1, min((schedule.policy(t).overlap, *config.protocol.overlap_by_learner)))
         rounds = max(1, round(window * rounds_a_step))
-        for later in range(t, min(t + rounds, config.outer_steps + 1)):
+        for later in range(t, min(t + rounds, config.total_steps + 1)):
             load[later] += sum(sizes[p] for p in schedule.due(t)) / window
     return max(load)
 

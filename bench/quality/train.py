@@ -28,18 +28,19 @@ import torch
 
 from atoll.chaos import Plan, Scavenge
 from atoll.config import ALL, Config, changed, load
-from atoll.executor.device import evaluated_on
-from atoll.executor.fleet import FleetHands
-from atoll.executor.workbench import language_workbench
+from atoll.executor.fleet.executor import FleetExecutor
+from atoll.executor.virtual_run import evaluated_on
 from atoll.ids import SYNCER, LearnerId, Nanos, WorkerId
+from atoll.protocol.interface import Observer
 from atoll.protocol.vocabulary import Effect, Event, FixParticipants, StepDone
-from atoll.sim.cluster import Cluster, HandsFor, Observer
-from atoll.sim.failures import FailureModel
-from atoll.sim.run import Looks, everybody
+from atoll.sim.cluster import Cluster, ExecutorFor
+from atoll.sim.estimates.failures import FailureModel
+from atoll.sim.run import HeldoutObserver, everybody
 from atoll.sim.slices import SliceHardware
-from atoll.tape.looks import Look
+from atoll.tape.heldout import HeldoutPoint
+from atoll.tasks.task import language_task
 from atoll.views.run import RunView, summarise
-from atoll.workload.model import SIZES
+from atoll.workload.models.decoder import SIZES
 
 TRAIN = "wiki-train.jsonl.xz,gutenberg-train-0*.jsonl.xz"
 HELDOUT = "wiki-val.jsonl.xz,gutenberg-val.jsonl.xz"
@@ -54,7 +55,7 @@ REHEARSALS = 6
 NEAR = 1e-3
 
 
-def settings(chosen: argparse.Namespace, outer_steps: int) -> Config:
+def settings(chosen: argparse.Namespace, total_steps: int) -> Config:
     """What all runs share; the preset's own numbers and --set lie over it."""
     def files(names: str) -> str:
         return ",".join(name if name in WORDS else str(chosen.data / name) for name in names.split(","))
@@ -62,7 +63,7 @@ def settings(chosen: argparse.Namespace, outer_steps: int) -> Config:
     dp = chosen.preset == DATA_PARALLEL
     learners = 1 if dp else chosen.learners
     overrides = {
-        "learners": learners, "seed": chosen.seed, "outer_steps": outer_steps,
+        "learners": learners, "seed": chosen.seed, "total_steps": total_steps,
         "model": {"numbers": numbers(chosen.size)},
         "data": {
             "corpus": files(chosen.corpus), "heldout": files(chosen.heldout), "tokenizer": files(chosen.tokenizer),
@@ -88,19 +89,21 @@ def numbers(size: str) -> dict[str, int | float | bool]:
 def plan_for(chosen: argparse.Namespace, config: Config) -> Plan:
     """--scavenge F: F times as many learners more, there for every second quarter of the run."""
     extra = round(chosen.scavenge * config.learners)
-    quarter = config.outer_steps * config.cluster.step_seconds / 4
+    quarter = config.total_steps * config.cluster.step_seconds / 4
     return Plan(tuple(
         Scavenge(start * quarter, config.learners + m, quarter) for start in (1, 3) for m in range(extra)
     ))  # fmt: skip
 
 
-def cluster_for(chosen: argparse.Namespace, config: Config, hands: HandsFor | None, observers: Sequence[Observer]) -> Cluster:
+def cluster_for(
+    chosen: argparse.Namespace, config: Config, executor: ExecutorFor | None, observers: Sequence[Observer]
+) -> Cluster:
     slices = SliceHardware(config, chosen.chips, FailureModel(), config.seed) if chosen.chips else None
-    return Cluster(config, plan=plan_for(chosen, config), hands_for=hands, observers=observers, hardware=slices)
+    return Cluster(config, plan=plan_for(chosen, config), executor_for=executor, observers=observers, hardware=slices)
 
 
 def run(cluster: Cluster) -> None:
-    cluster.run(until_seconds=100 * cluster.config.outer_steps * cluster.config.cluster.step_seconds)
+    cluster.run(until_seconds=100 * cluster.config.total_steps * cluster.config.cluster.step_seconds)
 
 
 def trained_tokens(cluster: Cluster) -> int:
@@ -136,7 +139,7 @@ class Pace:
     """Tells how it goes, about every twenty seconds."""
 
     def __init__(self, name: str, config: Config) -> None:
-        self._name, self._steps, self._begun, self._next = name, config.outer_steps, time.time(), 0.0
+        self._name, self._steps, self._begun, self._next = name, config.total_steps, time.time(), 0.0
 
     def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
         if worker == SYNCER and time.time() > self._next:
@@ -171,22 +174,22 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
     """`inner_steps` are all learners' together, `steps` the most that one of them took."""
     device, begun = torch.device(chosen.device), time.time()
     config = at_equal_tokens(chosen)
-    bench = language_workbench(config)
-    on_device = evaluated_on(bench, device)
+    task = language_task(config)
+    on_device = evaluated_on(task, device)
     total = everybody(config, plan_for(chosen, config))
-    hands = FleetHands(on_device, device, learners=total, compiled=chosen.compiled)
+    executor = FleetExecutor(on_device, device, learners=total, compiled=chosen.compiled)
     prepared = time.time()
     view, steps = RunView(total), Steps()
-    first = on_device.evaluate_theta(*hands.disk.theta())
-    looks = Looks(on_device, hands, None, lambda look: tell(chosen.name, look))
-    cluster = cluster_for(chosen, config, hands, [view, steps, looks, Pace(chosen.name, config)])
+    first = on_device.evaluate_theta(*executor.disk.theta())
+    points = HeldoutObserver(on_device, executor, None, lambda point: tell(chosen.name, point))
+    cluster = cluster_for(chosen, config, executor, [view, steps, points, Pace(chosen.name, config)])
     run(cluster)
     trained = time.time()
-    final = on_device.evaluate_theta(*hands.disk.theta())
-    hands.fleet.settle(0)
-    replica = on_device.evaluate(hands.learners[0].model)
-    summary = summarise(config, view, cluster.syncer.fates(), loss_first=first, loss_final=final, looks=looks.taken)
-    sizes = [fragment.numel for fragment in bench.layout.fragments]
+    final = on_device.evaluate_theta(*executor.disk.theta())
+    executor.fleet.settle(0)
+    replica = on_device.evaluate(executor.learners[0].model)
+    summary = summarise(config, view, cluster.syncer.fates(), loss_first=first, loss_final=final, points=points.taken)
+    sizes = [fragment.numel for fragment in task.layout.fragments]
     keys: dict[str, object] = msgspec.to_builtins(summary)
     return {
         "name": chosen.name, "method": chosen.preset, "size": chosen.size, "settings": chosen.set, "chips": chosen.chips,
@@ -194,7 +197,7 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
         "parameters": sum(sizes), "fragment_sizes": sizes, "wall_seconds": round(time.time() - begun, 1),
         "rehearsal_seconds": round(prepared - begun, 1), "train_seconds": round(trained - prepared, 1),
         "bytes_between_learners": view.bytes_between_learners, "config": without_folder(chosen, config),
-        "corpus_files": corpus_files(chosen), "data_fingerprint": bench.fingerprint,
+        "corpus_files": corpus_files(chosen), "data_fingerprint": task.fingerprint,
     } | steps.told() | keys  # fmt: skip
 
 
@@ -211,8 +214,8 @@ def corpus_files(chosen: argparse.Namespace) -> list[str]:
     return sorted(Path(path).name for name in names for path in glob(str(chosen.data / name)))
 
 
-def tell(name: str, look: Look) -> None:
-    print(f"{name}: {look.outer_step}, held-out loss {look.loss:.4f}", flush=True)
+def tell(name: str, point: HeldoutPoint) -> None:
+    print(f"{name}: {point.outer_step}, held-out loss {point.loss:.4f}", flush=True)
 
 
 def options() -> argparse.ArgumentParser:

@@ -28,9 +28,9 @@ from atoll.config import Config, load
 LENET: Final = "mnist_lenet5_diloco"
 RESNET: Final = "cifar10_resnet18_diloco"
 DIGITS: Final = ("data.corpus=digits", "data.batch_size=16")
-SMALL_RESNET: Final = (*DIGITS, "data.augment=crop", "learners=4", "model.numbers={width = 8, depth = 1}", "outer_steps=100")
+SMALL_RESNET: Final = (*DIGITS, "data.augment=crop", "learners=4", "model.numbers={width = 8, depth = 1}", "total_steps=100")
 CIFAR10: Final = (
-    "model.numbers={width = 16}", "data.batch_size=16", "data.heldout_batches=625", "outer_steps=500",
+    "model.numbers={width = 16}", "data.batch_size=16", "data.heldout_batches=625", "total_steps=500",
     "inner.learning_rate=0.003",
 )  # fmt: skip
 
@@ -56,8 +56,8 @@ class Row(NamedTuple):
 ROWS: Final[dict[str, Row]] = {
     "lenet_mnist": Row("LeNet-5, `mnist`: the recipes as they are, 400 steps, 20 rounds", LENET),
     "lenet_digits": Row("LeNet-5, `digits`: batch 16, else the recipes as they are", LENET, DIGITS),
-    SWEPT: Row("LeNet-5, `digits`: batch 16, 200 steps, 10 rounds", LENET, (*DIGITS, "outer_steps=200")),
-    "lenet_mnist_200": Row("LeNet-5, `mnist`: 200 steps, 10 rounds", LENET, ("outer_steps=200",)),
+    SWEPT: Row("LeNet-5, `digits`: batch 16, 200 steps, 10 rounds", LENET, (*DIGITS, "total_steps=200")),
+    "lenet_mnist_200": Row("LeNet-5, `mnist`: 200 steps, 10 rounds", LENET, ("total_steps=200",)),
     "resnet_digits": Row(
         "ResNet of width 8 and depth 1, `digits`, crop: 4 learners, batch 16, 100 steps, 10 rounds, inner rate 0.005",
         RESNET, (*SMALL_RESNET, "inner.learning_rate=0.005"), ("protocol.local_steps_per_round=10",), (PUBLISHED, COOLER),

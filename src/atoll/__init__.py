@@ -2,17 +2,18 @@
 
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from atoll.runtime.join import Learner, join
+from atoll.version import __version__
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from atoll.runtime.join.learner import Learner, join
+
 __all__ = ["Learner", "__version__", "join"]
 
 
 def __getattr__(name: str) -> Any:
     """`atoll.join` brings torch and gRPC with it: whoever only asks for the version does not wait for them."""
     if name in ("Learner", "join"):
-        from atoll.runtime import join
+        from atoll.runtime.join import learner as join
 
         return getattr(join, name)
     raise AttributeError(f"module 'atoll' has no attribute {name!r}")

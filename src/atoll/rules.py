@@ -96,7 +96,7 @@ def _phases(config: Config) -> tuple[Policy, ...]:
         quorum=1 if p.quorum == ALL else int(p.quorum), exact=p.adopt == "exact", lead=lead, plain_average=False,
     )  # fmt: skip
     intervals = ramp_intervals(p.local_steps_per_round) if p.ramp > 0 else ()
-    length = round(config.outer_steps * p.ramp) / len(intervals) if intervals else 0.0
+    length = round(config.total_steps * p.ramp) / len(intervals) if intervals else 0.0
     phases = []
     for k, h in enumerate(intervals):
         start = round(k * length)
@@ -198,9 +198,9 @@ def shrunk(samples: int, share: float, position: int) -> int:
 def learning_rate(config: Config, outer_step: OuterStep) -> float:
     """A function of outer_step / T: training ends by the global outer step, so the schedule follows it too."""
     inner = config.inner
-    done = outer_step / config.outer_steps
+    done = outer_step / config.total_steps
     if done < inner.warmup_share:
-        warm = (outer_step + 1) / (inner.warmup_share * config.outer_steps + 1)
+        warm = (outer_step + 1) / (inner.warmup_share * config.total_steps + 1)
         return inner.learning_rate * min(1.0, warm)
     if inner.schedule == "constant":
         return inner.learning_rate

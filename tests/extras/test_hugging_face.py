@@ -14,9 +14,9 @@ import torch
 
 from atoll.chaos import Plan
 from atoll.config import load
-from atoll.executor.trained import Trained, export_hf, open_trained
 from atoll.sim.run import run_virtual
-from atoll.workload.corpus import stdlib_corpus
+from atoll.tasks.trained import Trained, export_hf, open_trained
+from atoll.workload.data.corpus import stdlib_corpus
 
 pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]
 
@@ -29,15 +29,15 @@ KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
 
 
 @pytest.fixture(scope="module")
-def bench(bench_script: Callable[[str], ModuleType]) -> Any:
+def task(bench_script: Callable[[str], ModuleType]) -> Any:
     """The script that sets both beside each other for real benchmarks."""
     return bench_script("quality/harness_agreement")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def offline(bench: Any) -> Iterator[None]:
+def offline(task: Any) -> Iterator[None]:
     """Before they are imported."""
-    with bench.offline():
+    with task.offline():
         yield
 
 
@@ -47,7 +47,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     directory = tmp_path_factory.mktemp("run")
     sizes = {"width": 32, "layers": 2, "heads": 2, "mlp": 64} | numbers
     config = load(preset_name="decoupled", overrides={
-        "learners": 2, "outer_steps": 60, "model": {"numbers": sizes}, "inner": {"learning_rate": 0.01},
+        "learners": 2, "total_steps": 60, "model": {"numbers": sizes}, "inner": {"learning_rate": 0.01},
         "protocol": {"fragments": 6, "local_steps_per_round": 6}, "outer": {"outer_momentum": 0.5},
         "data": {"seq_len": 96, "batch_size": 8, "max_bytes": 500_000, "heldout_batches": 2} | data,
     })  # fmt: skip
@@ -94,7 +94,7 @@ def test_transformers_gives_the_ids_of_training_of_a_tokenizer_that_would_say_mo
     theirs.enable_padding(length=64, pad_id=0, pad_token="<s>")
     theirs.save(str(tmp_path / "t.json"))
     config = load(preset_name="diloco", overrides={
-        "learners": 2, "outer_steps": 2, "protocol": {"local_steps_per_round": 2}, "model": {"numbers": {"layers": 1}},
+        "learners": 2, "total_steps": 2, "protocol": {"local_steps_per_round": 2}, "model": {"numbers": {"layers": 1}},
         "data": {"tokenizer": str(tmp_path / "t.json"), "cache": "off", "max_bytes": 200_000, "heldout_batches": 1},
     })  # fmt: skip
     run_virtual(config, Plan(), tmp_path / "run", tensors=True)
@@ -128,9 +128,9 @@ def write_benchmarks(directory: Path, count: int = 60) -> None:
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
 
 
-def test_harness_agrees_with_atoll_eval(trained: Trained, bench: Any, tmp_path: Path) -> None:
+def test_harness_agrees_with_atoll_eval(trained: Trained, task: Any, tmp_path: Path) -> None:
     write_benchmarks(tmp_path)
-    found = bench.agreement(trained, ["piqa", "lambada"], tmp_path)
+    found = task.agreement(trained, ["piqa", "lambada"], tmp_path)
     told = {"piqa": ("questions", "acc", "acc_norm", "acc_bytes"), "lambada": ("questions", "acc", "perplexity")}
     assert [(pair.task, pair.metric) for pair in found] == [(task, metric) for task in told for metric in told[task]]
     assert all(pair.agree for pair in found), found
@@ -153,19 +153,19 @@ OF_EACH_TASK: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def test_harness_asks_every_task_in_our_words(trained: Trained, bench: Any, tmp_path: Path) -> None:
-    assert set(OF_EACH_TASK) == set(bench.TASKS)
+def test_harness_asks_every_task_in_our_words(trained: Trained, task: Any, tmp_path: Path) -> None:
+    assert set(OF_EACH_TASK) == set(task.TASKS)
     for task, record in OF_EACH_TASK.items():
         (tmp_path / f"{task}.jsonl").write_text(json.dumps(record | {"gold": 0}) + "\n", encoding="utf8")
-    found = bench.agreement(trained, list(OF_EACH_TASK), tmp_path)
+    found = task.agreement(trained, list(OF_EACH_TASK), tmp_path)
     asked = {pair.task: (pair.ours, pair.theirs) for pair in found if pair.metric == "questions"}
     assert asked == {task: (len(record.get("choices", [0])),) * 2 for task, record in OF_EACH_TASK.items()}
     assert all(pair.agree for pair in found), found
 
 
-def test_disagreement_shows(bench: Any) -> None:
-    assert bench.Pair("piqa", 50, "acc", 0.50, 0.52, 0).agree, "one example"
-    assert not bench.Pair("piqa", 50, "acc", 0.50, 0.54, 0).agree, "two"
-    assert not bench.Pair("piqa", 50, "questions", 100, 99, 0).agree
-    assert bench.Pair("lambada", 50, "perplexity", 1000.9, 1000.0, 0).agree
-    assert not bench.Pair("lambada", 50, "perplexity", 1002.0, 1000.0, 0).agree
+def test_disagreement_shows(task: Any) -> None:
+    assert task.Pair("piqa", 50, "acc", 0.50, 0.52, 0).agree, "one example"
+    assert not task.Pair("piqa", 50, "acc", 0.50, 0.54, 0).agree, "two"
+    assert not task.Pair("piqa", 50, "questions", 100, 99, 0).agree
+    assert task.Pair("lambada", 50, "perplexity", 1000.9, 1000.0, 0).agree
+    assert not task.Pair("lambada", 50, "perplexity", 1002.0, 1000.0, 0).agree

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from atoll.cli import main
-from atoll.executor.durable import DurableDisk
 from atoll.executor.syncer import TensorSyncer
 from atoll.protocol.vocabulary import Accept, Announce, FixParticipants, Merge, Pull, Send, Stored
-from atoll.runtime.nursery import serve
-from atoll.runtime.syncer import SyncerProcess
+from atoll.runtime.local.forkserver import serve
+from atoll.runtime.syncer.process import SyncerProcess
+from atoll.store.durable import DurableVersions
 from atoll.tape.format import TapeWriter
 
 MOMENTS = (
@@ -68,15 +68,15 @@ def set_up(fuse: Fuse) -> None:
         body = send.envelope.body
         return "one pulled" if isinstance(body, Pull) else "announced to one" if isinstance(body, Announce) else ""
 
-    def done(effect: object, blob: object) -> str:
+    def done(effect: object, payload: object) -> str:
         return "one contribution in" if isinstance(effect, Accept) else "merging" if isinstance(effect, Merge) else ""
 
     before(fuse, TapeWriter, "append", taping)
     after(fuse, TapeWriter, "append", taped)
     after(fuse, SyncerProcess, "_send", said)
     after(fuse, TensorSyncer, "execute", done)
-    before(fuse, DurableDisk, "put", lambda t, versions: "before storing" if t else "")
-    after(fuse, DurableDisk, "put", lambda t, versions: "stored, not taped" if t else "")
+    before(fuse, DurableVersions, "put", lambda t, versions: "before storing" if t else "")
+    after(fuse, DurableVersions, "put", lambda t, versions: "stored, not taped" if t else "")
 
 
 def crash_or_be() -> None:

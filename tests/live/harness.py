@@ -13,18 +13,19 @@ from typing import Any
 
 from atoll.chaos import Fault, Plan, Slow
 from atoll.config import Config, load
-from atoll.executor.durable import DurableDisk
 from atoll.executor.environment import use_threads
 from atoll.ids import SYNCER, LearnerId
+from atoll.protocol.interface import Machine
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Effect, Send, Started
-from atoll.runtime.cluster import LocalCluster
-from atoll.runtime.verdict import hands_for_replay
+from atoll.runtime.local.cluster import LocalCluster
+from atoll.runtime.local.summary import executor_for_replay
 from atoll.sim.checkers import Safety
 from atoll.sim.run import replay_run
+from atoll.store.durable import DurableVersions
 from atoll.tape.format import Record
-from atoll.tape.replay import Machine, Outcome, replay
+from atoll.tape.replay import Outcome, replay
 from atoll.tape.weave import open_run
 
 Watch = Callable[[LocalCluster, Record], None]
@@ -34,11 +35,11 @@ UNHURRIED = 3.0
 """Learners are slowed by so much: steps last longer than they cost, and one machine has room for all processes."""
 
 
-def small(learners: int = 3, *, preset: str = "decoupled", outer_steps: int = 150, **sections: Any) -> Config:
+def small(learners: int = 3, *, preset: str = "decoupled", total_steps: int = 150, **sections: Any) -> Config:
     """Steps of a few milliseconds, slowed to some twenty: 50 outer steps a second."""
     overrides: dict[str, Any] = {
         "learners": learners,
-        "outer_steps": outer_steps,
+        "total_steps": total_steps,
         "data": {"max_bytes": 200_000, "seq_len": 32, "batch_size": 4, "heldout_batches": 2},
         "inner": {"learning_rate": 0.003},
         "model": {"numbers": {"width": 16, "layers": 1, "heads": 2}},
@@ -106,15 +107,15 @@ def judge(directory: Path, config: Config) -> Outcome:
 
     outcome = replay(open_run(directory), observe=observe)
     assert outcome.fates is not None and outcome.fates.add_up()
-    assert outcome.outer_step == config.outer_steps
+    assert outcome.outer_step == config.total_steps
     return outcome
 
 
 def retrain(directory: Path) -> None:
     """Train it all again from the tapes, and demand the live run's Theta bit for bit."""
     use_threads(1)
-    _, theta, _ = replay_run(open_run(directory), weights=True, hands_of=hands_for_replay(directory))
-    assert theta == DurableDisk.open(directory / "syncer", read_only=True).theta_sha256()
+    _, theta, _ = replay_run(open_run(directory), weights=True, executor_of=executor_for_replay(directory))
+    assert theta == DurableVersions.open(directory / "syncer", read_only=True).theta_sha256()
 
 
 def effects_of(directory: Path, *kinds: type[Effect]) -> list[Any]:

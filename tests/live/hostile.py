@@ -28,9 +28,9 @@ import torch
 from atoll.codecs import Packet, codec
 from atoll.config import Config, from_builtins
 from atoll.errors import AtollError
-from atoll.executor.hands import Blob
 from atoll.ids import SYNCER
 from atoll.protocol.causality import BULK, Mailbox
+from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adoption,
@@ -59,8 +59,8 @@ from atoll.protocol.vocabulary import (
     Welcome,
 )  # fmt: skip
 from atoll.rules import tokens_per_step_max
-from atoll.runtime import wire
-from atoll.runtime.placement import JoinRequest, Placement
+from atoll.runtime import payload as wire
+from atoll.runtime.syncer.places import JoinRequest, Placement
 from atoll.transport import Limits, Link, LinkFailed, Refused, call, dial, upload
 from atoll.transport.frames import BULK as BULK_FRAME
 from atoll.transport.frames import BYE, CHUNK, CONTROL, HEADER_BYTES, STANDING, WELCOME, Violation, pack, unpack
@@ -208,7 +208,7 @@ class Ears:
         envelope = wire.from_head(head).envelope
         body = envelope.body
         if isinstance(body, Announce) and payload is not None and body.previous == NO_VERSION:
-            theta, buffers = wire.from_payload(body, payload).content
+            theta, buffers = wire.from_buffer(body, payload).content
             self._siege.numels[body.fragment] = (theta.numel(), buffers.numel())
         self.heard.put_nowait(envelope)
 
@@ -481,7 +481,7 @@ def payload(rng: Rng, siege: Siege, fragment: int) -> bytes:
 
 
 def whole(packet: Packet, buffers: torch.Tensor) -> bytes:
-    parts = wire.to_payload(Blob("packet", 0, (packet, buffers)))
+    parts = wire.to_buffers(Payload("packet", 0, (packet, buffers)))
     return b"".join(parts or ())
 
 
@@ -673,7 +673,7 @@ async def junk_models(siege: Siege, rng: Rng) -> None:
         metadata = shown(place) | rng.choice(({}, {"key": "wrong"}, {"learner": "0"}))
         siege.thrown["offer"] += 1
         with contextlib.suppress(Refused, LinkFailed):
-            await upload(siege.address, "Offer", metadata, [bytes(rng.choice((0, 10, 1 << 20, 32 << 20)))], timeout=10)
+            await upload(siege.address, "Upload", metadata, [bytes(rng.choice((0, 10, 1 << 20, 32 << 20)))], timeout=10)
 
 
 async def half_open(siege: Siege, rng: Rng) -> None:
@@ -786,10 +786,10 @@ class Vitals:
 
     def _watch(self) -> None:
         while not self._over.is_set():
-            self.look()
+            self.point()
             self._over.wait(0.25)
 
-    def look(self) -> None:
+    def point(self) -> None:
         with contextlib.suppress(OSError, IndexError, StopIteration):  # it has ended, or is ending: no memory is left to tell
             status = Path(f"/proc/{self._pid}/status").read_text()
             rss = next(line for line in status.splitlines() if line.startswith("VmRSS"))

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from atoll.cli.app import app
 from atoll.errors import UserError
-from atoll.executor.durable import DurableDisk
 from atoll.protocol.vocabulary import Stored
-from atoll.runtime.cluster import LocalCluster
+from atoll.runtime.local.cluster import LocalCluster
+from atoll.store.durable import DurableVersions
 from atoll.tape.format import Record
 
 
@@ -23,13 +23,13 @@ def test_interrupted_run_is_evaluated_and_its_outer_step_told(tmp_path: Path) ->
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, small(2, outer_steps=5000), watch=interrupt)
-    reached = max(max(kept) for kept in DurableDisk.open(tmp_path / "syncer", read_only=True).kept())
+        run(tmp_path, small(2, total_steps=5000), watch=interrupt)
+    reached = max(max(kept) for kept in DurableVersions.open(tmp_path / "syncer", read_only=True).kept())
     assert 12 <= reached < 5000
     done = CliRunner().invoke(app, ["eval", str(tmp_path), "--json"])
     assert f"its newest weights are of outer step {reached} of 5000" in done.stderr
     said = json.loads(done.stdout)
-    assert (said["outer_step"], said["outer_steps"]) == (reached, 5000)
+    assert (said["outer_step"], said["total_steps"]) == (reached, 5000)
 
 
 def test_run_interrupted_before_its_first_round_is_refused(tmp_path: Path) -> None:
@@ -37,7 +37,7 @@ def test_run_interrupted_before_its_first_round_is_refused(tmp_path: Path) -> No
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, small(1, limits={"muster_seconds": 60.0}), watch=interrupt)
+        run(tmp_path, small(1, limits={"start_wait_seconds": 60.0}), watch=interrupt)
     done = CliRunner().invoke(app, ["export", str(tmp_path), "--hf", str(tmp_path / "hf")])
     assert isinstance(done.exception, UserError) and "(outer step 0 of 150)" in str(done.exception)
     assert not (tmp_path / "hf").exists()

@@ -17,17 +17,18 @@ from safetensors.torch import load_file
 from atoll.chaos import Plan
 from atoll.config import Config, load, to_toml
 from atoll.errors import ConfigError, RunFailed, UserError
-from atoll.runtime.ddp import DdpOutcome, RankReport, Stepped, _Fold, check, run_ddp, summary_of
+from atoll.runtime.ddp.launch import check, run_ddp
+from atoll.runtime.ddp.report import DdpOutcome, RankReport, Stepped, _Fold, summary_of
 from atoll.sim.run import run_virtual
-from atoll.tape.looks import Look
+from atoll.tape.heldout import HeldoutPoint
 
 FOREVER = 1_000_000
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc and pidfd")
 
 
-def tiny(outer_steps: int = 8, **sections: Any) -> Config:
+def tiny(total_steps: int = 8, **sections: Any) -> Config:
     overrides = {
-        "outer_steps": outer_steps, "learners": 2, "data": {"batch_size": 2, "seq_len": 16, "max_bytes": 400_000},
+        "total_steps": total_steps, "learners": 2, "data": {"batch_size": 2, "seq_len": 16, "max_bytes": 400_000},
         "model": {"numbers": {"width": 16, "mlp": 32}}, "inner": {"accumulate": 2},
     }  # fmt: skip
     return load(preset_name="ddp", overrides=overrides | sections)
@@ -41,7 +42,7 @@ def ranks_of(directory: Path) -> dict[int, int]:
             words = path.read_bytes().decode(errors="replace").split("\0")
         except OSError:  # it ended while we looked
             continue
-        if "atoll.runtime.ddp" in words and str(directory) in words:
+        if "atoll.runtime.ddp.launch" in words and str(directory) in words:
             found[int(words[words.index(str(directory)) + 1])] = int(path.parent.name)
     return found
 
@@ -58,14 +59,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DdpOutcome,
 
 def test_looks_are_those_of_the_virtual_preset_and_no_part_of_the_time(tmp_path: Path) -> None:
     config = tiny(data={"batch_size": 2, "seq_len": 16, "max_bytes": 400_000, "heldout_every": 3})
-    told: list[Look] = []
+    told: list[HeldoutPoint] = []
     outcome = run_ddp(config, tmp_path / "live", threads=1, looked=told.append)
     virtual = run_virtual(config, Plan(), tmp_path / "virtual", tensors=True)
-    assert told == list(outcome.looks) == summary_of(config, outcome, tmp_path).heldout
-    assert [(look.outer_step, look.loss) for look in told] == [
-        (look.outer_step, pytest.approx(look.loss, rel=1e-4)) for look in virtual.looks
+    assert told == list(outcome.points) == summary_of(config, outcome, tmp_path).heldout
+    assert [(point.outer_step, point.loss) for point in told] == [
+        (point.outer_step, pytest.approx(point.loss, rel=1e-4)) for point in virtual.points
     ]
-    assert [look.outer_step for look in told] == [3, 6]
+    assert [point.outer_step for point in told] == [3, 6]
     assert outcome.uptime <= 1 and outcome.goodput <= 1
 
 
@@ -119,7 +120,7 @@ def test_outcome_adds_up_and_fits_a_summary(trained: Any) -> None:
     assert spent <= 2 * outcome.seconds
     assert outcome.goodput == pytest.approx((spent - outcome.waited_seconds) / (2 * outcome.seconds))
     summary = summary_of(config, outcome, directory)
-    assert (summary.preset, summary.outer_steps, summary.participants) == ("ddp", 8, {"2": 8})
+    assert (summary.preset, summary.total_steps, summary.participants) == ("ddp", 8, {"2": 8})
     assert summary.tokens.trained == summary.tokens.merged == outcome.tokens
     assert summary.theta_sha256 == outcome.theta_sha256
 
@@ -170,7 +171,7 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(to_toml(tiny(FOREVER, learners=1)))
     program = (
-        "import sys; from pathlib import Path; from atoll.config import load; from atoll.runtime.ddp import run_ddp\n"
+        "import sys; from pathlib import Path; from atoll.config import load; from atoll.runtime.ddp.launch import run_ddp\n"
         "say = lambda step, loss: step > 1 or print(step, flush=True)\n"
         "run_ddp(load(Path(sys.argv[1])), Path(sys.argv[2]), threads=1, progress=say)"
     )
@@ -233,6 +234,6 @@ def test_ranks_that_end_with_different_models_fail_the_run(tmp_path: Path, monke
     def differing(*_: object) -> list[RankReport]:
         return [RankReport(rank, "cpu", 8, 1, 1.0, 0.0, 0, f"digest {rank}", None, None) for rank in range(2)]
 
-    monkeypatch.setattr("atoll.runtime.ddp._follow", differing)
+    monkeypatch.setattr("atoll.runtime.ddp.launch._follow", differing)
     with pytest.raises(RunFailed, match="different models"):
         run_ddp(tiny(), tmp_path / "run", threads=1)

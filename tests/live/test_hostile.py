@@ -46,9 +46,9 @@ from atoll.protocol.vocabulary import (
     TakeTheta,
     Unit,
 )  # fmt: skip
-from atoll.runtime.cluster import LocalCluster
-from atoll.runtime.loops import hushed
-from atoll.runtime.placement import FRESH_SECONDS, Door
+from atoll.runtime.local.cluster import LocalCluster
+from atoll.runtime.log import hushed
+from atoll.runtime.syncer.places import FRESH_SECONDS, Places
 from atoll.sim.checkers import Safety
 from atoll.tape.format import Record, Tape
 from atoll.tape.weave import live_tapes
@@ -65,7 +65,7 @@ class Unfooled(Safety):
 
     def _heard(self, event: Received, effects: Sequence[Effect]) -> None:
         assert self.cluster is not None
-        before, self._duplicates = self._duplicates, self.cluster.syncer._desk.mailbox.duplicates
+        before, self._duplicates = self._duplicates, self.cluster.syncer._effects.mailbox.duplicates
         if self._duplicates == before:
             super()._heard(event, effects)
 
@@ -155,8 +155,8 @@ def refusals(directory: Path) -> tuple[Counter[str], dict[str, Any]]:
     return kinds, {"starts": starts, "stored": stored, "merges": rounds, "honest": honest_rounds, "waited": max(waited)}
 
 
-def withstands(directory: Path, *, goal: int, outer_steps: int, workers: int, seed: int) -> None:
-    config = small(HONEST, outer_steps=outer_steps, limits={"members_max": 24})
+def withstands(directory: Path, *, goal: int, total_steps: int, workers: int, seed: int) -> None:
+    config = small(HONEST, total_steps=total_steps, limits={"members_max": 24})
     after = besiege(directory, config, goal, workers, seed)
     siege, vitals = after.siege, after.vitals
     kinds, honest = refusals(directory)
@@ -193,12 +193,12 @@ def withstands(directory: Path, *, goal: int, outer_steps: int, workers: int, se
 
 
 def test_syncer_withstands_thousands_of_hostile_messages(tmp_path: Path) -> None:
-    withstands(tmp_path, goal=3000, outer_steps=250, workers=6, seed=1)
+    withstands(tmp_path, goal=3000, total_steps=250, workers=6, seed=1)
 
 
 @pytest.mark.soak
 def test_syncer_withstands_a_hundred_thousand_hostile_messages(tmp_path: Path) -> None:
-    withstands(tmp_path, goal=100_000, outer_steps=2_200, workers=12, seed=2)
+    withstands(tmp_path, goal=100_000, total_steps=2_200, workers=12, seed=2)
 
 
 # ---------------------------------------------------------------- what the fuzzer found, one by one
@@ -256,20 +256,20 @@ def test_contribution_that_nobody_asked_for_stretches_no_deadline() -> None:
 
 
 def test_places_that_were_given_to_nobody_are_free_again_soon(tmp_path: Path) -> None:
-    door = Door(tmp_path, "run", Tokens(b"s" * 32), 3, lambda learner: learner == 0)
+    places = Places(tmp_path, "run", Tokens(b"s" * 32), 3, lambda learner: learner == 0)
     for learner in (1, 2):
-        assert door.place(-1, 100.0)[0].learner == learner
+        assert places.place(-1, 100.0)[0].learner == learner
     with pytest.raises(Refused, match="all 3 places") as no:
-        door.place(-1, 101.0)
+        places.place(-1, 101.0)
     assert no.value.retry, "whoever knocks goes on knocking"
-    assert door.place(-1, 100.0 + FRESH_SECONDS)[0].learner == 1
+    assert places.place(-1, 100.0 + FRESH_SECONDS)[0].learner == 1
 
 
 def test_key_of_a_ticket_is_no_key_of_a_place(tmp_path: Path) -> None:
-    door = Door(tmp_path, "run", Tokens(b"s" * 32), 8, lambda learner: False)
-    shown = {"run": "run", "learner": str(-2 - 7), "incarnation": "3", "key": door.ticket_key(7, 3)}
+    places = Places(tmp_path, "run", Tokens(b"s" * 32), 8, lambda learner: False)
+    shown = {"run": "run", "learner": str(-2 - 7), "incarnation": "3", "key": places.ticket_key(7, 3)}
     with pytest.raises(Refused, match="a learner that can be"):
-        door.admit(shown)
+        places.admit(shown)
 
 
 def test_peers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:

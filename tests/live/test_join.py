@@ -24,12 +24,12 @@ from torch import Tensor, nn
 import atoll
 from atoll.config import Config, load
 from atoll.errors import ConfigError, DataError, RunFailed, UserError
-from atoll.executor.offer import pack_offer, unpack_offer
-from atoll.executor.state import StorageFailed
 from atoll.protocol.vocabulary import FixParticipants, Goodbye, Received, Recovered, StepDone
-from atoll.runtime import home as home_module
-from atoll.runtime.home import Home
-from atoll.runtime.syncer import SyncerProcess
+from atoll.runtime.syncer import directory as home_module
+from atoll.runtime.syncer.directory import Home
+from atoll.runtime.syncer.process import SyncerProcess
+from atoll.store.model_upload import pack_model, unpack_model
+from atoll.store.tensor_files import StorageFailed
 from atoll.tape.format import Tape
 from atoll.tensors.inventory import frozen_digest, with_frozen
 from atoll.tensors.layout import fingerprint_of
@@ -40,7 +40,7 @@ ONE_ROUND_A_STEP = {"local_steps_per_round": 2, "fragmentation": "sub_tensor", "
 
 def custom(preset: str = "decoupled", **sections: Any) -> Config:
     overrides = {
-        "learners": 2, "outer_steps": 12, "model": {"name": "custom"}, "data": {"batch_size": 4},
+        "learners": 2, "total_steps": 12, "model": {"name": "custom"}, "data": {"batch_size": 4},
         "protocol": ONE_ROUND_A_STEP if preset == "decoupled" else {"local_steps_per_round": 2},
     }  # fmt: skip
     return load(preset_name=preset, overrides=overrides | sections)
@@ -134,7 +134,7 @@ def steps_taped(directory: Path) -> list[StepDone]:
 
 def test_weights_and_buffers_are_everybodys_after_a_merge_and_ones_own_between(start: Callable[[Config], Syncer]) -> None:
     """diloco with H = 2 waits for everybody, inside step(): after every second step all learners hold the same."""
-    syncer = start(custom("diloco", outer_steps=6))
+    syncer = start(custom("diloco", total_steps=6))
     both = threading.Barrier(2)
 
     def loop(seed: int) -> list[dict[str, Tensor]]:
@@ -182,7 +182,7 @@ def test_step_that_a_scaler_skips_does_not_count_and_its_batch_is_tried_again(
 ) -> None:
     """A plain optimiser is not called at all by the scaler; a fused one is called, and skips by itself."""
     for fused in (False, True):
-        syncer = start(custom("diloco", learners=1, outer_steps=4))
+        syncer = start(custom("diloco", learners=1, total_steps=4))
         model = nn.Linear(3, 1)
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -208,7 +208,7 @@ def test_step_that_a_scaler_skips_does_not_count_and_its_batch_is_tried_again(
 def test_accumulated_batches_make_one_step_and_an_attached_optimiser_reports_itself(
     start: Callable[[Config], Syncer], tmp_path: Path
 ) -> None:
-    syncer = start(custom("diloco", learners=1, outer_steps=4, inner={"accumulate": 3}))
+    syncer = start(custom("diloco", learners=1, total_steps=4, inner={"accumulate": 3}))
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = torch.arange(96.0).repeat_interleave(3).view(96, 3) / 96
@@ -315,19 +315,19 @@ def test_learner_with_another_frozen_part_is_refused_and_so_it_is_by_a_syncer_th
         ):
             pass
     said = syncer.home.layout_digest
-    offer = (syncer.directory / "model.offer").read_bytes()
+    uploaded = (syncer.directory / "model.upload").read_bytes()
     syncer.stop()
-    layout, params, buffers = unpack_offer(config, memoryview(offer))
+    layout, params, buffers = unpack_model(config, memoryview(uploaded))
     assert layout.fingerprint == said == with_frozen(fingerprint_of(list(layout.fragments)), frozen_digest(models[0]))
     for digest, refused in (("", False), ("a" * 64, False), ("a" * 63, True), ("A" * 64, True)):
         told = replace(layout, fingerprint=f"{fingerprint_of(list(layout.fragments))}+{digest}")
-        payload = memoryview(b"".join(pack_offer(told, params, buffers)))
+        payload = memoryview(b"".join(pack_model(told, params, buffers)))
         with pytest.raises(DataError, match="frozen part's digest") if refused else contextlib.nullcontext():
-            assert unpack_offer(config, payload)[0].fingerprint == told.fingerprint.rstrip("+")
+            assert unpack_model(config, payload)[0].fingerprint == told.fingerprint.rstrip("+")
 
 
 def test_loop_that_raises_leaves_at_once_and_the_other_goes_on(start: Callable[[Config], Syncer]) -> None:
-    syncer = start(custom(outer_steps=40))
+    syncer = start(custom(total_steps=40))
     left = threading.Event()
 
     def fails() -> None:
@@ -358,7 +358,7 @@ def test_loop_that_raises_leaves_at_once_and_the_other_goes_on(start: Callable[[
 
 
 def test_loop_that_breaks_says_goodbye_and_a_step_after_the_end_is_harmless(start: Callable[[Config], Syncer]) -> None:
-    syncer = start(custom(outer_steps=1000))
+    syncer = start(custom(total_steps=1000))
     model = model_of()
     optimizer = torch.optim.AdamW(model.parameters())
     with syncer.join(model, optimizer) as learner:
@@ -373,7 +373,7 @@ def test_loop_that_breaks_says_goodbye_and_a_step_after_the_end_is_harmless(star
 def test_late_learner_takes_a_peers_optimiser_state_but_not_its_rate_and_theta_where_optimisers_differ(
     start: Callable[[Config], Syncer],
 ) -> None:
-    syncer = start(custom(outer_steps=10**6, learners=1))
+    syncer = start(custom(total_steps=10**6, learners=1))
     model, alike, unlike = model_of(), model_of(seed=1), model_of(seed=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
     stop = threading.Event()
@@ -408,10 +408,10 @@ def test_syncer_killed_while_it_takes_a_model_asks_the_next_learner_again(
     tmp_path: Path, start: Callable[[Config], Syncer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its two writes: the versions are there, and whose they are is not written down."""
-    config = custom(learners=1, outer_steps=3)
-    offer: list[bytes] = []
+    config = custom(learners=1, total_steps=3)
+    uploaded: list[bytes] = []
     taken = Home.take_model
-    monkeypatch.setattr(Home, "take_model", lambda self, payload: (offer.append(bytes(payload)), taken(self, payload))[1])
+    monkeypatch.setattr(Home, "take_model", lambda self, payload: (uploaded.append(bytes(payload)), taken(self, payload))[1])
     syncer = start(config)
     model = model_of()
     with syncer.join(model, torch.optim.SGD(model.parameters(), lr=0.01)):
@@ -424,13 +424,13 @@ def test_syncer_killed_while_it_takes_a_model_asks_the_next_learner_again(
 
     monkeypatch.setattr(home_module, "write_file", full)
     with pytest.raises(StorageFailed):
-        home.take_model(memoryview(offer[0]))
+        home.take_model(memoryview(uploaded[0]))
     home.close(complete=False)
     cut(home)
     monkeypatch.undo()
     again = Home(tmp_path / "killed", config, None)
     assert again.layout is None
-    again.take_model(memoryview(offer[0]))
+    again.take_model(memoryview(uploaded[0]))
     again.close(complete=False)
     cut(again)
     third = Home(tmp_path / "killed", config, None)

@@ -8,14 +8,14 @@ from harness import effects_of, judge, retrain, run, sends, small
 
 from atoll.chaos import Clog, Kill
 from atoll.protocol.vocabulary import Recovered, Ticket
-from atoll.runtime.cluster import LocalCluster
-from atoll.runtime.verdict import verdict
+from atoll.runtime.local.cluster import LocalCluster
+from atoll.runtime.local.summary import verdict
 from atoll.tape.format import Record
 from atoll.tape.weave import open_run
 
 
 def test_learner_killed_while_it_trains_comes_back_through_a_peer(tmp_path: Path) -> None:
-    config = small(3, outer_steps=160)
+    config = small(3, total_steps=160)
     run(tmp_path, config, Kill(at=1.0, learner=1, lasts=0.2))
     judge(tmp_path, config)
     recoveries = [r for r in effects_of(tmp_path, Recovered) if r.learner == 1]
@@ -31,7 +31,7 @@ def test_newcomer_and_serving_peer_killed_in_the_middle_of_a_recovery(tmp_path: 
     """A transfer is held up in the link between them, so that the kill hits its middle: first the newcomer dies, then, at
     its second attempt, the peer that serves it. The third attempt ends: through another peer, or with Theta where none is
     reachable in time."""
-    config = small(3, outer_steps=300)
+    config = small(3, total_steps=300)
     tickets: list[int] = []
 
     def watch(cluster: LocalCluster, record: Record) -> None:

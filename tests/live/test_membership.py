@@ -8,11 +8,11 @@ from pathlib import Path
 from harness import effects_of, judge, learner_argv, retrain, run, small
 
 from atoll.chaos import Scavenge
-from atoll.executor.snapshots import found, verify
 from atoll.protocol.vocabulary import Goodbye, Membership, Received, Recovered, Resumed, StepDone
-from atoll.runtime.cluster import LocalCluster
-from atoll.runtime.nursery import Child
-from atoll.runtime.verdict import verdict
+from atoll.runtime.local.cluster import LocalCluster
+from atoll.runtime.local.forkserver import Child
+from atoll.runtime.local.summary import verdict
+from atoll.store.snapshots import found, verify
 from atoll.tape.format import Record
 from atoll.tape.weave import open_run
 
@@ -47,11 +47,11 @@ class Scavengers:
                 self._left += 1
                 return
             out = self._directory / "learners" / str(learner)
-            self.here[learner] = cluster.nursery.spawn(learner_argv(self._directory, cluster.address, learner), out / "log")
+            self.here[learner] = cluster.fork_server.spawn(learner_argv(self._directory, cluster.address, learner), out / "log")
 
 
 def test_twenty_joins_and_polite_leaves(tmp_path: Path) -> None:
-    config = small(2, outer_steps=600)
+    config = small(2, total_steps=600)
     scavengers = Scavengers(tmp_path, 20, 4)
     run(tmp_path, config, watch=scavengers.watch)
     judge(tmp_path, config)
@@ -68,7 +68,7 @@ def test_twenty_joins_and_polite_leaves(tmp_path: Path) -> None:
 
 
 def test_plan_scavenges_a_learner_that_joins_trains_and_leaves(tmp_path: Path) -> None:
-    config = small(2, outer_steps=250)
+    config = small(2, total_steps=250)
     run(tmp_path, config, Scavenge(0.5, 2, 3.0))
     judge(tmp_path, config)
     records = list(open_run(tmp_path).records())
@@ -79,14 +79,14 @@ def test_plan_scavenges_a_learner_that_joins_trains_and_leaves(tmp_path: Path) -
 
 def test_run_resumed_from_a_snapshot_with_other_numbers_of_learners(tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    config = small(2, outer_steps=100, protocol={"snapshot_interval": 12})
+    config = small(2, total_steps=100, protocol={"snapshot_interval": 12})
     run(first, config)
     judge(first, config)
     snapshots = found(first)
     assert snapshots and snapshots[-1].complete and snapshots[-1].present == (0, 1)
     at = snapshots[-1].outer_step
     assert verify(first, at) == []
-    longer = small(3, outer_steps=160, protocol={"snapshot_interval": 12})
+    longer = small(3, total_steps=160, protocol={"snapshot_interval": 12})
     run(again, longer, resume=(first, at))
     judge(again, longer)
     records = list(open_run(again).records())

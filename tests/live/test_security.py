@@ -24,13 +24,13 @@ import grpc
 import pytest
 
 from atoll.errors import UserError
-from atoll.runtime.learner import Address, ask_for_place
-from atoll.runtime.placement import Placement
+from atoll.runtime.learner.address import Address, ask_for_place
+from atoll.runtime.syncer.places import Placement
 from atoll.transport import ClientCredentials, Refused, client_credentials, dial
 from atoll.transport.keys import SYNCER_NAME, Credentials, Tokens, load_learner, make_keys, session_key
 
 PATIENCE_SECONDS = 60.0
-NUMBERS = ("outer_steps=1000000", "data.max_bytes=200000", "data.seq_len=16", "limits.leave_seconds=2")
+NUMBERS = ("total_steps=1000000", "data.max_bytes=200000", "data.seq_len=16", "limits.leave_seconds=2")
 TINY = ["--learners", "2", *(word for number in NUMBERS for word in ("--set", number))]
 
 

@@ -13,8 +13,8 @@ from harness import judge, learner_argv, retrain, run, small
 
 from atoll.config import Config, to_toml
 from atoll.protocol.vocabulary import Started, Stored
-from atoll.runtime.cluster import LocalCluster
-from atoll.runtime.nursery import Child, Nursery
+from atoll.runtime.local.cluster import LocalCluster
+from atoll.runtime.local.forkserver import Child, ForkServer
 from atoll.tape.format import Record, Tape
 from atoll.tape.weave import open_run
 
@@ -35,25 +35,25 @@ def wait_for(path: Path, child: Child) -> str:
 
 def test_syncer_killed_in_every_phase_of_a_round_goes_on_where_it_was(tmp_path: Path) -> None:
     """One run. Each syncer dies at another moment of its third round; the learners are the same processes throughout."""
-    config = small(2, outer_steps=60)
-    nursery = Nursery([str(Path(__file__).with_name("crashing_syncer.py"))])
+    config = small(2, total_steps=60)
+    fork_server = ForkServer([str(Path(__file__).with_name("crashing_syncer.py"))])
     log, address = tmp_path / "syncer.log", "127.0.0.1:0"
     learners: list[Child] = []
     try:
         for moment in MOMENTS:
-            syncer = nursery.spawn(["crash", moment, "3", *syncer_argv(tmp_path, config, address)], log)
+            syncer = fork_server.spawn(["crash", moment, "3", *syncer_argv(tmp_path, config, address)], log)
             if not learners:
                 address = wait_for(tmp_path / "syncer" / "address", syncer)
-                learners = [nursery.spawn(learner_argv(tmp_path, address, m), tmp_path / f"{m}.log") for m in range(2)]
+                learners = [fork_server.spawn(learner_argv(tmp_path, address, m), tmp_path / f"{m}.log") for m in range(2)]
             syncer.wait(60)
             assert syncer.poll() == -signal.SIGKILL, f"it should have died when {moment}"
             assert all(learner.poll() is None for learner in learners), "learners train on"
-        last = [nursery.spawn(syncer_argv(tmp_path, config, address), log), *learners]
+        last = [fork_server.spawn(syncer_argv(tmp_path, config, address), log), *learners]
         for child in last:
             child.wait(60)
         assert [child.poll() for child in last] == [0, 0, 0]
     finally:
-        nursery.close()
+        fork_server.close()
     judge(tmp_path, config)
     tape = list(Tape(tmp_path / "syncer" / "run.tape").records())
     assert sum(isinstance(r.event, Started) for r in tape) == len(MOMENTS) + 1
@@ -64,7 +64,7 @@ def test_syncer_killed_in_every_phase_of_a_round_goes_on_where_it_was(tmp_path: 
 
 def test_full_disk_stops_announcing_and_loses_nothing(tmp_path: Path) -> None:
     """The kernel refuses the syncer's files to grow (RLIMIT_FSIZE) for a while: tape and versions alike."""
-    config = small(2, outer_steps=120)
+    config = small(2, total_steps=120)
     freed = threading.Event()
 
     def watch(cluster: LocalCluster, record: Record) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from atoll.chaos import Plan
 from atoll.config import Config, load
-from atoll.executor.syncer import TensorHands
-from atoll.executor.workbench import Workbench, layout_for
+from atoll.executor.virtual_run import TensorExecutor
 from atoll.sim.cluster import Cluster
+from atoll.tasks.task import Task, layout_for
 
 WIDTH = 32
 CLIP = 0.5
@@ -93,22 +93,22 @@ def configured(preset: str, *, seed: int = 0, learners: int = 3, **sections: Any
     return load(preset_name=preset, overrides=overrides)
 
 
-def workbench(config: Config) -> Workbench:
+def task_module(config: Config) -> Task:
     draw = batches(config.seed, config.data.samples_by_learner)
-    return Workbench(
+    return Task(
         config, Net, lambda learner, stream, position: draw(stream, position), loss,
         lambda batch: (len(batch[0]), len(batch[0])), lambda model: 0.0, layout_for(config, Net()), "synthetic",
     )  # fmt: skip
 
 
-def atoll_run(config: Config, plan: Plan | None = None) -> TensorHands:
-    hands = TensorHands(workbench(config))
-    Cluster(config, hands_for=hands, plan=plan).run(until_seconds=2_000.0)
-    return hands
+def atoll_run(config: Config, plan: Plan | None = None) -> TensorExecutor:
+    executor = TensorExecutor(task_module(config))
+    Cluster(config, executor_for=executor, plan=plan).run(until_seconds=2_000.0)
+    return executor
 
 
-def theta(hands: TensorHands) -> dict[str, Tensor]:
-    return hands.bench.model_of(*hands.disk.theta()).state_dict()
+def theta(executor: TensorExecutor) -> dict[str, Tensor]:
+    return executor.task.model_of(*executor.disk.theta()).state_dict()
 
 
 def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -11,10 +11,10 @@ from task import Net, assert_same_bits, atoll_run, configured, relative, theta
 
 from atoll.chaos import Clog, Plan, Slow
 from atoll.config import Config, load
-from atoll.executor.syncer import TensorHands
-from atoll.executor.workbench import language_workbench
+from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER
 from atoll.sim.cluster import Cluster
+from atoll.tasks.task import language_task
 
 STEPS = 24
 QUIET = {"latency_seconds": 0.0, "step_noise": 0.0}
@@ -23,7 +23,7 @@ LAYERS = {"numbers": {"layers": 4}}
 
 
 def trained(preset: str, **sections: Any) -> dict[str, Any]:
-    return theta(atoll_run(configured(preset, outer_steps=STEPS, **sections)))
+    return theta(atoll_run(configured(preset, total_steps=STEPS, **sections)))
 
 
 # ---------------------------------------------------------------- one preset is another
@@ -122,7 +122,7 @@ def test_synchronous_preset_with_other_latencies_and_arrival_orders_gives_the_sa
 
 def test_diloco_with_a_learner_silent_inside_an_interval_and_back_before_its_end_gives_the_same_theta() -> None:
     """It went on training while nobody heard of it and runs ahead of the others: its interval is still H steps."""
-    config = configured("diloco", outer_steps=30, protocol={"local_steps_per_round": 30}, cluster=CALM)
+    config = configured("diloco", total_steps=30, protocol={"local_steps_per_round": 30}, cluster=CALM)
     slow = [Slow(0.0, learner, 2.0, 1_000.0) for learner in (1, 2)]
     plan = Plan((*slow, Clog(2.5, 0, SYNCER, 24.0)))
     assert_same_bits(theta(atoll_run(config, plan)), theta(atoll_run(config)))
@@ -133,7 +133,7 @@ def language_run(tmp_path: Path, seed: int, **protocol: Any) -> str:
     text.write_text("\n\n".join(f"{n} squared is {n * n}, and its half is {n / 2}." * 3 for n in range(300)))
     model = {"numbers": {"layers": 2, "width": 32, "heads": 2}}
     config = load(preset_name="decoupled", overrides={
-        "seed": seed, "learners": 3, "outer_steps": 12, "model": model,
+        "seed": seed, "learners": 3, "total_steps": 12, "model": model,
         "protocol": {"local_steps_per_round": 4, "fragments": 4, **protocol},
         "data": {"corpus": str(text), "seq_len": 16, "batch_size": 2, "heldout_batches": 1},
     })  # fmt: skip
@@ -141,9 +141,9 @@ def language_run(tmp_path: Path, seed: int, **protocol: Any) -> str:
 
 
 def _sha256(config: Config) -> str:
-    hands = TensorHands(language_workbench(config))
-    Cluster(config, hands_for=hands).run(until_seconds=10_000.0)
-    return hands.disk.theta_sha256()
+    executor = TensorExecutor(language_task(config))
+    Cluster(config, executor_for=executor).run(until_seconds=10_000.0)
+    return executor.disk.theta_sha256()
 
 
 @pytest.mark.parametrize("rounding", [False, True])

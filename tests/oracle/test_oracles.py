@@ -30,7 +30,7 @@ from task import (
 from torch import Tensor, nn
 
 from atoll.codecs import codec
-from atoll.executor.syncer import TensorHands
+from atoll.executor.virtual_run import TensorExecutor
 from atoll.rules import learning_rate
 
 STEPS = 24
@@ -59,35 +59,35 @@ def shared(**more: Any) -> dict[str, Any]:
     return {"learners": 3, "clip": CLIP, "rates": rates(), "loss": loss, "make_optimizer": adamw, "make_model": Net} | more
 
 
-def assert_learners_hold(hands: TensorHands, models: list[nn.Module]) -> None:
+def assert_learners_hold(executor: TensorExecutor, models: list[nn.Module]) -> None:
     for learner, model in enumerate(models):
-        assert_same_bits(hands.learners[learner].model.state_dict(), model.state_dict())
+        assert_same_bits(executor.learners[learner].model.state_dict(), model.state_dict())
 
 
 def test_learning_rate_at_every_outer_step_is_warm_up_and_half_a_cosine() -> None:
-    config = configured("diloco", outer_steps=STEPS, inner=SCHEDULE)
+    config = configured("diloco", total_steps=STEPS, inner=SCHEDULE)
     assert [learning_rate(config, t) for t in range(STEPS)] == pytest.approx(rates(), rel=1e-12)
 
 
 def test_ddp_over_several_steps_is_the_plain_loop_bit_for_bit() -> None:
-    hands = atoll_run(configured("ddp", outer_steps=STEPS, inner=SCHEDULE))
+    executor = atoll_run(configured("ddp", total_steps=STEPS, inner=SCHEDULE))
     expected = ddp_loop.train(batch=batches(), **shared())
-    assert_same_bits(theta(hands), expected.state_dict())
+    assert_same_bits(theta(executor), expected.state_dict())
 
 
 SIZES = (2, 7, 4)
 
 
-def fedavg_run(weighting: str = "num_samples") -> TensorHands:
+def fedavg_run(weighting: str = "num_samples") -> TensorExecutor:
     protocol = {"local_steps_per_round": 5, "aggregation_weighting": weighting}
     data = {"samples_by_learner": list(SIZES)}
-    return atoll_run(configured("fedavg", outer_steps=STEPS, protocol=protocol, inner=SCHEDULE, data=data))
+    return atoll_run(configured("fedavg", total_steps=STEPS, protocol=protocol, inner=SCHEDULE, data=data))
 
 
 def test_fedavg_with_uneven_batches_is_the_sample_weighted_average_of_updates_bit_for_bit() -> None:
-    hands = fedavg_run()
+    executor = fedavg_run()
     center, _ = fedavg_loop.train(batch=batches(sizes=SIZES), interval=5, form="updates", **shared())
-    assert_same_bits(theta(hands), center.state_dict())
+    assert_same_bits(theta(executor), center.state_dict())
 
 
 def test_fedavg_with_uneven_batches_is_the_sample_weighted_average_of_models_up_to_rounding() -> None:
@@ -104,41 +104,41 @@ def test_fedavg_with_uneven_batches_is_not_the_uniform_average() -> None:
 @pytest.mark.parametrize(("learners", "interval"), [(3, 6), (4, 8), (1, 6)])
 def test_diloco_over_several_rounds_is_algorithm_1_bit_for_bit(learners: int, interval: int) -> None:
     protocol = {"local_steps_per_round": interval}
-    hands = atoll_run(configured("diloco", learners=learners, outer_steps=STEPS, protocol=protocol, inner=SCHEDULE))
+    executor = atoll_run(configured("diloco", learners=learners, total_steps=STEPS, protocol=protocol, inner=SCHEDULE))
     center, models = diloco_loop.train(
         batch=batches(), interval=interval, make_outer=nesterov(0.7), **shared(learners=learners)
     )
-    assert_same_bits(theta(hands), center.state_dict())
-    assert_learners_hold(hands, models)
+    assert_same_bits(theta(executor), center.state_dict())
+    assert_learners_hold(executor, models)
 
 
 def test_diloco_with_outer_steps_no_multiple_of_the_interval_merges_only_whole_rounds() -> None:
     protocol = {"local_steps_per_round": 7}
-    hands = atoll_run(configured("diloco", outer_steps=STEPS, protocol=protocol, inner=SCHEDULE))
+    executor = atoll_run(configured("diloco", total_steps=STEPS, protocol=protocol, inner=SCHEDULE))
     center, models = diloco_loop.train(batch=batches(), interval=7, make_outer=nesterov(0.7), **shared())
-    assert_same_bits(theta(hands), center.state_dict())
-    assert_learners_hold(hands, models)
+    assert_same_bits(theta(executor), center.state_dict())
+    assert_learners_hold(executor, models)
 
 
 def test_async_diloco_over_several_rounds_is_the_one_round_delay_bit_for_bit() -> None:
     protocol = {"local_steps_per_round": 6, "overlap": 6}
-    hands = atoll_run(configured("async_diloco", outer_steps=STEPS, protocol=protocol, inner=SCHEDULE))
+    executor = atoll_run(configured("async_diloco", total_steps=STEPS, protocol=protocol, inner=SCHEDULE))
     center, models = async_loop.train(batch=batches(), interval=6, make_outer=nesterov(0.7), **shared())
-    assert_same_bits(theta(hands), center.state_dict())
-    assert_learners_hold(hands, models)
+    assert_same_bits(theta(executor), center.state_dict())
+    assert_learners_hold(executor, models)
 
 
 def assert_streaming_is_algorithm_2(taus: list[int], alpha: float, up: str, **protocol: Any) -> None:
     protocol |= {"local_steps_per_round": 7, "layers_per_fragment": 2, "alpha": alpha, "codec_up": up}
     layers = {"numbers": {"layers": 4}}
-    hands = atoll_run(configured("streaming", outer_steps=STEPS, protocol=protocol, inner=SCHEDULE, model=layers))
+    executor = atoll_run(configured("streaming", total_steps=STEPS, protocol=protocol, inner=SCHEDULE, model=layers))
     wire = codec(up)
     center, models = streaming_loop.train(
         batch=batches(), interval=7, make_outer=nesterov(0.4), fragments=FRAGMENTS, taus=taus, alpha=alpha,
         codec=None if up == "fp32" else lambda flat: wire.decode(wire.encode(flat)), **shared(),
     )  # fmt: skip
-    assert_same_bits(theta(hands), center.state_dict())
-    assert_learners_hold(hands, models)
+    assert_same_bits(theta(executor), center.state_dict())
+    assert_learners_hold(executor, models)
 
 
 @pytest.mark.parametrize("up", ["fp32", "e3m0"])

@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import torch.nn.functional as F
-from tiny import Run, batch_at, batch_norm_mlp, mlp, tensors_in, tiny_bench, tiny_config
+from tiny import Run, batch_at, batch_norm_mlp, mlp, tensors_in, tiny_config, tiny_task
 from torch import Tensor, nn
 
 from atoll.chaos import Kill, Plan
@@ -30,7 +30,7 @@ from atoll.protocol.vocabulary import (
     StepDone,
     Store,
 )  # fmt: skip
-from atoll.workload.stream import Stream, TokenData
+from atoll.workload.data.stream import Stream, TokenData
 
 PRESETS = ["diloco", "fedavg", "async_diloco", "streaming", "decoupled", "ddp"]
 
@@ -46,7 +46,7 @@ def config_of(preset: str, **more):  # type: ignore[no-untyped-def]
 
 def inner_steps_taken(run: Run, learner: int) -> int:
     """By the optimiser's own count."""
-    (count,) = {int(s["step"]) for s in run.hands.learners[learner].optimizer.state.values()}
+    (count,) = {int(s["step"]) for s in run.executor.learners[learner].optimizer.state.values()}
     return count
 
 
@@ -66,10 +66,10 @@ def test_h_counts_optimiser_steps_and_not_accumulation_micro_batches() -> None:
 def test_accumulated_micro_batches_are_consecutive_positions_of_the_stream() -> None:
     """Raw batches that do not trigger optimizer.step() do not increment H: but they are drawn, and never twice."""
     drawn: list[int] = []
-    config = tiny_config("diloco", learners=1, outer_steps=4, inner={"accumulate": 3})
-    bench = tiny_bench(config)
+    config = tiny_config("diloco", learners=1, total_steps=4, inner={"accumulate": 3})
+    task = tiny_task(config)
     learner = TensorLearner(
-        type(bench)(**{**bench.__dict__, "batch": lambda m, s, n: drawn.append(n) or batch_at(0, s, n, 8)}), 0
+        type(task)(**{**task.__dict__, "batch": lambda m, s, n: drawn.append(n) or batch_at(0, s, n, 8)}), 0
     )
     for step in range(4):
         learner.execute(InnerStep(step + 1, 0, step, 0), None)
@@ -101,7 +101,7 @@ def test_no_extra_final_step_and_the_end_is_reported_stored_and_finished() -> No
         assert max(r.local_step for r in reports) == 12
         assert len(run.effects(Finished, of=m)) == 1
     assert [s.outer_step for s in run.effects(Store)] == [4, 8, 12]
-    assert max(run.hands.disk.versions[0]) == 12
+    assert max(run.executor.disk.versions[0]) == 12
 
 
 @pytest.mark.parametrize("preset", ["diloco", "fedavg", "streaming", "async_diloco"])
@@ -128,7 +128,7 @@ def test_small_h_never_replays_the_first_batches() -> None:
 
 def test_position_advances_across_restarts() -> None:
     """Its position advances across rounds and restarts."""
-    run = Run(tiny_config("diloco", outer_steps=24), plan=Plan((Kill(9.5, 1, 3.0),)))
+    run = Run(tiny_config("diloco", total_steps=24), plan=Plan((Kill(9.5, 1, 3.0),)))
     starts = [i for i, (_, w, e, _) in enumerate(run.log) if w == 1 and type(e).__name__ == "Started"]
     assert len(starts) == 2
     before = {(f.stream, f.batch) for _, w, _, fx in run.log[: starts[1]] if w == 1 for f in fx if isinstance(f, InnerStep)}
@@ -176,7 +176,7 @@ def reference_diloco(rounds: int, h: int, learners: int, *, persist: bool = True
 
 
 def theta_of(run: Run) -> Tensor:
-    model = run.bench.model_of(*run.hands.disk.theta())
+    model = run.task.model_of(*run.executor.disk.theta())
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
@@ -196,7 +196,7 @@ def test_state_not_preserved_is_that_of_a_plain_loop_with_a_new_optimiser_each_r
 def test_scheduler_goes_on_across_rounds() -> None:
     """Inner ... scheduler state persist: the rate is a function of the global outer step and is not restarted by a round."""
     run = Run(tiny_config("diloco", inner={"schedule": "cosine", "final_share": 0.0}))
-    rates = [run.hands.learners[m].optimizer.param_groups[0]["lr"] for m in (0, 1)]
+    rates = [run.executor.learners[m].optimizer.param_groups[0]["lr"] for m in (0, 1)]
     assert rates[0] == rates[1] < 0.01 * 0.05 * 12
     steps = [s.outer_step for s in run.effects(InnerStep, of=0)]
     assert steps == list(range(12))
@@ -205,30 +205,30 @@ def test_scheduler_goes_on_across_rounds() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_nothing_of_the_inner_optimiser_is_ever_sent_to_the_syncer(preset: str) -> None:
     """Inner optimiser and scheduler state ... never appear in a message to the syncer."""
-    run = Run(config_of(preset, learners=3, outer_steps=24), batch_norm_mlp, Plan((Kill(6.4, 2, 2.0),)))
+    run = Run(config_of(preset, learners=3, total_steps=24), batch_norm_mlp, Plan((Kill(6.4, 2, 2.0),)))
     transfers = [s for s in run.sent if isinstance(s.body, StateTransfer)]
     assert all(s.envelope.receiver != SYNCER for s in transfers)
     up = codec(run.config.protocol.codec_up)
     assert len(run.contributions()) > 4
     for s in run.to_syncer():
         if not isinstance(s.body, Contribution):
-            assert s.blob is None
+            assert s.payload is None
             continue
-        fragment = run.bench.layout.fragments[s.body.fragment]
-        packet, buffers = s.blob.content
+        fragment = run.task.layout.fragments[s.body.fragment]
+        packet, buffers = s.payload.content
         assert isinstance(packet, Packet) and packet.nbytes == up.nbytes(fragment.numel)
         assert buffers.numel() == fragment.buffer_numel
-        assert s.blob.nbytes == packet.nbytes + 4 * buffers.numel()  # and not a byte more
+        assert s.payload.nbytes == packet.nbytes + 4 * buffers.numel()  # and not a byte more
 
 
 def test_inner_optimiser_state_does_travel_from_learner_to_learner_in_recovery() -> None:
     """... except learner to learner in recovery (invariant 4)."""
-    run = Run(config_of("decoupled", learners=3, outer_steps=40), plan=Plan((Kill(6.4, 2, 2.0),)))
+    run = Run(config_of("decoupled", learners=3, total_steps=40), plan=Plan((Kill(6.4, 2, 2.0),)))
     (transfer,) = [s for s in run.sent if isinstance(s.body, StateTransfer)]
     assert transfer.envelope.receiver == 2
-    moments = tensors_in(transfer.blob.content["optimizer"])
+    moments = tensors_in(transfer.payload.content["optimizer"])
     assert len(moments) == 3 * 4  # step, exp_avg and exp_avg_sq of four parameters
-    assert not {"residuals", "position", "rng", "batch"} & transfer.blob.content.keys()
+    assert not {"residuals", "position", "rng", "batch"} & transfer.payload.content.keys()
 
 
 def test_run_in_a_subprocess_is_the_same_to_the_bit() -> None:
@@ -246,7 +246,7 @@ def test_logical_learners_that_take_turns_in_one_process_do_not_touch_each_other
     turns = [[w for _, w, e, _ in run.log if isinstance(e, StepDone)] for run in (even, uneven)]
     assert turns[0] != turns[1]
     assert even.digest() == uneven.digest()
-    states = [run.hands.learners[m].optimizer.state_dict()["state"] for run in (even, uneven) for m in range(4)]
+    states = [run.executor.learners[m].optimizer.state_dict()["state"] for run in (even, uneven) for m in range(4)]
     for m in range(4):
         assert all(torch.equal(a, b) for a, b in zip(tensors_in(states[m]), tensors_in(states[4 + m]), strict=True))
     assert not torch.equal(tensors_in(states[0])[1], tensors_in(states[1])[1])
@@ -257,9 +257,9 @@ def test_logical_learners_that_take_turns_in_one_process_do_not_touch_each_other
 
 def test_outer_gradient_is_before_minus_after() -> None:
     """delta_m = theta_before - theta_after (before minus after; the sign matters, and a test states it)."""
-    run = Run(tiny_config("diloco", learners=1, outer_steps=4))
+    run = Run(tiny_config("diloco", learners=1, total_steps=4))
     (contribution,) = run.contributions()
-    sent = codec("fp32").decode(contribution.blob.content[0])
+    sent = codec("fp32").decode(contribution.payload.content[0])
     alone = mlp()
     before = nn.utils.parameters_to_vector(alone.parameters()).detach().clone()
     optimizer = torch.optim.AdamW(alone.parameters(), lr=0.05, betas=(0.9, 0.95), weight_decay=0.01)
@@ -275,11 +275,11 @@ def test_outer_gradient_is_before_minus_after() -> None:
 
 def test_outer_sgd_with_rate_one_is_federated_averaging() -> None:
     """SGD: Theta -= lr * delta. With lr 1.0 and the same weights this is FedAvg up to rounding."""
-    config = tiny_config("fedavg", outer_steps=4, data={"samples_by_learner": [4, 12]})
+    config = tiny_config("fedavg", total_steps=4, data={"samples_by_learner": [4, 12]})
     run = Run(config)
     start = nn.utils.parameters_to_vector(mlp().parameters()).detach()
     sent = sorted(run.contributions(), key=lambda s: s.envelope.sender)
-    after = [start - codec("fp32").decode(s.blob.content[0]) for s in sent]
+    after = [start - codec("fp32").decode(s.payload.content[0]) for s in sent]
     (merge,) = run.effects(Merge)
     assert [share.weight for share in merge.shares] == [16.0, 48.0]
     torch.testing.assert_close(theta_of(run), 0.25 * after[0] + 0.75 * after[1], rtol=1e-5, atol=1e-6)
@@ -290,15 +290,15 @@ def test_outer_sgd_with_rate_one_is_federated_averaging() -> None:
 
 def buffers_sent(run: Run, outer_step: int) -> list[Tensor]:
     chosen = [s for s in run.contributions() if s.body.outer_step == outer_step]
-    return [s.blob.content[1] for s in sorted(chosen, key=lambda s: s.envelope.sender)]
+    return [s.payload.content[1] for s in sorted(chosen, key=lambda s: s.envelope.sender)]
 
 
 def test_floating_buffers_are_merged_with_the_same_weights_and_without_momentum() -> None:
     """Floating buffers (batch-norm statistics) are merged with the same weights but no momentum."""
     config = tiny_config("diloco", protocol={"aggregation_weighting": "num_samples"}, data={"samples_by_learner": [4, 12]})
     run = Run(config, batch_norm_mlp)
-    (fragment,) = run.bench.layout.fragments
-    found = run.hands.disk.newest()[0].buffers
+    (fragment,) = run.task.layout.fragments
+    found = run.executor.disk.newest()[0].buffers
     one, two = buffers_sent(run, 12)  # the last round's alone: nothing of the rounds before
     for slot in fragment.buffers:
         if slot.kind == "float_buffer":
@@ -326,49 +326,49 @@ class Odd(nn.Module):
 
 def test_other_persistent_buffers_are_meaned_rounded_half_to_even_and_cast_back() -> None:
     """Other persistent buffers: mean, rounded half to even, cast back."""
-    run = Run(tiny_config("diloco", outer_steps=4, data={"samples_by_learner": [5, 8]}), Odd)
-    (slot,) = [s for s in run.bench.layout.fragments[0].buffers if s.name == "seen"]
+    run = Run(tiny_config("diloco", total_steps=4, data={"samples_by_learner": [5, 8]}), Odd)
+    (slot,) = [s for s in run.task.layout.fragments[0].buffers if s.name == "seen"]
     assert [int(b[slot.offset]) for b in buffers_sent(run, 4)] == [20, 32]
-    assert int(run.hands.disk.newest()[0].buffers[slot.offset]) == 26
-    assert run.hands.learners[0].model.seen.dtype == torch.int64  # type: ignore[union-attr]
-    every = tiny_config("diloco", outer_steps=4, protocol={"local_steps_per_round": 1}, data={"samples_by_learner": [4, 5]})
+    assert int(run.executor.disk.newest()[0].buffers[slot.offset]) == 26
+    assert run.executor.learners[0].model.seen.dtype == torch.int64  # type: ignore[union-attr]
+    every = tiny_config("diloco", total_steps=4, protocol={"local_steps_per_round": 1}, data={"samples_by_learner": [4, 5]})
     half = Run(every, Odd)
     # 4 and 5: 4.5 goes to 4; then 8 and 9: 8.5 to 8; then 12 and 13: 12.5 to 12
-    merged = [int(half.hands.disk.versions[0][t].buffers[slot.offset]) for t in sorted(half.hands.disk.versions[0]) if t]
+    merged = [int(half.executor.disk.versions[0][t].buffers[slot.offset]) for t in sorted(half.executor.disk.versions[0]) if t]
     assert merged[-1] == 16 and all(v % 2 == 0 for v in merged)
 
 
 def test_bool_buffers_go_by_majority() -> None:
     """... bool by majority."""
-    run = Run(tiny_config("diloco", learners=3, outer_steps=4), Odd)
-    (slot,) = [s for s in run.bench.layout.fragments[0].buffers if s.name == "flag"]
+    run = Run(tiny_config("diloco", learners=3, total_steps=4), Odd)
+    (slot,) = [s for s in run.task.layout.fragments[0].buffers if s.name == "flag"]
     part = slice(slot.offset, slot.offset + slot.numel)
     votes = torch.stack([b[part] for b in buffers_sent(run, 4)])
     assert 0 < votes.sum() < votes.numel()
-    assert torch.equal(run.hands.disk.newest()[0].buffers[part], (votes.sum(0) >= 2).float())
+    assert torch.equal(run.executor.disk.newest()[0].buffers[part], (votes.sum(0) >= 2).float())
 
 
 def test_non_persistent_buffers_are_left_alone() -> None:
     """Non-persistent buffers are left alone."""
     run = Run(tiny_config("diloco"), Odd)
-    assert all(slot.name != "scratch" for f in run.bench.layout.fragments for slot in f.buffers)
+    assert all(slot.name != "scratch" for f in run.task.layout.fragments for slot in f.buffers)
     own = [
         sum(batch_at(0, m, n, 8)[0].sum() for n in range(12)) for m in (0, 1)
     ]
     for m in (0, 1):
-        torch.testing.assert_close(run.hands.learners[m].model.scratch, own[m].reshape(1))  # type: ignore[union-attr]
+        torch.testing.assert_close(run.executor.learners[m].model.scratch, own[m].reshape(1))  # type: ignore[union-attr]
 
 
 def test_buffers_travel_in_fp32_whatever_the_codec_with_their_modules_fragment() -> None:
     """Buffers travel in fp32 with their module's fragment."""
-    run = Run(config_of("decoupled", outer_steps=16, protocol={"fragments": 3}), batch_norm_mlp)
+    run = Run(config_of("decoupled", total_steps=16, protocol={"fragments": 3}), batch_norm_mlp)
     by_module = {f.id: ({s.name.split(".")[0] for s in f.params}, {s.name.split(".")[0] for s in f.buffers})
-                 for f in run.bench.layout.fragments}  # fmt: skip
+                 for f in run.task.layout.fragments}  # fmt: skip
     (home,) = [p for p, (_, buffers) in by_module.items() if buffers]
     assert by_module[home][1] == {"norm"} and "norm" in by_module[home][0]
     for s in run.contributions():
-        assert s.blob.content[1].dtype == torch.float32
-        assert s.blob.content[1].numel() == (11 if s.body.fragment == home else 0)
+        assert s.payload.content[1].dtype == torch.float32
+        assert s.payload.content[1].numel() == (11 if s.body.fragment == home else 0)
 
 
 def test_outer_optimiser_applies_to_trainable_floating_parameters_only() -> None:
@@ -422,7 +422,7 @@ def test_names_and_defaults_are_those_of_the_contract() -> None:
 def test_weighting_may_be_any_of_the_three(weighting: str) -> None:
     """aggregation_weighting = "uniform" or "num_samples" or "tokens"."""
     protocol, data = {"aggregation_weighting": weighting}, {"samples_by_learner": [2, 4]}
-    run = Run(tiny_config("diloco", outer_steps=4, protocol=protocol, data=data))
+    run = Run(tiny_config("diloco", total_steps=4, protocol=protocol, data=data))
     (merge,) = run.effects(Merge)
     expected = {"uniform": [1.0, 1.0], "num_samples": [8.0, 16.0], "tokens": [32 * 8.0, 64 * 16.0]}
     assert [share.weight for share in merge.shares] == expected[weighting]
@@ -493,13 +493,13 @@ def reference_async(rounds: int, h: int, learners: int) -> Tensor:
 
 def test_async_run_is_that_of_a_plain_loop_with_a_one_round_delay() -> None:
     """The merge of round r runs while round r+1 trains; its result is applied at the end of round r+1."""
-    found = theta_of(Run(config_of("async_diloco", outer_steps=16)))
+    found = theta_of(Run(config_of("async_diloco", total_steps=16)))
     torch.testing.assert_close(found, reference_async(4, 4, 2), rtol=1e-4, atol=1e-5)
 
 
 def test_async_after_the_first_round_nothing_is_applied() -> None:
     """After round 1 nothing is applied and learners go on from their own weights."""
-    run = Run(config_of("async_diloco", outer_steps=16))
+    run = Run(config_of("async_diloco", total_steps=16))
     taken = []
     local_step = 0
     for _, worker, event, effects in run.log:

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 from atoll.chaos import Kill, Plan
 from atoll.codecs import codec
 from atoll.config import Config, load
-from atoll.executor.tasks import workbench_for
-from atoll.executor.workbench import Workbench
 from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import InnerStep, StateTransfer, StepDone
+from atoll.tasks.registry import task_for
+from atoll.tasks.task import Task
 from atoll.tensors.access import named_tensors
 
 ROUND = 3
 
 
-def config_of(preset: str, *, learners: int = 2, outer_steps: int = 3 * ROUND, **sections: Any) -> Config:
+def config_of(preset: str, *, learners: int = 2, total_steps: int = 3 * ROUND, **sections: Any) -> Config:
     protocol = {"local_steps_per_round": 1 if preset == "ddp" else ROUND} | sections.pop("protocol", {})
     if preset == "decoupled":
         protocol = {"fragments": 4, "overlap": 1} | protocol
@@ -32,13 +32,13 @@ def config_of(preset: str, *, learners: int = 2, outer_steps: int = 3 * ROUND, *
     inner = {"learning_rate": 0.01, "warmup_share": 0.0, "schedule": "constant"} | sections.pop("inner", {})
     data = {"corpus": "digits", "batch_size": 8, "heldout_batches": 4} | sections.pop("data", {})
     model = {"name": "resnet18", "numbers": {"width": 4, "depth": 1}}
-    top = {"learners": learners, "outer_steps": outer_steps, "protocol": protocol, "inner": inner, "data": data, "model": model}
+    top = {"learners": learners, "total_steps": total_steps, "protocol": protocol, "inner": inner, "data": data, "model": model}
     return load(preset_name=preset, overrides=top | sections)
 
 
 def run_of(preset: str, plan: Plan | None = None, **sections: Any) -> Run:
     config = config_of(preset, **sections)
-    return Run(config, plan=plan, bench=workbench_for(config))
+    return Run(config, plan=plan, task=task_for(config))
 
 
 def params_of(model: nn.Module) -> Tensor:
@@ -49,12 +49,12 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
-def reference(bench: Workbench, rounds: int, learners: int) -> nn.Module:
+def reference(task: Task, rounds: int, learners: int) -> nn.Module:
     """DiLoCo as a dumb loop over plain torch. Buffers are the round's plain mean; the outer optimiser never sees them."""
-    theta_model = bench.build()
+    theta_model = task.build()
     theta = params_of(theta_model).requires_grad_()
     outer = torch.optim.SGD([theta], lr=0.7, momentum=0.9, nesterov=True)
-    models = [bench.build() for _ in range(learners)]
+    models = [task.build() for _ in range(learners)]
     inner = [torch.optim.AdamW(m.parameters(), lr=0.01, betas=(0.9, 0.95), weight_decay=0.01) for m in models]
     for r in range(rounds):
         deltas = []
@@ -64,7 +64,7 @@ def reference(bench: Workbench, rounds: int, learners: int) -> nn.Module:
                 buffer.copy_(dict(theta_model.named_buffers())[name])
             model.train()
             for step in range(ROUND):
-                images, labels = bench.batch(m, m, r * ROUND + step)
+                images, labels = task.batch(m, m, r * ROUND + step)
                 F.cross_entropy(model(images), labels).backward()
                 nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 inner[m].step()
@@ -80,13 +80,13 @@ def reference(bench: Workbench, rounds: int, learners: int) -> nn.Module:
 
 
 def theta_of(run: Run) -> nn.Module:
-    return run.bench.model_of(*run.hands.disk.theta())
+    return run.task.model_of(*run.executor.disk.theta())
 
 
 def test_whole_run_is_that_of_a_plain_loop_with_convolutions_and_batch_norm() -> None:
     """Inner optimiser state persists per logical learner; floating buffers are merged without momentum."""
     run = run_of("diloco")
-    found, expected = theta_of(run), reference(run.bench, 3, 2)
+    found, expected = theta_of(run), reference(run.task, 3, 2)
     torch.testing.assert_close(params_of(found), params_of(expected), rtol=1e-4, atol=1e-5)
     for name, buffer in buffers_of(expected).items():
         torch.testing.assert_close(buffers_of(found)[name], buffer, rtol=1e-4, atol=1e-5, msg=name)
@@ -101,9 +101,9 @@ def last_sent(run: Run) -> list[Sent]:
 def test_matched_runs_merge_buffers_alike_by_the_same_weights_whatever_the_outer_optimiser(preset: str) -> None:
     """Floating buffers (batch-norm statistics) are merged with the same weights but no momentum."""
     run = run_of(preset, protocol={"aggregation_weighting": "num_samples"}, data={"samples_by_learner": [4, 12]})
-    (fragment,) = run.bench.layout.fragments
-    one, two = (s.blob.content[1] for s in last_sent(run))
-    merged = run.hands.disk.newest()[0].buffers
+    (fragment,) = run.task.layout.fragments
+    one, two = (s.payload.content[1] for s in last_sent(run))
+    merged = run.executor.disk.newest()[0].buffers
     for slot in fragment.buffers:
         part = slice(slot.offset, slot.offset + slot.numel)
         if slot.kind == "float_buffer":
@@ -119,7 +119,7 @@ def test_matched_fedavg_and_diloco_have_the_same_steps_data_and_rounds() -> None
     drawn = [[(e.stream, e.batch) for e in run.effects(InnerStep)] for run in runs]
     assert sorted(drawn[0]) == sorted(drawn[1])
     assert [len(run.contributions()) for run in runs] == [6, 6]
-    firsts = [[s.blob.content[0] for s in run.contributions() if s.body.outer_step == ROUND] for run in runs]
+    firsts = [[s.payload.content[0] for s in run.contributions() if s.body.outer_step == ROUND] for run in runs]
     for one, other in zip(*firsts, strict=True):
         assert torch.equal(codec("fp32").decode(one), codec("fp32").decode(other))  # until then nothing differs
     assert runs[0].digest() != runs[1].digest()
@@ -128,7 +128,7 @@ def test_matched_fedavg_and_diloco_have_the_same_steps_data_and_rounds() -> None
 def test_accumulated_micro_batches_move_the_statistics_and_do_not_count_towards_h() -> None:
     """H counts completed optimiser steps, not accumulation micro-batches; batch norm sees each of those."""
     run = run_of("diloco", inner={"accumulate": 2})
-    learner = run.hands.learners[0]
+    learner = run.executor.learners[0]
     (steps,) = {int(s["step"]) for s in learner.optimizer.state.values()}
     assert steps == 3 * ROUND
     assert int(learner.model.stem_norm.num_batches_tracked) == 2 * 3 * ROUND  # type: ignore[union-attr, arg-type]
@@ -139,38 +139,39 @@ def test_accumulated_micro_batches_move_the_statistics_and_do_not_count_towards_
 def test_nothing_of_the_inner_optimiser_is_sent_and_statistics_travel_in_fp32_with_their_module(preset: str) -> None:
     """Inner optimiser state never appears in a message to the syncer; buffers travel in fp32 with their module's fragment."""
     run = run_of(preset, Plan((Kill(3.4, 1, 2.0),)), learners=3)
-    for fragment in run.bench.layout.fragments:
+    for fragment in run.task.layout.fragments:
         owners = {slot.name.rpartition(".")[0] for slot in fragment.params}
         assert {slot.name.rpartition(".")[0] for slot in fragment.buffers} <= owners
-    assert sum(f.buffer_numel for f in run.bench.layout.fragments) == sum(b.numel() for b in theta_of(run).buffers())
+    assert sum(f.buffer_numel for f in run.task.layout.fragments) == sum(b.numel() for b in theta_of(run).buffers())
     up = codec(run.config.protocol.codec_up)
     assert len(run.contributions()) >= 3
     for s in run.to_syncer():
-        if s.blob is not None:
-            fragment = run.bench.layout.fragments[s.body.fragment]
-            packet, buffers = s.blob.content
+        if s.payload is not None:
+            fragment = run.task.layout.fragments[s.body.fragment]
+            packet, buffers = s.payload.content
             assert buffers.dtype == torch.float32 and buffers.numel() == fragment.buffer_numel
-            assert s.blob.nbytes == up.nbytes(fragment.numel) + 4 * buffers.numel() and packet.nbytes == up.nbytes(fragment.numel)
+            assert s.payload.nbytes == up.nbytes(fragment.numel) + 4 * buffers.numel()
+            assert packet.nbytes == up.nbytes(fragment.numel)
     assert all(s.envelope.receiver != SYNCER for s in run.sent if isinstance(s.body, StateTransfer))
 
 
 def test_recovery_brings_moments_of_convolutions_and_statistics_from_a_peer() -> None:
     """... except learner to learner in recovery (invariant 4)."""
-    run = run_of("decoupled", Plan((Kill(4.4, 2, 2.0),)), learners=3, outer_steps=24)
+    run = run_of("decoupled", Plan((Kill(4.4, 2, 2.0),)), learners=3, total_steps=24)
     (transfer,) = [s for s in run.sent if isinstance(s.body, StateTransfer)]
-    content = transfer.blob.content
+    content = transfer.payload.content
     assert any(moment.dim() == 4 for moment in tensors_in(content["optimizer"]))
-    assert content["tensors"].keys() == named_tensors(run.bench.build()).keys()
+    assert content["tensors"].keys() == named_tensors(run.task.build()).keys()
     assert int(content["tensors"]["stem_norm.num_batches_tracked"]) > 0
 
 
 def test_learners_that_outnumber_processes_and_take_turns_do_not_touch_each_others_statistics() -> None:
     """... also when logical learners outnumber processes and take turns: the order of turns changes nothing."""
     clusters = ({"step_noise": 0.0}, {"step_noise": 0.3, "slow_share": 0.5, "slow_factor": 2.0})
-    even, uneven = (run_of("diloco", learners=5, outer_steps=2 * ROUND, cluster=cluster) for cluster in clusters)
+    even, uneven = (run_of("diloco", learners=5, total_steps=2 * ROUND, cluster=cluster) for cluster in clusters)
     turns = [[w for _, w, e, _ in run.log if isinstance(e, StepDone)] for run in (even, uneven)]
     assert turns[0] != turns[1] and even.digest() == uneven.digest()
-    states = [tensors_in(run.hands.learners[m].state()["optimizer"]) for m in range(5) for run in (even, uneven)]
+    states = [tensors_in(run.executor.learners[m].state()["optimizer"]) for m in range(5) for run in (even, uneven)]
     for one, other in zip(states[::2], states[1::2], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     assert all(not torch.equal(a[1], b[1]) for a, b in pairwise(states[::2]))
@@ -180,9 +181,9 @@ def test_evaluation_uses_the_merged_statistics_and_changes_none() -> None:
     """Held-out loss is that of Theta: its buffers are as the syncer merged them, before and after."""
     run = run_of("diloco")
     model = theta_of(run)
-    before, measured = buffers_of(model), run.bench.evaluate(model)
+    before, measured = buffers_of(model), run.task.evaluate(model)
     assert all(torch.equal(before[name], buffer) for name, buffer in buffers_of(model).items())
-    assert measured == run.bench.evaluate_theta(*run.hands.disk.theta())
-    fresh = run.bench.build()
+    assert measured == run.task.evaluate_theta(*run.executor.disk.theta())
+    fresh = run.task.build()
     nn.utils.vector_to_parameters(params_of(model), fresh.parameters())
-    assert run.bench.evaluate(fresh) != measured  # the statistics are part of the model
+    assert run.task.evaluate(fresh) != measured  # the statistics are part of the model

@@ -77,12 +77,12 @@ class Story:
         return sum(sizes) / len(sizes)
 
 
-def small(learners: int = 3, outer_steps: int = 60, **protocol: object) -> Config:
+def small(learners: int = 3, total_steps: int = 60, **protocol: object) -> Config:
     cluster = protocol.pop("cluster", {})
     limits = protocol.pop("limits", {})
     protocol = {"fragments": 6, "local_steps_per_round": 6} | protocol
     return load(preset_name="decoupled", overrides={
-        "learners": learners, "outer_steps": outer_steps, "protocol": protocol, "cluster": cluster, "limits": limits,
+        "learners": learners, "total_steps": total_steps, "protocol": protocol, "cluster": cluster, "limits": limits,
     })  # fmt: skip
 
 
@@ -321,22 +321,22 @@ def test_contribution_is_tagged_with_the_version_it_is_against_and_that_version_
 
 def test_outer_gradient_is_anchored_at_the_syncers_present_value() -> None:
     """delta_m = Theta_p - theta_{m,p}: the syncer rebuilds theta from its copy of the version it was sent against."""
-    run = Run(tiny_config("decoupled", learners=1, outer_steps=12, outer={"outer_optimizer": "sgd", "outer_learning_rate": 1.0},
+    run = Run(tiny_config("decoupled", learners=1, total_steps=12, outer={"outer_optimizer": "sgd", "outer_learning_rate": 1.0},
                           protocol={"fragmentation": "whole", "overlap": 1, "codec_up": "fp32", "codec_down": "fp32",
                                     "merge": "mean"}))  # fmt: skip
     # with one learner and outer SGD at rate 1, Theta must become exactly that learner's weights, whatever its anchor was
-    versions = run.hands.disk.versions[0]
+    versions = run.executor.disk.versions[0]
     for s in run.contributions():
         after, base = versions.get(s.body.outer_step), versions.get(s.body.anchor)
         if after is not None and base is not None:
-            theta = base.announced - codec("fp32").decode(s.blob.content[0])
+            theta = base.announced - codec("fp32").decode(s.payload.content[0])
             torch.testing.assert_close(after.theta, theta, rtol=1e-5, atol=1e-6)
 
 
 def test_difference_against_a_version_that_is_gone_is_refused_and_its_learner_recovers() -> None:
     """A difference against a version that is gone is refused and that learner goes through recovery: never re-based."""
     story = Story(
-        small(outer_steps=120, limits={"versions_max": 2, "silence_steps": 1e6, "first_pull_seconds": 1.0}),
+        small(total_steps=120, limits={"versions_max": 2, "silence_steps": 1e6, "first_pull_seconds": 1.0}),
         Plan((Pause(20.2, 2, 40.0),)),
     )
     assert story.cluster.syncer.outer_step == 120
@@ -346,11 +346,11 @@ def test_difference_against_a_version_that_is_gone_is_refused_and_its_learner_re
 
 def test_announced_version_is_the_previous_plus_what_was_decoded_and_the_residual_stays() -> None:
     """Down with a lossy codec: the announced version is previous + decoded, the syncer keeps the residual."""
-    run = Run(tiny_config("decoupled", outer_steps=24, protocol={"fragmentation": "balanced", "fragments": 2, "overlap": 1,
+    run = Run(tiny_config("decoupled", total_steps=24, protocol={"fragmentation": "balanced", "fragments": 2, "overlap": 1,
                                                                   "codec_down": "int4"}))  # fmt: skip
-    newest = run.hands.disk.newest()
+    newest = run.executor.disk.newest()
     assert any(not torch.equal(v.theta, v.announced) for v in newest)
-    for p, versions in enumerate(run.hands.disk.versions):
+    for p, versions in enumerate(run.executor.disk.versions):
         steps = sorted(versions)
         for before, after in pairwise(steps):
             assert torch.equal(
@@ -360,12 +360,12 @@ def test_announced_version_is_the_previous_plus_what_was_decoded_and_the_residua
 
 def test_learners_anchor_is_the_announced_version_byte_for_byte() -> None:
     """The learner's anchor equals the announced version byte for byte."""
-    run = Run(tiny_config("decoupled", outer_steps=24, protocol={"fragmentation": "balanced", "fragments": 2, "overlap": 1}))
+    run = Run(tiny_config("decoupled", total_steps=24, protocol={"fragmentation": "balanced", "fragments": 2, "overlap": 1}))
     checked = 0
-    for m, learner in run.hands.learners.items():
+    for m, learner in run.executor.learners.items():
         machine = run.cluster.learner(m)
         for p, anchor in enumerate(learner.anchors):
-            kept = run.hands.disk.versions[p].get(machine.held[p])
+            kept = run.executor.disk.versions[p].get(machine.held[p])
             if kept is not None:
                 assert torch.equal(anchor, kept.announced)
                 checked += 1
@@ -411,15 +411,15 @@ def test_newcomer_applies_what_it_buffered_and_only_the_newest_of_each_fragment(
 
 def test_newcomer_never_takes_over_the_peers_data_position() -> None:
     """It never takes over the peer's data position, RNG or error-feedback residual."""
-    run = Run(tiny_config("decoupled", learners=3, outer_steps=40, protocol={"fragmentation": "balanced", "fragments": 2,
+    run = Run(tiny_config("decoupled", learners=3, total_steps=40, protocol={"fragmentation": "balanced", "fragments": 2,
                                                                              "overlap": 1, "error_feedback": True}),
               plan=Plan((Kill(10.4, 2, 3.0),)))  # fmt: skip
     (transfer,) = [s for s in run.sent if isinstance(s.body, StateTransfer)]
-    assert set(transfer.blob.content) == {"tensors", "optimizer", "anchors", "round_start", "kept"}
+    assert set(transfer.payload.content) == {"tensors", "optimizer", "anchors", "round_start", "kept"}
     restarted = max(i for i, (_, w, e, _) in enumerate(run.log) if w == 2 and isinstance(e, Started))
     streams = {e.stream for _, w, _, fx in run.log[restarted:] if w == 2 for e in fx if isinstance(e, InnerStep)}
     assert streams == {2}
-    assert tensors_in(transfer.blob.content["optimizer"])
+    assert tensors_in(transfer.payload.content["optimizer"])
 
 
 def test_no_reachable_peer_means_theta_from_the_syncer_with_fresh_moments_and_a_reason() -> None:
@@ -446,7 +446,7 @@ def test_short_stall_needs_no_recovery() -> None:
 
 def test_joining_for_the_first_time_is_the_same_path() -> None:
     """Joining for the first time is the same path (scavenged compute)."""
-    story = Story(small(limits={"muster_seconds": 3.0}), Plan((Kill(0.0, 2, 25.0),)))
+    story = Story(small(limits={"start_wait_seconds": 3.0}), Plan((Kill(0.0, 2, 25.0),)))
     late = [r for r in story.effects(Recovered) if r.learner == 2]
     assert [r.source for r in late] == [0]
     assert any(2 in f.participants for f in story.effects(FixParticipants) if f.outer_step > 40)
@@ -457,7 +457,7 @@ def test_joining_for_the_first_time_is_the_same_path() -> None:
 
 def test_units_of_a_lost_learner_are_trained_by_somebody() -> None:
     """Unsettled units of a lost learner are re-issued (at least once; repeats counted)."""
-    story = Story(small(outer_steps=150), Plan((Kill(20.0, 2, 100.0),)))
+    story = Story(small(total_steps=150), Plan((Kill(20.0, 2, 100.0),)))
     (reissue,) = story.effects(Reissue)
     drawn = {(s.stream, s.batch // 6) for _, w, _, fx in story.log if w in (0, 1) for s in fx if isinstance(s, InnerStep)}
     assert reissue.learner == 2 and {(u.stream, u.index) for u in reissue.units} <= drawn
@@ -485,7 +485,7 @@ def test_every_token_has_a_fate_and_they_add_up() -> None:
 def uneven(**protocol: object) -> Config:
     """Eight learners, half of them 18 % slower, 10 % noise; 300 outer steps, on the default network."""
     return load(preset_name="decoupled", overrides={
-        "learners": 8, "outer_steps": 300, "protocol": protocol,
+        "learners": 8, "total_steps": 300, "protocol": protocol,
         "cluster": {"slow_share": 0.5, "slow_factor": 1.18, "step_noise": 0.10},
     })  # fmt: skip
 
@@ -525,7 +525,7 @@ def test_grace_alone_already_merges_more_than_none() -> None:
 
 def test_ramp_waits_in_its_synchronous_part_only() -> None:
     """While H_now <= tau the ramp is synchronous; waiting is allowed there and reported."""
-    config = load(preset_name="decoupled_ramp", overrides={"learners": 3, "outer_steps": 120})
+    config = load(preset_name="decoupled_ramp", overrides={"learners": 3, "total_steps": 120})
     story = Story(config)
     schedule = Schedule(config)
     sync = [t for t in range(1, 121) if schedule.policy(t).plain_average]
@@ -542,7 +542,7 @@ def test_ramp_waits_in_its_synchronous_part_only() -> None:
 def test_vector_clocks_only_grow_and_the_syncers_entry_is_its_outer_step(seed: int) -> None:
     """Vector clocks ride on every message: one's own count and the latest known of each other worker."""
     config = load(preset_name="decoupled", overrides={
-        "seed": seed, "learners": 3, "outer_steps": 30, "protocol": {"fragments": 6, "local_steps_per_round": 6},
+        "seed": seed, "learners": 3, "total_steps": 30, "protocol": {"fragments": 6, "local_steps_per_round": 6},
     })  # fmt: skip
     last: dict[int, tuple[int, ...]] = {}
     for e in Story(config).effects(Send):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import msgspec
 import pytest
 import torch
-from tiny import Run, tensors_in, tiny_bench, tiny_config
+from tiny import Run, tensors_in, tiny_config, tiny_task
 
 from atoll.codecs import codec
 from atoll.config import Config, Outer, load
 from atoll.errors import ConfigError
-from atoll.executor.hands import Blob
 from atoll.executor.learner import TensorLearner
 from atoll.executor.null import NullLearner
 from atoll.ids import SYNCER, nanos
+from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Adopt, Effect, Event, FixParticipants, InnerStep, Keep, Merge, Stage, StepDone, Wait
 from atoll.rules import Schedule, offsets
 from atoll.sim.cluster import Cluster
@@ -21,7 +21,7 @@ from atoll.sim.cluster import Cluster
 
 def streaming(**protocol: object) -> Config:
     sizes = {"fragmentation": "balanced", "fragments": 3, "local_steps_per_round": 6, "overlap": 2, "codec_up": "fp32"}
-    return tiny_config("streaming", outer_steps=24, protocol=sizes | protocol)
+    return tiny_config("streaming", total_steps=24, protocol=sizes | protocol)
 
 
 class Steps:
@@ -77,23 +77,23 @@ def test_learner_sends_its_difference_to_the_version_it_adopted() -> None:
     assert anchors[1, 8] == 2 and anchors[1, 14] == 8 and anchors[0, 12] == 6
     # with outer SGD at rate 1 and alpha 0, Theta must become the mean of what each learner had: adopted minus difference
     plain = Run(msgspec.structs.replace(run.config, outer=Outer(outer_optimizer="sgd", outer_learning_rate=1.0)))
-    versions = plain.hands.disk.versions[1]
+    versions = plain.executor.disk.versions[1]
     newest = max(versions)
     sent = [s for s in plain.contributions() if (s.body.fragment, s.body.outer_step) == (1, newest)]
-    had = [versions[s.body.anchor].announced - codec("fp32").decode(s.blob.content[0]) for s in sent]
+    had = [versions[s.body.anchor].announced - codec("fp32").decode(s.payload.content[0]) for s in sent]
     torch.testing.assert_close(versions[newest].theta, torch.stack(had).mean(0), rtol=1e-5, atol=1e-6)
 
 
 def test_adoption_mixes_own_and_global_by_alpha() -> None:
     """theta_p = alpha*theta_p + (1-alpha)*OuterOpt(Theta_p, merged delta). alpha 1: keep local; 0: take global; 0.5: average."""
     for alpha in (0.0, 0.5, 1.0):
-        bench = tiny_bench(tiny_config("diloco"))
-        learner = TensorLearner(bench, 0)
-        numel = bench.layout.fragments[0].numel
+        task = tiny_task(tiny_config("diloco"))
+        learner = TensorLearner(task, 0)
+        numel = task.layout.fragments[0].numel
         learner.execute(InnerStep(1, 0, 0, 0), None)
         own = torch.cat([p.detach().reshape(-1) for p in learner.model.parameters()]).clone()
         theta = torch.linspace(-1, 1, numel)
-        learner.execute(Keep(0, 1, -1), Blob("fragment", 0, (theta, torch.empty(0))))
+        learner.execute(Keep(0, 1, -1), Payload("fragment", 0, (theta, torch.empty(0))))
         learner.execute(Adopt(0, 1, alpha, True, "due"), None)
         now = torch.cat([p.detach().reshape(-1) for p in learner.model.parameters()])
         torch.testing.assert_close(now, alpha * own + (1 - alpha) * theta)
@@ -105,9 +105,9 @@ def test_outer_step_starts_from_the_last_synchronised_copy_and_never_from_mixed_
     run = Run(streaming(alpha=0.5))
     merges = [m for m in run.effects(Merge) if m.fragment == 1]
     assert [m.previous for m in merges] == [0, *[m.outer_step for m in merges[:-1]]]
-    learner = run.hands.learners[0]
+    learner = run.executor.learners[0]
     mixed = {n: t.detach() for n, t in learner.model.named_parameters()}
-    for p, fragment in enumerate(run.bench.layout.fragments):
+    for p, fragment in enumerate(run.task.layout.fragments):
         anchor = learner.anchors[p]
         whole = torch.cat([mixed[s.name].reshape(-1) for s in fragment.params])
         assert not torch.equal(anchor, whole)
@@ -122,7 +122,7 @@ def test_overlap_must_stay_below_h() -> None:
 
 def test_overlap_may_differ_per_learner() -> None:
     """tau may differ per learner (robust to a gap of about 5)."""
-    config = tiny_config("streaming", outer_steps=36, protocol={
+    config = tiny_config("streaming", total_steps=36, protocol={
         "fragmentation": "balanced", "fragments": 3, "local_steps_per_round": 9, "overlap": 1, "overlap_by_learner": (1, 6),
     })  # fmt: skip
     steps = Steps(config)
@@ -174,12 +174,12 @@ def test_peak_bytes_of_a_round_are_those_of_one_fragment() -> None:
 def test_outer_gradients_go_up_in_four_bits_and_come_down_in_full() -> None:
     """wire up / down: e3m0 / fp32."""
     run = Run(streaming(codec_up="e3m0"))
-    fragment = run.bench.layout.fragments[1]
+    fragment = run.task.layout.fragments[1]
     up = [s for s in run.contributions() if s.body.fragment == 1]
-    assert {s.blob.nbytes for s in up} == {codec("e3m0").nbytes(fragment.numel)}
-    down = [s for s in run.sent if s.envelope.sender == SYNCER and s.blob is not None and s.body.fragment == 1]
-    assert {s.blob.nbytes for s in down} == {4 * fragment.numel}
-    assert all(len(tensors_in(s.blob.content)) == 2 for s in down)
+    assert {s.payload.nbytes for s in up} == {codec("e3m0").nbytes(fragment.numel)}
+    down = [s for s in run.sent if s.envelope.sender == SYNCER and s.payload is not None and s.body.fragment == 1]
+    assert {s.payload.nbytes for s in down} == {4 * fragment.numel}
+    assert all(len(tensors_in(s.payload.content)) == 2 for s in down)
 
 
 def test_virtual_time_of_streaming_with_enough_overlap_is_that_of_training_alone() -> None:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from atoll.chaos import Plan
 from atoll.config import Config, load
-from atoll.executor.hands import Blob, Hands
-from atoll.executor.syncer import TensorHands
-from atoll.executor.workbench import Workbench, layout_for
+from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId
+from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.vocabulary import Effect, Event, Message, Send
 from atoll.sim.cluster import Cluster
-from atoll.workload.mlp import BatchNormMlp, Mlp
-from atoll.workload.seeds import generator
+from atoll.tasks.task import Task, layout_for
+from atoll.workload.data.seeds import generator
+from atoll.workload.models.mlp import BatchNormMlp, Mlp
 
 Build = Callable[[], nn.Module]
 
@@ -32,10 +32,10 @@ def batch_norm_mlp() -> nn.Module:
     return BatchNormMlp(3, inputs=4, hidden=5, outputs=2)
 
 
-def tiny_config(preset: str = "diloco", *, learners: int = 2, outer_steps: int = 12, **sections: Any) -> Config:
+def tiny_config(preset: str = "diloco", *, learners: int = 2, total_steps: int = 12, **sections: Any) -> Config:
     protocol = {"local_steps_per_round": 4} | sections.pop("protocol", {})
     inner = {"learning_rate": 0.05, "warmup_share": 0.0, "schedule": "constant"} | sections.pop("inner", {})
-    top = {"learners": learners, "outer_steps": outer_steps, "protocol": protocol, "inner": inner}
+    top = {"learners": learners, "total_steps": total_steps, "protocol": protocol, "inner": inner}
     return load(preset_name=preset, overrides=top | sections)
 
 
@@ -45,7 +45,7 @@ def batch_at(seed: int, stream: int, position: int, rows: int) -> tuple[Tensor, 
     return x, torch.stack([x.sum(1).sin(), (x[:, 0] * x[:, 1]).cos()], dim=1)
 
 
-def tiny_bench(config: Config, build: Build = mlp) -> Workbench:
+def tiny_task(config: Config, build: Build = mlp) -> Task:
     sizes = config.data.samples_by_learner
 
     def batch(learner: int, stream: int, position: int) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def tiny_bench(config: Config, build: Build = mlp) -> Workbench:
     def loss(model: nn.Module, drawn: tuple[Tensor, Tensor]) -> Tensor:
         return F.mse_loss(model(drawn[0]), drawn[1])
 
-    return Workbench(
+    return Task(
         config, build, batch, loss, lambda drawn: (4 * drawn[0].shape[0], drawn[0].shape[0]), lambda model: 0.0,
         layout_for(config, build()), "tiny",
     )  # fmt: skip
@@ -63,29 +63,29 @@ def tiny_bench(config: Config, build: Build = mlp) -> Workbench:
 class Sent:
     """One message with the bytes beside it."""
 
-    def __init__(self, send: Send, blob: Blob | None) -> None:
-        self.envelope, self.body, self.blob = send.envelope, send.envelope.body, blob
+    def __init__(self, send: Send, payload: Payload | None) -> None:
+        self.envelope, self.body, self.payload = send.envelope, send.envelope.body, payload
 
 
 class Run:
     """A cluster that trains; everything that was sent and every effect, to look at afterwards."""
 
     def __init__(
-        self, config: Config, build: Build = mlp, plan: Plan | None = None, bench: Workbench | None = None
+        self, config: Config, build: Build = mlp, plan: Plan | None = None, task: Task | None = None
     ) -> None:
         self.config = config
-        self.bench = bench or tiny_bench(config, build)
-        self.hands = TensorHands(self.bench)
+        self.task = task or tiny_task(config, build)
+        self.executor = TensorExecutor(self.task)
         self.sent: list[Sent] = []
         self.log: list[tuple[Nanos, WorkerId, Event, Sequence[Effect]]] = []
-        self.cluster = Cluster(config, plan=plan, hands_for=self._hands, observers=[self._watch])
+        self.cluster = Cluster(config, plan=plan, executor_for=self._executor, observers=[self._watch])
         self.cluster.run(until_seconds=5000)
 
     def _watch(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
         self.log.append((now, worker, event, tuple(effects)))
 
-    def _hands(self, worker: WorkerId, incarnation: Incarnation) -> Hands:
-        return _Remembering(self.hands(worker, incarnation), self.sent)
+    def _executor(self, worker: WorkerId, incarnation: Incarnation) -> Executor:
+        return _Remembering(self.executor(worker, incarnation), self.sent)
 
     def effects(self, *kinds: type, of: WorkerId | None = None) -> list[Any]:
         return [e for _, w, _, effects in self.log if of in (None, w) for e in effects if isinstance(e, kinds)]
@@ -94,26 +94,26 @@ class Run:
         return [s for s in self.sent if s.envelope.receiver == SYNCER]
 
     def contributions(self) -> list[Sent]:
-        return [s for s in self.to_syncer() if s.blob is not None]
+        return [s for s in self.to_syncer() if s.payload is not None]
 
     def digest(self) -> str:
-        return self.hands.disk.theta_sha256()
+        return self.executor.disk.theta_sha256()
 
 
 class _Remembering:
-    def __init__(self, hands: Hands, sent: list[Sent]) -> None:
-        self._hands, self._sent = hands, sent
+    def __init__(self, executor: Executor, sent: list[Sent]) -> None:
+        self._executor, self._sent = executor, sent
 
-    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
-        return self._hands.execute(effect, blob)
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
+        return self._executor.execute(effect, payload)
 
-    def inspect(self, body: Message, blob: Blob) -> str:
-        return self._hands.inspect(body, blob)
+    def inspect(self, body: Message, payload: Payload) -> str:
+        return self._executor.inspect(body, payload)
 
-    def blob_for(self, send: Send) -> Blob | None:
-        blob = self._hands.blob_for(send)
-        self._sent.append(Sent(send, blob))
-        return blob
+    def payload_for(self, send: Send) -> Payload | None:
+        payload = self._executor.payload_for(send)
+        self._sent.append(Sent(send, payload))
+        return payload
 
 
 def tensors_in(value: Any) -> list[Tensor]:

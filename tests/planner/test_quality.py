@@ -9,7 +9,7 @@ import pytest
 
 from atoll.planner import quality
 from atoll.planner.site import Quality
-from atoll.sim.published import COMPRESSION, QUALITY, SIZES
+from atoll.sim.estimates.published import COMPRESSION, QUALITY, SIZES
 
 Q = Quality()
 

@@ -21,7 +21,7 @@ from atoll.planner.division import divisions, failure_model, pace_share
 from atoll.planner.score import INTERVAL_SIMULATED, Candidate, Judge, Memory
 from atoll.planner.search import Found, neighbours, search, simplest
 from atoll.planner.site import Cluster
-from atoll.sim.decoupled import decoupled, settings_for
+from atoll.sim.estimates.decoupled import decoupled, settings_for
 from atoll.sim.run import run_virtual
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
@@ -228,7 +228,7 @@ def test_the_recipe_trains(name: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.toml"
     path.write_text(recipe.to_toml(found.best, Judge(cluster, memory), name), encoding="utf8")
     small = {
-        "outer_steps": 30, "learners": min(3, load(path).learners),
+        "total_steps": 30, "learners": min(3, load(path).learners),
         "data": {"seq_len": 8, "batch_size": 2, "max_bytes": 200_000, "heldout_batches": 2},
         "model": {"numbers": {"width": 32, "heads": 2, "mlp": 64}},
     }  # fmt: skip

@@ -48,14 +48,14 @@ def arrival(learners: int = 3, *, fragments: int = 2, interval: int = 2, overlap
     plain = {"grace": "none", "pace": 0.0} | protocol
     sizes = {"fragments": fragments, "local_steps_per_round": interval, "overlap": overlap}
     limits = {"patience_seconds": 0.0} | plain.pop("limits", {})
-    top = {"learners": learners, "outer_steps": plain.pop("outer_steps", 40)}
+    top = {"learners": learners, "total_steps": plain.pop("total_steps", 40)}
     return load(preset_name="decoupled", overrides=top | {"protocol": sizes | plain, "limits": limits})
 
 
-def exact(preset: str = "diloco", learners: int = 2, *, interval: int = 2, outer_steps: int = 40, **protocol: Any) -> Config:
+def exact(preset: str = "diloco", learners: int = 2, *, interval: int = 2, total_steps: int = 40, **protocol: Any) -> Config:
     limits = {"patience_seconds": 0.0} | protocol.pop("limits", {})
     protocol = {"local_steps_per_round": interval} | protocol
-    top = {"learners": learners, "outer_steps": outer_steps}
+    top = {"learners": learners, "total_steps": total_steps}
     return load(preset_name=preset, overrides=top | {"protocol": protocol, "limits": limits})
 
 

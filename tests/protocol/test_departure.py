@@ -210,7 +210,7 @@ def test_what_one_says_after_its_goodbye_costs_its_connection_and_changes_nothin
     poisoned = s.hears(0, s.contribution(0, 1, 1), flaw="fragment 1 holds NaN or Inf")
     assert of(poisoned, Refuse)[0].disconnect
     assert s.machine.fates() == fates
-    assert s.machine.leases._books.keys() == {1}
+    assert s.machine.leases.by_learner.keys() == {1}
 
 
 def test_one_that_left_may_come_back_as_a_new_process() -> None:

@@ -326,7 +326,7 @@ def test_exact_adoption_with_the_result_missing_waits_tau_steps_past_the_pull() 
 
 
 def test_exact_adoption_takes_exactly_the_last_outer_step_and_no_local_step_beyond() -> None:
-    stage = LearnerStage(exact("diloco", interval=2, outer_steps=3))
+    stage = LearnerStage(exact("diloco", interval=2, total_steps=3))
     stage.enters()
     stage.steps()
     stage.steps()

@@ -62,7 +62,7 @@ def test_learner_that_went_on_by_itself_before_a_grant_came_draws_what_was_befor
         assert leases.may_draw(0, stream, batch), f"step {step} draws batch {batch} of {stream}"
         leases.drew(0, stream, batch, step)
         drawn.append(Unit(stream, batch // 4))
-        done = {unit for unit, _ in leases._books[0].done}
+        done = {unit for unit, _ in leases.by_learner[0].done}
         assert done <= set(drawn), "nothing is done before it was drawn"
         if step == 5:  # into the unit that it gave itself
             assert drawn[-1] == Unit(0, 1)
@@ -211,7 +211,7 @@ class Life:
         if units:
             self.batches[m].granted(Grant(units, self.leases.own_next(m)))
 
-    def born(self, m: int) -> None:
+    def forked(self, m: int) -> None:
         self.leases.release(m)
         self.batches[m], self.steps[m], self.unmerged[m] = Batches(m, self.interval), 0, []
         self.grant(m)
@@ -235,9 +235,9 @@ class Life:
 def test_every_batch_drawn_is_merged_or_in_flight_or_issued_again(interval: int, acts: list[tuple[str, int]]) -> None:
     life = Life(3, interval)
     for m in range(3):
-        life.born(m)
+        life.forked(m)
     for act, m in acts:
-        {"s": life.step, "p": life.pull, "d": life.born}[act](m)
+        {"s": life.step, "p": life.pull, "d": life.forked}[act](m)
     for m in range(3):  # everybody dies; what was not merged must be in the pool
         life.leases.release(m)
     pool = set(life.leases._pool)

@@ -16,7 +16,6 @@ from atoll.protocol.leases import Leases
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Announce,
-    Books,
     Connected,
     Contribution,
     Enter,
@@ -24,6 +23,7 @@ from atoll.protocol.vocabulary import (
     Grant,
     Hello,
     InnerStep,
+    LearnerState,
     Lease,
     LoadSnapshot,
     Membership,
@@ -37,7 +37,7 @@ from atoll.protocol.vocabulary import (
     Restored,
     Resumed,
     Stage,
-    Stance,
+    SyncerState,
     TakeTheta,
     Tick,
     Ticket,
@@ -52,15 +52,15 @@ def units(stream: int, *indices: int) -> tuple[Unit, ...]:
     return tuple(Unit(stream, i) for i in indices)
 
 
-def books(*leases: Lease, outer_step: int = 10, pool: tuple[Unit, ...] = (), fragments: int = 2) -> Books:
+def syncer_state(*leases: Lease, outer_step: int = 10, pool: tuple[Unit, ...] = (), fragments: int = 2) -> SyncerState:
     """Every stream was granted up to unit 6; two versions of each fragment are kept."""
     kept = tuple((outer_step - 3 + p % 2, outer_step - 1 + p % 2) for p in range(fragments))
-    return Books(outer_step, kept, tuple((lease.learner, 6) for lease in leases), pool, leases)
+    return SyncerState(outer_step, kept, tuple((lease.learner, 6) for lease in leases), pool, leases)
 
 
-def resumed(books: Books, learners: int = 2, **changes: Any) -> SyncerStage:
+def resumed(syncer_state: SyncerState, learners: int = 2, **changes: Any) -> SyncerStage:
     s = SyncerStage(arrival(learners, **changes))
-    s.on(Restored(books))
+    s.on(Restored(syncer_state))
     return s
 
 
@@ -75,7 +75,7 @@ def back(s: SyncerStage, m: int, left: tuple[Unit, ...], *, held: tuple[int, ...
 def holdings(leases: Leases) -> Counter[Unit]:
     """Every unit that somebody holds or that waits in the pool."""
     found = Counter(leases._pool)
-    for book in leases._books.values():
+    for book in leases.by_learner.values():
         found.update(book.granted)
         found.update(unit for unit, _ in book.done)
     return found
@@ -86,13 +86,13 @@ def holdings(leases: Leases) -> Counter[Unit]:
 
 def test_restored_syncer_awaits_the_learners_of_the_snapshot_and_says_nothing_else() -> None:
     s = SyncerStage(arrival(2))
-    assert s.on(Restored(books(*TWO))) == [Membership(0, "lost", LOST), Membership(1, "lost", LOST)]
+    assert s.on(Restored(syncer_state(*TWO))) == [Membership(0, "lost", LOST), Membership(1, "lost", LOST)]
     assert s.machine.outer_step == 10
     assert list(s.machine.rounds) == [11]  # not the first round of a new run, which had begun to gather
 
 
 def test_first_round_of_a_resumed_run_follows_the_snapshot() -> None:
-    s = resumed(books(*TWO))
+    s = resumed(syncer_state(*TWO))
     for m in (0, 1):
         back(s, m, units(m, 4, 5))
         s.cast[m].held, s.cast[m].batch = list(NEWEST), 7
@@ -100,45 +100,45 @@ def test_first_round_of_a_resumed_run_follows_the_snapshot() -> None:
 
 
 def test_hello_of_a_resumed_learner_claims_its_own_leases() -> None:
-    s = resumed(books(*TWO))
+    s = resumed(syncer_state(*TWO))
     effects = back(s, 1, units(1, 4, 5))
     assert others(effects) == [Membership(1, "joining", "resumes"), Membership(1, "in_sync", "stands at outer step 10")]
     assert sent(effects) == [Welcome(10), Grant(units(1, 6), 7), Enter(1, 10)]
-    book = s.machine.leases._books[1]
+    book = s.machine.leases.by_learner[1]
     assert list(book.granted) == list(units(1, 4, 5, 6))
     assert [u for u, _ in book.done] == list(units(1, 3))
 
 
 def test_unit_drawn_after_the_syncers_cut_and_before_the_learners_is_done() -> None:
-    s = resumed(books(*TWO))
+    s = resumed(syncer_state(*TWO))
     back(s, 0, units(0, 5), own_next=6)
-    assert [u for u, _ in s.machine.leases._books[0].done] == list(units(0, 3, 4))
+    assert [u for u, _ in s.machine.leases.by_learner[0].done] == list(units(0, 3, 4))
 
 
 def test_resumed_learner_that_is_behind_the_newest_version_is_sent_it_before_it_enters() -> None:
-    s = resumed(books(*TWO))
+    s = resumed(syncer_state(*TWO))
     effects = back(s, 0, units(0, 4, 5), held=(7, 10))
     assert [type(b) for b in sent(effects, 0)] == [Welcome, Announce, Grant, Enter]
     assert sent(effects, 0, Announce) == [Announce(9, 0, 7, ())] or sent(effects, 0, Announce) == [Announce(9, 0, -1, ())]
 
 
 def test_resumed_learner_whose_versions_were_forgotten_recovers_and_keeps_its_leases() -> None:
-    s = resumed(books(*TWO))
+    s = resumed(syncer_state(*TWO))
     effects = back(s, 0, units(0, 4, 5), held=(3, 10))
     assert sent(effects, 0, Recover) == [Recover("its versions were forgotten while it was away")]
     assert of(effects, Reissue) == []
-    assert set(s.machine.leases._books[0].granted) == set(units(0, 4, 5))
+    assert set(s.machine.leases.by_learner[0].granted) == set(units(0, 4, 5))
 
 
 def test_resumed_learner_that_comes_with_nothing_gives_its_leases_back() -> None:
-    s = resumed(books(*TWO))
+    s = resumed(syncer_state(*TWO))
     effects = s.hello(1)
     assert of(effects, Reissue) == [Reissue(1, units(1, 3, 4, 5), 1)]
 
 
 def test_leases_are_claimed_once() -> None:
     """A second process in the learner's name does not hold what the first one holds."""
-    s = resumed(books(*TWO))
+    s = resumed(syncer_state(*TWO))
     back(s, 1, units(1, 4, 5))
     effects = s.comes_back(1)
     assert set(of(effects, Reissue)[0].units) == set(units(1, 3, 4, 5, 6))
@@ -146,10 +146,10 @@ def test_leases_are_claimed_once() -> None:
 
 
 def test_missing_learners_units_are_issued_again_after_a_while_and_not_before() -> None:
-    s = resumed(books(*TWO), learners=1)
+    s = resumed(syncer_state(*TWO), learners=1)
     back(s, 0, units(0, 4, 5))
     s.cast[0].held, s.cast[0].batch = list(NEWEST), 6
-    muster = 60_000 * MS
+    start_wait = 60_000 * MS
     reissued: list[tuple[int, Reissue]] = []
     for k in range(1, 800):
         effects = s.steps(0, at=k * 100 * MS) + s.passes(s.now)
@@ -160,13 +160,13 @@ def test_missing_learners_units_are_issued_again_after_a_while_and_not_before() 
             effects += s.stored(round_.outer_step)
         reissued += [(s.now, e) for e in of(effects, Reissue)]
     ((at, reissue),) = reissued
-    assert at > muster
+    assert at > start_wait
     assert reissue == Reissue(1, units(1, 3, 4, 5), 1)
     assert s.machine.outer_step == 40
 
 
 def test_learner_more_than_the_snapshot_had_joins_by_a_peer_once_one_is_in_sync() -> None:
-    s = resumed(books(*TWO), learners=3)
+    s = resumed(syncer_state(*TWO), learners=3)
     back(s, 0, units(0, 4, 5))
     back(s, 1, units(1, 4, 5))
     s.cast[0].held = s.cast[1].held = list(NEWEST)
@@ -177,7 +177,7 @@ def test_learner_more_than_the_snapshot_had_joins_by_a_peer_once_one_is_in_sync(
 
 
 def test_learner_more_than_the_snapshot_had_takes_theta_where_nobody_is_in_sync() -> None:
-    s = resumed(books(*TWO), learners=3)
+    s = resumed(syncer_state(*TWO), learners=3)
     (take,) = sent(s.hello(2), 2, TakeTheta)
     assert take == TakeTheta(1, "no peer is in sync")
     assert of(s.loads(2, 1), Recovered) != []
@@ -187,7 +187,7 @@ def test_preset_that_waits_for_all_does_not_wait_for_learners_that_never_came_to
     """A dead rank stops data-parallel training; one that was not started again never was a rank of this run."""
     three = tuple(Lease(m, units(m, 4, 5), ()) for m in range(3))
     s = SyncerStage(exact("ddp", learners=2, interval=1))
-    s.on(Restored(Books(10, ((9, 10),), tuple((m, 6) for m in range(3)), (), three)))
+    s.on(Restored(SyncerState(10, ((9, 10),), tuple((m, 6) for m in range(3)), (), three)))
     for m in (0, 1):
         s.hello(m, held=(10,), left=units(m, 4, 5), own_next=6)
         s.cast[m].held, s.cast[m].batch = [10], 9
@@ -196,7 +196,7 @@ def test_preset_that_waits_for_all_does_not_wait_for_learners_that_never_came_to
 
 
 def test_tokens_trained_before_the_snapshot_are_not_counted_again() -> None:
-    s = resumed(books(*TWO), learners=1)
+    s = resumed(syncer_state(*TWO), learners=1)
     s.cast[0] = actor = Cast(s.config)
     actor.local_step, actor.batch, actor.held = 24, 8, list(NEWEST)
     back(s, 0, units(0, 4, 5))
@@ -207,12 +207,12 @@ def test_tokens_trained_before_the_snapshot_are_not_counted_again() -> None:
 
 # ---------------------------------------------------------------- the learner
 
-STANCE = Stance((9, 10), 11, 10, units(0, 4, 5), 1, 6, 24, 2400, 24, ((3, 300, 3), (1, 100, 1)))
+LEARNER_STATE = LearnerState((9, 10), 11, 10, units(0, 4, 5), 1, 6, 24, 2400, 24, ((3, 300, 3), (1, 100, 1)))
 
 
-def resumed_learner(stance: Stance = STANCE, **changes: Any) -> LearnerStage:
+def resumed_learner(learner_state: LearnerState = LEARNER_STATE, **changes: Any) -> LearnerStage:
     stage = LearnerStage(arrival(2, **changes))
-    assert stage.on(Resumed(10, stance)) == [LoadSnapshot(10)]
+    assert stage.on(Resumed(10, learner_state)) == [LoadSnapshot(10)]
     stage.syncer_clock = 10
     return stage
 
@@ -245,7 +245,7 @@ def test_resumed_learner_weighs_what_it_trained_since_its_last_adoption() -> Non
 def test_contribution_of_a_resumed_learner_that_stands_where_it_is_due_weighs_its_whole_interval() -> None:
     """Counted from zero it would weigh nothing, and all it trained since the last round would be thrown away."""
     stage = LearnerStage(exact(interval=4))
-    stage.on(Resumed(10, Stance((8,), 12, 10, units(0, 3), 0, 5, 12, 1200, 12, ((4, 400, 4),))))
+    stage.on(Resumed(10, LearnerState((8,), 12, 10, units(0, 3), 0, 5, 12, 1200, 12, ((4, 400, 4),))))
     stage.syncer_clock = 10
     stage.connects()
     effects = stage.hears(Enter(1, 10))
@@ -271,11 +271,11 @@ def test_unit_drawn_to_its_end_is_not_part_of_a_stance() -> None:
     stage.hears(Tick(2))
     (record,) = of(stage.steps(), RecordState)
     # the learner drew two batches of its own before the grant came: units 0 (self-issued), then 1
-    assert (record.stance.left, record.stance.offset) == (units(0, 1), 1)
+    assert (record.learner_state.left, record.learner_state.offset) == (units(0, 1), 1)
     stage.syncer_clock = 4
     stage.hears(Tick(4))
     (record,) = of(stage.steps(), RecordState)
-    assert (record.stance.left, record.stance.offset) == ((), 0)
+    assert (record.learner_state.left, record.learner_state.offset) == ((), 0)
 
 
 def test_grant_from_after_the_cut_is_not_part_of_a_stance() -> None:
@@ -287,9 +287,9 @@ def test_grant_from_after_the_cut_is_not_part_of_a_stance() -> None:
     stage.hears(Grant(units(1, 7), 2))
     effects = stage.steps()
     (record,) = of(effects, RecordState)
-    assert Unit(1, 7) not in record.stance.left
-    stance_left = [stage.machine._batches.draw() for _ in range(4)]
-    assert (1, 14) in stance_left  # but it is there for the steps that follow
+    assert Unit(1, 7) not in record.learner_state.left
+    learner_state_left = [stage.machine._batches.draw() for _ in range(4)]
+    assert (1, 14) in learner_state_left  # but it is there for the steps that follow
 
 
 def test_grant_held_back_for_a_snapshot_is_in_the_hello_of_a_broken_connection() -> None:
@@ -375,7 +375,7 @@ def test_no_unit_is_held_twice_or_lost_whoever_comes_back_in_whatever_order(
             past.draw(m, reports=False)
     s = SyncerStage(arrival(5, interval=interval) if interval > 1 else exact("ddp", 5, interval=1))
     fragments = s.config.protocol.fragments
-    s.on(Restored(Books(10, ((9, 10),) * fragments, own_next, pool, leases)))
+    s.on(Restored(SyncerState(10, ((9, 10),) * fragments, own_next, pool, leases)))
     for m in comes:
         if m < 3 and how[m] == "back":
             left, _, mine = past.batches[m].place()
@@ -391,7 +391,7 @@ def test_no_unit_is_held_twice_or_lost_whoever_comes_back_in_whatever_order(
             place = past.batches[m].place()
             mine = Batches(m, interval)
             mine.restore(*place)
-            granted = leases_now._books[m].granted
+            granted = leases_now.by_learner[m].granted
             assert tuple(granted)[: len(place[0])] == place[0]
 
 
@@ -401,14 +401,14 @@ def test_books_of_a_snapshot_are_those_of_the_moment() -> None:
     s.steps(0)
     s.contributes(0, 2, 0)
     (record,) = of(s.stored(2), RecordSyncer)
-    assert record.books == Books(
+    assert record.syncer_state == SyncerState(
         2, ((0, 2), (0, 1)), ((0, 3), (1, 2)), (),
         (Lease(0, units(0, 1, 2), units(0, 0)), Lease(1, units(1, 0, 1), ())),
     )  # fmt: skip
 
 
 def test_stage_holds_no_version_for_learners_that_have_not_come_back() -> None:
-    s = resumed(books(*TWO))
+    s = resumed(syncer_state(*TWO))
     member = s.machine.roster.get(0)
     assert member is not None
     assert member.held == [NO_VERSION] * 2

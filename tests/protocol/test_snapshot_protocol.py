@@ -94,7 +94,7 @@ def test_snapshot_open_when_the_syncer_restarts_is_abandoned() -> None:
 
 
 def test_snapshot_open_at_the_end_is_abandoned() -> None:
-    s = SyncerStage(arrival(2, snapshot_interval=2, outer_steps=3), joined=2)
+    s = SyncerStage(arrival(2, snapshot_interval=2, total_steps=3), joined=2)
     for _ in range(2):
         s.full_round(who=[0])
     s.steps(0)
@@ -162,7 +162,7 @@ def small(preset: str) -> Config:
     protocol = {"local_steps_per_round": 4, "fragments": 4, "snapshot_interval": 8}
     protocol |= {"overlap": 4} if preset == "async_diloco" else {}
     protocol |= {"fragmentation": "balanced"} if preset == "streaming" else {}
-    return load(preset_name=preset, overrides={"learners": 4, "outer_steps": 80, "protocol": protocol})
+    return load(preset_name=preset, overrides={"learners": 4, "total_steps": 80, "protocol": protocol})
 
 
 @pytest.mark.parametrize("preset", ["decoupled", "decoupled_ramp", "streaming", "diloco", "async_diloco", "fedavg"])

@@ -97,7 +97,7 @@ def test_report_under_exact_adoption_counts_once_the_learner_stands_at_the_outer
 
 
 def test_first_round_waits_for_the_declared_learners_until_the_muster_ends() -> None:
-    s = SyncerStage(arrival(3, limits={"muster_seconds": 0.5}), joined=2)
+    s = SyncerStage(arrival(3, limits={"start_wait_seconds": 0.5}), joined=2)
     assert of(s.steps(0), FixParticipants) == []
     assert s.machine.deadline() == SECOND // 2
     (fixed,) = of(s.passes(SECOND // 2), FixParticipants)
@@ -677,7 +677,7 @@ def test_versions_of_a_fragment_never_exceed_the_limit_and_the_laggard_recovers(
 
 
 def test_last_outer_step_finishes_the_run_and_tells_everybody() -> None:
-    s = SyncerStage(arrival(2, outer_steps=2), joined=2)
+    s = SyncerStage(arrival(2, total_steps=2), joined=2)
     s.full_round(who=[0])
     s.steps(0)
     s.contributes(0, 2, 0)
@@ -688,7 +688,7 @@ def test_last_outer_step_finishes_the_run_and_tells_everybody() -> None:
 
 
 def test_finished_syncer_opens_no_round_and_tells_whoever_comes() -> None:
-    s = SyncerStage(arrival(2, outer_steps=2), joined=2)
+    s = SyncerStage(arrival(2, total_steps=2), joined=2)
     s.full_round(who=[0])
     s.full_round(who=[0])
     assert of(s.steps(0), FixParticipants) == []

@@ -57,10 +57,10 @@ BIG = (COUNT_MAX + 1, 2**62)
 def seen(s: SyncerStage) -> tuple[object, ...]:
     """What must not change by a refusal."""
     m = s.machine
-    books = {k: (tuple(b.granted), tuple(b.done), b.ahead) for k, b in m.leases._books.items()}
+    syncer_state = {k: (tuple(b.granted), tuple(b.done), b.ahead) for k, b in m.leases.by_learner.items()}
     rounds = {t: (r.phase, r.participants) for t, r in m.rounds.items()}
     members = {k.learner: (k.standing, k.reported, k.tokens, tuple(k.held), k.position) for k in m.roster}
-    return m.fates(), books, dict(m.leases._next), tuple(m.leases._pool), rounds, members, m.outer_step
+    return m.fates(), syncer_state, dict(m.leases._next), tuple(m.leases._pool), rounds, members, m.outer_step
 
 
 def refuses(s: SyncerStage, learner: int, body: Message) -> str:
@@ -368,7 +368,7 @@ class Storm:
         assert fates.in_flight >= 0
         assert fates.trained <= 2 * COUNT_MAX * 4
         assert len(m.roster) <= 2
-        assert len(m.leases._books) <= 2
+        assert len(m.leases.by_learner) <= 2
         assert len(m.rounds) <= m.config.protocol.overlap + 1
         assert all(m.versions.count(p) <= m.config.limits.versions_max for p in range(2))
 
@@ -376,7 +376,7 @@ class Storm:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(WORDS, st.booleans(), st.sampled_from(["", "", "", "the norm", "NaN"])), min_size=20, max_size=60))
 def test_no_word_of_a_learner_makes_the_syncer_raise_or_grow(words: list[tuple[Message, bool, str]]) -> None:
-    storm = Storm(arrival(2, outer_steps=1000))
+    storm = Storm(arrival(2, total_steps=1000))
     for k, (word, in_order, flaw) in enumerate(words):
         storm.lie(word, in_order=in_order or k % 3 > 0, flaw=flaw)
         storm.check()
@@ -386,7 +386,7 @@ def test_no_word_of_a_learner_makes_the_syncer_raise_or_grow(words: list[tuple[M
 def test_honest_learner_completes_rounds_through_thousands_of_lies(seed: int) -> None:
     """Two lies between each two of its steps."""
     rng = random.Random(seed)
-    storm = Storm(arrival(2, outer_steps=100_000, overlap=1))
+    storm = Storm(arrival(2, total_steps=100_000, overlap=1))
     storm.honest_round()  # a pull is measured: from here on nobody waits a minute for the liar's
     for k, word in enumerate(_lies(rng, 4000)):
         storm.lie(word, flaw=rng.choice(["", "", "", "the norm"]))

@@ -28,7 +28,7 @@ def test_random_plan_of_the_long_soak_violates_no_invariant(seed: int) -> None:
 def test_scenarios_are_as_hard_as_they_claim() -> None:
     """At least 200 outer steps and 10 faults each, 2 to 16 learners, and ambushes on recoveries and snapshots."""
     scenarios = [Scenario(seed) for seed in QUICK]
-    assert all(s.config.outer_steps >= 200 for s in scenarios)
+    assert all(s.config.total_steps >= 200 for s in scenarios)
     assert OUTER_STEPS >= 200
     assert all(len(s.plan.faults) >= 10 for s in scenarios)
     sizes = {s.config.learners for s in scenarios}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from resumption import Run, ShelvingHands
+from resumption import RecordingExecutor, Run
 
 from atoll.config import Config, load
 from atoll.executor.null import wire_bits
@@ -33,12 +33,12 @@ def slow_link(upload_steps: float, fragments: int = 8, **protocol: object) -> Co
     bits = parameters / fragments * wire_bits(load(preset_name="decoupled").protocol.codec_up)
     cluster = {"parameters": parameters, "up_gbit": bits / (upload_steps * 1e9), "step_seconds": 1.0}
     return load(preset_name="decoupled", overrides={
-        "learners": 3, "outer_steps": STEPS, "protocol": sizes, "cluster": cluster,
+        "learners": 3, "total_steps": STEPS, "protocol": sizes, "cluster": cluster,
     })  # fmt: skip
 
 
 def run(config: Config) -> Run:
-    return Run(config, ShelvingHands(config)).whole()
+    return Run(config, RecordingExecutor(config)).whole()
 
 
 def fifo_seconds(upload_steps: float) -> float:

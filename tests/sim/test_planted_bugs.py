@@ -23,7 +23,7 @@ from atoll.protocol.membership import Member
 from atoll.protocol.round import Rounds
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.versions import Versions
-from atoll.protocol.vocabulary import Books, Merge
+from atoll.protocol.vocabulary import Merge, SyncerState
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
@@ -145,7 +145,7 @@ def claimed_leases_go_back_to_the_pool(patch: pytest.MonkeyPatch) -> None:
 
     def claim(self: Leases, learner: int, *hello: Any) -> bool:
         claimed = right(self, learner, *hello)
-        self._pool.extend(self._books[learner].granted if claimed else ())
+        self._pool.extend(self.by_learner[learner].granted if claimed else ())
         return claimed
 
     patch.setattr(Leases, "claim", claim)
@@ -158,9 +158,9 @@ def resumed_counters_start_from_zero(patch: pytest.MonkeyPatch) -> None:
 def restored_syncer_gathers_the_first_round(patch: pytest.MonkeyPatch) -> None:
     right = SyncerMachine._restored
 
-    def restored(self: SyncerMachine, books: Books) -> None:
+    def restored(self: SyncerMachine, syncer_state: SyncerState) -> None:
         rounds = dict(self.rounds)
-        right(self, books)
+        right(self, syncer_state)
         self.rounds.update(rounds)
 
     patch.setattr(SyncerMachine, "_restored", restored)
@@ -176,7 +176,7 @@ BUGS: list[Bug] = [
 
 def resumes_with_other_learners() -> None:
     for preset in ("decoupled", "diloco"):
-        story = Story(preset, 2, stop=25, outer_steps=90)
+        story = Story(preset, 2, stop=25, total_steps=90)
         drawn = story.after.drawn.all()
         assert len(drawn) == len(set(drawn))
         assert not story.trained_before() & set(drawn) - story.may_repeat()

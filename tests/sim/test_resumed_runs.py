@@ -11,14 +11,14 @@ import math
 
 import msgspec
 import pytest
-from resumption import CASES, Run, ShelvingHands, Story, config_for, newest_sealed
+from resumption import CASES, RecordingExecutor, Run, Story, config_for, newest_sealed
 
 from atoll.chaos import Kill, KillSyncer, Plan
 from atoll.config import Config, changed
 from atoll.config.resuming import refuse_changed
-from atoll.executor.syncer import TensorHands
-from atoll.executor.workbench import language_workbench
+from atoll.executor.virtual_run import TensorExecutor
 from atoll.protocol.vocabulary import LoadSnapshot, Merge, Recovered, Reissue
+from atoll.tasks.task import language_task
 
 
 @pytest.mark.parametrize("learners", [4, 2, 6])
@@ -48,11 +48,11 @@ def test_data_goes_on_where_it_was_and_nothing_is_trained_twice(preset: str) -> 
 
 @pytest.mark.parametrize("preset", ["decoupled", "streaming", "diloco"])
 def test_units_of_learners_that_do_not_come_back_are_trained_by_those_that_do(preset: str) -> None:
-    story = Story(preset, 2, stop=25, outer_steps=120, step_noise=0.2)
+    story = Story(preset, 2, stop=25, total_steps=120, step_noise=0.2)
     run = story.after
     reissued = {e.learner: e.units for e in run.effects(Reissue) if isinstance(e, Reissue)}
     assert set(reissued) == {2, 3}, "after a while, not at once"
-    held = {lease.learner: set(lease.granted) | set(lease.done) for lease in story.picture.books.leases}  # type: ignore[union-attr]
+    held = {lease.learner: set(lease.granted) | set(lease.done) for lease in story.picture.syncer_state.leases}  # type: ignore[union-attr]
     assert {m: set(units) for m, units in reissued.items()} == {m: held[m] for m in (2, 3)}
     drawn = run.drawn.all()
     assert len(drawn) == len(set(drawn))
@@ -72,26 +72,27 @@ def test_resumed_run_that_is_killed_resumes_again(seed: int) -> None:
     """From snapshot to snapshot, with other numbers of learners each time."""
     preset = ["decoupled", "streaming", "diloco"][seed % 3]
     counts = [[4, 3, 5, 2], [2, 4, 4, 3]][seed // 3]
-    config = config_for(preset, counts[0], every=7, outer_steps=80, step_noise=0.1)
-    hands, picture, stop = ShelvingHands(config), None, 20
+    config = config_for(preset, counts[0], every=7, total_steps=80, step_noise=0.1)
+    executor, picture, stop = RecordingExecutor(config), None, 20
     for learners in counts:
-        config = config_for(preset, learners, every=7, outer_steps=80, step_noise=0.1)
-        hands = ShelvingHands(config, picture.versions.copy() if picture else None, hands.shelf if picture else None)
-        hands.shelf._disk = hands.disk  # snapshots of this run are of this run's versions
-        run = Run(config, hands, resume=picture).until_outer_step(stop)
-        picture, stop = newest_sealed(hands.shelf), stop + 18
-    assert Run(config, ShelvingHands(config, picture.versions.copy(), hands.shelf), resume=picture).whole()  # type: ignore[union-attr]
+        config = config_for(preset, learners, every=7, total_steps=80, step_noise=0.1)
+        kept = (picture.versions.copy(), executor.snapshots) if picture else (None, None)
+        executor = RecordingExecutor(config, *kept)
+        executor.snapshots._disk = executor.disk  # snapshots of this run are of this run's versions
+        run = Run(config, executor, resume=picture).until_outer_step(stop)
+        picture, stop = newest_sealed(executor.snapshots), stop + 18
+    assert Run(config, RecordingExecutor(config, picture.versions.copy(), executor.snapshots), resume=picture).whole()  # type: ignore[union-attr]
     assert run.cluster.syncer.outer_step >= 74
 
 
 # ---------------------------------------------------------------- with weights
 
 
-def with_weights(config: Config, stop: int, resumed: Config) -> tuple[TensorHands, Run]:
-    hands = TensorHands(language_workbench(config))
-    Run(config, hands).until_outer_step(stop)
-    picture = newest_sealed(hands.shelf)
-    again = TensorHands(language_workbench(resumed), disk=picture.versions.copy(), shelf=hands.shelf)
+def with_weights(config: Config, stop: int, resumed: Config) -> tuple[TensorExecutor, Run]:
+    executor = TensorExecutor(language_task(config))
+    Run(config, executor).until_outer_step(stop)
+    picture = newest_sealed(executor.snapshots)
+    again = TensorExecutor(language_task(resumed), disk=picture.versions.copy(), snapshots=executor.snapshots)
     return again, Run(resumed, again, resume=picture).whole()
 
 
@@ -103,8 +104,8 @@ def with_weights(config: Config, stop: int, resumed: Config) -> tuple[TensorHand
 def test_diloco_resumed_with_the_same_learners_is_the_uninterrupted_run_bit_for_bit(
     every: int, stop: int, slow_factor: float
 ) -> None:
-    config = config_for("diloco", 3, every=every, outer_steps=36, slow_factor=slow_factor)
-    whole = TensorHands(language_workbench(config))
+    config = config_for("diloco", 3, every=every, total_steps=36, slow_factor=slow_factor)
+    whole = TensorExecutor(language_task(config))
     Run(config, whole).whole()
     again, run = with_weights(config, stop, config)
     assert again.disk.theta_sha256() == whole.disk.theta_sha256()
@@ -116,11 +117,11 @@ def test_diloco_resumed_with_the_same_learners_is_the_uninterrupted_run_bit_for_
 @pytest.mark.parametrize("learners", [3, 2, 4])
 @pytest.mark.parametrize("preset", ["decoupled", "streaming", "diloco"])
 def test_resumed_run_trains_on(preset: str, learners: int) -> None:
-    config = config_for(preset, 3, outer_steps=40)
-    fresh = TensorHands(language_workbench(config))
-    first = fresh.bench.evaluate_theta(*fresh.disk.theta())
-    again, _ = with_weights(config, 25, config_for(preset, learners, outer_steps=40))
-    final = again.bench.evaluate_theta(*again.disk.theta())
+    config = config_for(preset, 3, total_steps=40)
+    fresh = TensorExecutor(language_task(config))
+    first = fresh.task.evaluate_theta(*fresh.disk.theta())
+    again, _ = with_weights(config, 25, config_for(preset, learners, total_steps=40))
+    final = again.task.evaluate_theta(*again.disk.theta())
     assert math.isfinite(final)
     assert final < 0.9 * first
 
@@ -129,19 +130,19 @@ def test_resumed_run_trains_on(preset: str, learners: int) -> None:
 def test_resumed_run_may_have_other_codecs(had: tuple[str, str], has: tuple[str, str]) -> None:
     """Versions are stored whole beside their packets, and a packet says whose it is."""
     first, again = (
-        changed(config_for("decoupled", 2, outer_steps=30), [f"protocol.codec_up={up}", f"protocol.codec_down={down}"])
+        changed(config_for("decoupled", 2, total_steps=30), [f"protocol.codec_up={up}", f"protocol.codec_down={down}"])
         for up, down in (had, has)
     )
     refuse_changed(msgspec.to_builtins(first), again)
-    hands, run = with_weights(first, 25, again)
+    executor, run = with_weights(first, 25, again)
     assert run.cluster.syncer.outer_step == 30
-    assert math.isfinite(hands.bench.evaluate_theta(*hands.disk.theta()))
+    assert math.isfinite(executor.task.evaluate_theta(*executor.disk.theta()))
 
 
 def test_ddp_resumed_is_the_uninterrupted_run_bit_for_bit() -> None:
     """Theta and the outer moments are the whole state; gradients of the step that was under way are taken anew."""
-    config = config_for("ddp", 3, outer_steps=24)
-    whole = TensorHands(language_workbench(config))
+    config = config_for("ddp", 3, total_steps=24)
+    whole = TensorExecutor(language_task(config))
     Run(config, whole).whole()
     again, _ = with_weights(config, 15, config)
     assert again.disk.theta_sha256() == whole.disk.theta_sha256()

@@ -28,9 +28,9 @@ from atoll.sim.cluster import Cluster
 
 class Story:
     def __init__(
-        self, preset: str, *faults: Fault, until: float = 3000.0, learners: int = 3, outer_steps: int = 60, **sections: Any
+        self, preset: str, *faults: Fault, until: float = 3000.0, learners: int = 3, total_steps: int = 60, **sections: Any
     ) -> None:
-        self.config = load(preset_name=preset, overrides={"learners": learners, "outer_steps": outer_steps} | sections)
+        self.config = load(preset_name=preset, overrides={"learners": learners, "total_steps": total_steps} | sections)
         self.log: list[tuple[int, int, Event, Sequence[Effect]]] = []
         safety = Safety(self.config)
         self.cluster = Cluster(self.config, plan=Plan(faults), observers=[safety, self._see])
@@ -62,14 +62,14 @@ def test_everybody_late_in_a_pull_comes_back_and_the_run_ends(preset: str, proto
 
 
 def test_uploads_longer_than_the_first_pull_deadline_do_not_stop_the_run_for_ever() -> None:
-    story = Story("diloco", learners=2, outer_steps=8, until=20_000.0, protocol={"local_steps_per_round": 4},
+    story = Story("diloco", learners=2, total_steps=8, until=20_000.0, protocol={"local_steps_per_round": 4},
                   cluster={"parameters": 4_000_000_000})  # fmt: skip
     assert story.cluster.syncer.outer_step == 8
 
 
 def test_learner_recovering_over_a_slow_link_says_hello_once() -> None:
     """With a lossy codec down, what it has yet to adopt is not what it holds: a difference to it cannot be applied."""
-    story = Story("decoupled", Kill(30.0, 1, 5.0), learners=4, outer_steps=200, cluster={"parameters": 200_000_000})
+    story = Story("decoupled", Kill(30.0, 1, 5.0), learners=4, total_steps=200, cluster={"parameters": 200_000_000})
     assert story.sent(Hello) <= 4 + 3
     recovered = [e for _, _, _, fx in story.log for e in fx if isinstance(e, Recovered) and e.learner == 1]
     assert recovered[-1].source >= 0, "through a peer, however long it took"
@@ -83,14 +83,14 @@ def test_async_laggard_that_was_sent_the_newest_only_goes_on() -> None:
 @pytest.mark.parametrize("at", [8.2, 20.6, 33.3])
 def test_learner_with_a_longer_overlap_keeps_its_place_when_the_syncer_comes_back(at: float) -> None:
     """Exactly H steps an interval: no learner trains a step twice."""
-    story = Story("streaming", KillSyncer(at, 2.0), learners=2, outer_steps=60,
+    story = Story("streaming", KillSyncer(at, 2.0), learners=2, total_steps=60,
                   protocol={"local_steps_per_round": 12, "overlap": 1, "overlap_by_learner": [1, 5]})  # fmt: skip
     steps = [m.counters.local_step for m in (story.cluster.learner(0), story.cluster.learner(1)) if m]
     assert steps == [60, 60]
 
 
 def test_newcomer_of_a_preset_with_rare_broadcasts_still_recovers_through_a_peer() -> None:
-    story = Story("diloco", Kill(22.0, 1, 3.0), outer_steps=80, protocol={"local_steps_per_round": 20})
+    story = Story("diloco", Kill(22.0, 1, 3.0), total_steps=80, protocol={"local_steps_per_round": 20})
     late = [e for now, _, _, fx in story.log for e in fx if isinstance(e, Recovered) and now > 20 * 10**9]
     assert [e.source >= 0 for e in late] == [True]
 
@@ -120,10 +120,10 @@ def test_snapshot_cut_is_consistent_for_learners_that_wait(preset: str) -> None:
 def test_no_leased_unit_vanishes_when_connections_break() -> None:
     """Every unit that was granted is drawn by somebody, or is still ahead of somebody, or waits in the pool."""
     faults = [Partition(11.0 + 9 * k, k % 3, SYNCER, 5.0) for k in range(6)]
-    story = Story("decoupled", *faults, outer_steps=120, protocol={"fragments": 4, "local_steps_per_round": 4})
+    story = Story("decoupled", *faults, total_steps=120, protocol={"fragments": 4, "local_steps_per_round": 4})
     drawn = {(e.stream, e.batch // 4) for _, _, _, fx in story.log for e in fx if isinstance(e, InnerStep)}
     leases = story.cluster.syncer.leases
-    ahead = {(u.stream, u.index) for book in leases._books.values() for u in book.granted}
+    ahead = {(u.stream, u.index) for book in leases.by_learner.values() for u in book.granted}
     pool = {(u.stream, u.index) for u in leases._pool}
     for stream in range(3):
         for index in range(leases.own_next(stream)):
@@ -133,7 +133,7 @@ def test_no_leased_unit_vanishes_when_connections_break() -> None:
 def test_pulls_that_overlap_are_timed_each_by_itself_and_slow_uplinks_are_waited_for() -> None:
     """Timed from the newest pull, five that overlap looked five times as fast as they were: every deadline was too short, and
     what was pulled again queued behind what had been on its way already."""
-    story = Story("decoupled", learners=5, outer_steps=150, until=1500.0, cluster={"latency_seconds": 0.1, "up_gbit": 1e-4},
+    story = Story("decoupled", learners=5, total_steps=150, until=1500.0, cluster={"latency_seconds": 0.1, "up_gbit": 1e-4},
                   protocol={"local_steps_per_round": 12, "fragments": 12, "overlap": 5, "quorum": "all", "pace": 0})  # fmt: skip
     assert story.sent(Contribution) == 5 * 150, "each was pulled once"
 
@@ -141,7 +141,7 @@ def test_pulls_that_overlap_are_timed_each_by_itself_and_slow_uplinks_are_waited
 @pytest.mark.parametrize("learners", [1, 2])
 def test_upload_of_any_length_is_merged_in_the_end(learners: int) -> None:
     """Four times the first deadline was the most that anybody ever waited, so that a longer one never was."""
-    story = Story("diloco", learners=learners, outer_steps=20, until=20_000.0, protocol={"local_steps_per_round": 5},
+    story = Story("diloco", learners=learners, total_steps=20, until=20_000.0, protocol={"local_steps_per_round": 5},
                   cluster={"up_gbit": 32e6 / 1000 / 1e9})  # fmt: skip
     assert story.cluster.syncer.outer_step == 20
     assert story.sent(Contribution) < learners * (4 + 8), "once the time is known nothing is asked for twice"
@@ -151,6 +151,6 @@ def test_upload_of_any_length_is_merged_in_the_end(learners: int) -> None:
 def test_rounds_that_lose_everybody_one_after_the_other_are_all_gathered_again(at: float) -> None:
     """The later had begun to gather again when the earlier did, with a third above it in flight: it was forgotten for ever."""
     cuts = [Partition(at + 0.4 * m, m, SYNCER, 6.0) for m in (1, 0)]
-    story = Story("decoupled", *cuts, learners=2, outer_steps=80, cluster={"latency_seconds": 0.3, "up_gbit": 2e-5},
+    story = Story("decoupled", *cuts, learners=2, total_steps=80, cluster={"latency_seconds": 0.3, "up_gbit": 2e-5},
                   protocol={"local_steps_per_round": 8, "fragments": 8, "overlap": 4, "quorum": 1})  # fmt: skip
     assert story.cluster.syncer.outer_step == 80

@@ -14,21 +14,21 @@ from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import FixParticipants, InnerStep, Recovered, Resized, StepDone
 from atoll.sim.checkers import Safety
 from atoll.sim.cluster import Cluster
-from atoll.sim.failures import FailureModel
-from atoll.sim.goodput import simulate
+from atoll.sim.estimates.failures import FailureModel
+from atoll.sim.estimates.goodput import simulate
 from atoll.sim.run import Outputs, config_on_tape, replay_run, run_virtual, train_on_tape
 from atoll.sim.slices import SliceHardware
 from atoll.tape.format import Record, Tape
 
 
-def settings(learners: int = 4, outer_steps: int = 30, **sections: dict[str, object]) -> Config:
+def settings(learners: int = 4, total_steps: int = 30, **sections: dict[str, object]) -> Config:
     base: dict[str, dict[str, object]] = {
         "cluster": {"step_seconds": 5.0, "step_noise": 0.02},
         "data": {"seq_len": 16, "batch_size": 8, "max_bytes": 200_000, "heldout_batches": 2},
         "protocol": {"fragments": 4, "local_steps_per_round": 8},
     }
     merged = {name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}}
-    return load(preset_name="decoupled", overrides={"learners": learners, "outer_steps": outer_steps} | merged)
+    return load(preset_name="decoupled", overrides={"learners": learners, "total_steps": total_steps} | merged)
 
 
 def record(config: Config, directory: Path, chips: int = 400_000, model: FailureModel | None = None) -> Tape:
@@ -47,7 +47,7 @@ def of(records: list[Record], kind: type) -> list[Record]:
 
 
 def test_learner_that_resizes_stands_for_as_long_and_trains_with_as_much_less(tmp_path: Path) -> None:
-    records = list(record(settings(outer_steps=200), tmp_path / "run").records())
+    records = list(record(settings(total_steps=200), tmp_path / "run").records())
     resized = of(records, Resized)
     assert len(resized) > 20
     for learner in range(4):
@@ -69,7 +69,7 @@ def test_learner_that_resizes_stands_for_as_long_and_trains_with_as_much_less(tm
 
 def test_taped_goodput_is_the_simulators(tmp_path: Path) -> None:
     """Share of the learners' time in steps: the machines' own account against sim/goodput."""
-    config = settings(learners=8, outer_steps=1500)
+    config = settings(learners=8, total_steps=1500)
     records = list(record(config, tmp_path / "run", chips=1_200_000).records())
     stepping = sum(r.event.nanos for r in records if isinstance(r.event, StepDone))
     share = 100 * stepping / (8 * records[-1].now)
@@ -81,7 +81,7 @@ def test_taped_goodput_is_the_simulators(tmp_path: Path) -> None:
 
 def test_synthetic_history_breaks_no_rule() -> None:
     """Learners of a single slice die with it and come back through recovery."""
-    config = settings(learners=4, outer_steps=400)
+    config = settings(learners=4, total_steps=400)
     model = FailureModel(mtbi_seconds=128 * 1500.0, return_seconds=60.0)
     safety, recovered = Safety(config), []
     cluster = Cluster(
@@ -129,7 +129,7 @@ def test_model_and_data_may_be_others_than_the_tapes(tmp_path: Path) -> None:
 
 
 def test_what_the_tape_has_decided_cannot_be_changed(tmp_path: Path) -> None:
-    tape = record(settings(outer_steps=5), tmp_path / "history")
+    tape = record(settings(total_steps=5), tmp_path / "history")
     with pytest.raises(UserError, match="has decided protocol already"):
         config_on_tape(tape, {}, ["protocol.overlap=1"])
     kept = config_on_tape(tape, {"protocol": {"overlap": 1}, "learners": 2, "inner": {"learning_rate": 0.01}}, [])
@@ -137,6 +137,6 @@ def test_what_the_tape_has_decided_cannot_be_changed(tmp_path: Path) -> None:
 
 
 def test_training_that_goes_bad_says_so(tmp_path: Path) -> None:
-    tape = record(settings(outer_steps=20), tmp_path / "history")
+    tape = record(settings(total_steps=20), tmp_path / "history")
     with pytest.raises(RunFailed, match=r"NaN|another course"):
         train(tape, tmp_path / "trained", "inner.learning_rate=900.0", "inner.clip_norm=0.0", "inner.optimizer='SGD'")

@@ -25,7 +25,7 @@ def test_every_preset_of_the_default_recipe_learns_and_ends_close_to_data_parall
         assert run.loss_final is not None
         assert run.loss_final <= 0.7 * run.loss_first, name
         tokens = run.fates.trained / config.protocol.fragments
-        assert tokens == pytest.approx(config.learners * config.outer_steps * 8 * 32, rel=0.02), "equal tokens"
+        assert tokens == pytest.approx(config.learners * config.total_steps * 8 * 32, rel=0.02), "equal tokens"
         ends[name] = run.loss_final
     for name, loss in ends.items():
         allowed = 1.15 if name == "decoupled" else 1.10
@@ -34,7 +34,7 @@ def test_every_preset_of_the_default_recipe_learns_and_ends_close_to_data_parall
 
 def small(preset: str, seed: int = 0, **protocol: object) -> Config:
     overrides = {
-        "seed": seed, "outer_steps": 24, "learners": 3, "data": {"batch_size": 2, "seq_len": 16, "max_bytes": 400_000},
+        "seed": seed, "total_steps": 24, "learners": 3, "data": {"batch_size": 2, "seq_len": 16, "max_bytes": 400_000},
         "model": {"numbers": {"width": 16, "mlp": 32}}, "protocol": {"snapshot_interval": 10} | protocol,
         "cluster": {"slow_share": 0.34},
     }  # fmt: skip
@@ -89,16 +89,16 @@ def test_replay_with_weights_that_differ_stops_at_the_first_theta_that_does(tmp_
 
 
 def test_snapshots_of_a_training_run_hold_every_live_learner_and_the_syncer(tmp_path: Path) -> None:
-    from atoll.executor.syncer import TensorHands
-    from atoll.executor.workbench import language_workbench
+    from atoll.executor.virtual_run import TensorExecutor
     from atoll.sim.cluster import Cluster
+    from atoll.tasks.task import language_task
 
     config = small("decoupled", **CASES["decoupled"])
-    hands = TensorHands(language_workbench(config))
-    Cluster(config, hands_for=hands).run(until_seconds=600)
-    assert sorted(hands.shelf.pictures) == [10, 20]
-    for picture in hands.shelf.pictures.values():
+    executor = TensorExecutor(language_task(config))
+    Cluster(config, executor_for=executor).run(until_seconds=600)
+    assert sorted(executor.snapshots.pictures) == [10, 20]
+    for picture in executor.snapshots.pictures.values():
         assert picture.sealed == (0, 1, 2)
         assert sorted(picture.learners) == [0, 1, 2]
-        assert picture.books is not None and len(picture.versions.newest()) == 8
+        assert picture.syncer_state is not None and len(picture.versions.newest()) == 8
         assert all(state["optimizer"]["state"] for _, state in picture.learners.values())

@@ -22,11 +22,11 @@ NAMED = (Started, ConnectionLost, Stored)
 """Events that belong to a story even where nothing was decided on them."""
 
 
-def config(*, fragments: int = 2, overlap: int = 1, outer_steps: int = 12, **protocol: object) -> Config:
+def config(*, fragments: int = 2, overlap: int = 1, total_steps: int = 12, **protocol: object) -> Config:
     protocol = {"fragments": fragments, "local_steps_per_round": fragments, "overlap": overlap} | protocol
     cluster = {"step_noise": 0.0, "detect_seconds": 1.0}
     return load(preset_name="decoupled", overrides={
-        "learners": 3, "outer_steps": outer_steps, "protocol": protocol, "cluster": cluster,
+        "learners": 3, "total_steps": total_steps, "protocol": protocol, "cluster": cluster,
     })  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_syncer_killed_resumes_at_the_last_stored_outer_step(rewrite: bool) -> N
 
 def test_straggler_inside_the_grace_window_is_merged_and_outside_is_not(rewrite: bool) -> None:
     plan = Plan((Slow(6.5, 2, 3.5, 3.0),))  # one step of 3.5 s: misses the window of round 9, arrives inside that of round 10
-    records = played(config(fragments=4, overlap=3, outer_steps=14, quorum=2, pace=0.0), plan)
+    records = played(config(fragments=4, overlap=3, total_steps=14, quorum=2, pace=0.0), plan)
     fixed = {e.outer_step: e for r in records for e in r.effects if isinstance(e, FixParticipants)}
     assert (fixed[9].participants, fixed[10].participants) == ((0, 1), (0, 1, 2))
     compare("straggler_inside_the_grace_window_is_merged_and_outside_is_not", strip(records, plan, 8.0, 11.2), rewrite)

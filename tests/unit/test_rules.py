@@ -145,7 +145,7 @@ def test_ramp_phases_count_offsets_from_their_own_start() -> None:
 
 
 def test_ramp_shorter_than_its_phases_skips_the_ones_without_an_outer_step() -> None:
-    schedule = Schedule(load(preset_name="decoupled_ramp", overrides={"outer_steps": 20}))  # two steps for five phases
+    schedule = Schedule(load(preset_name="decoupled_ramp", overrides={"total_steps": 20}))  # two steps for five phases
     assert [schedule.policy(t).interval for t in (1, 2, 3)] == [2, 8, 24]
 
 
@@ -153,7 +153,7 @@ def test_ramp_shorter_than_its_phases_skips_the_ones_without_an_outer_step() -> 
 @given(st.integers(1, 40), st.integers(2, 40), st.floats(0.0, 0.9), st.integers(1, 400))
 def test_ramp_never_leaves_an_outer_step_without_a_policy(p: int, h: int, ramp: float, steps: int) -> None:
     config = load(overrides={
-        "outer_steps": steps, "protocol": {"fragments": p, "local_steps_per_round": h, "overlap": 1, "ramp": ramp},
+        "total_steps": steps, "protocol": {"fragments": p, "local_steps_per_round": h, "overlap": 1, "ramp": ramp},
     })  # fmt: skip
     schedule = Schedule(config)
     intervals = [schedule.policy(t).interval for t in range(1, steps + 1)]
@@ -269,7 +269,7 @@ def test_overlap_per_learner_holds_for_exact_adoption() -> None:
 
 
 def rated(*assignments: str) -> Config:
-    return load(assignments=["outer_steps=100", "inner.learning_rate=1.0", *assignments])
+    return load(assignments=["total_steps=100", "inner.learning_rate=1.0", *assignments])
 
 
 def test_learning_rate_warms_up_linearly_and_starts_above_zero() -> None:
@@ -300,7 +300,7 @@ def test_learning_rate_beyond_the_end_stays_at_the_final_share() -> None:
 @given(st.integers(1, 1000), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.sampled_from(["cosine", "constant"]))
 def test_learning_rate_lies_between_zero_and_its_peak(steps: int, warm: float, final: float, kind: str) -> None:
     config = load(overrides={
-        "outer_steps": steps, "inner": {"warmup_share": warm, "final_share": final, "schedule": kind, "learning_rate": 2.0},
+        "total_steps": steps, "inner": {"warmup_share": warm, "final_share": final, "schedule": kind, "learning_rate": 2.0},
     })  # fmt: skip
     rates = [learning_rate(config, t) for t in range(0, steps + 1, max(1, steps // 20))]
     assert all(0.0 <= rate <= 2.0 + 1e-12 for rate in rates)

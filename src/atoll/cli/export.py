@@ -15,7 +15,7 @@ def export(
     hf: Annotated[Path, typer.Option("--hf", metavar="DIR", help="A new folder: config, weights and tokenizer.")],
 ) -> None:
     """Write a run's model as Hugging Face's Qwen3 (with experts Qwen3-MoE), which needs no code of ours to load."""
-    from atoll.executor.trained import export_hf, open_to_export
+    from atoll.tasks.trained import export_hf, open_to_export
 
     trained = open_to_export(run)
     if trained.early:

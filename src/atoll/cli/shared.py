@@ -20,7 +20,7 @@ from atoll import config
 from atoll.config import PRESETS, Config
 from atoll.ids import SYNCER, Nanos, WorkerId
 from atoll.protocol.vocabulary import POISONED, Effect, Event, Finished, FixParticipants, Refuse
-from atoll.tape.looks import Look
+from atoll.tape.heldout import HeldoutPoint
 from atoll.views.run import RunView, Summary
 from atoll.views.tables import run_table
 
@@ -101,7 +101,7 @@ class RunProgress:
                 TextColumn("{task.fields[loss]}"), console=console,
             )  # fmt: skip
             self._bar.start()
-            self._task = self._bar.add_task(self._settings.preset, total=self._settings.outer_steps, loss="")
+            self._task = self._bar.add_task(self._settings.preset, total=self._settings.total_steps, loss="")
         self._console = console
         return self
 
@@ -129,27 +129,27 @@ class RunProgress:
             told = f"no outer step since {self._poisoned} updates were refused ({reason.removeprefix(POISONED).strip(': ')})"
             self.say(f"warning: {told}; lower inner.learning_rate")
 
-    def looked(self, look: Look) -> None:
+    def looked(self, point: HeldoutPoint) -> None:
         """At Theta, on the way."""
         if self._bar is None:
-            self.say(f"{self._settings.preset}: {told(look, self._settings.outer_steps)}")
+            self.say(f"{self._settings.preset}: {told(point, self._settings.total_steps)}")
         else:
-            self._heldout = f", {told(look)}"
+            self._heldout = f", {told(point)}"
 
     def reached(self, step: int, seconds: float, loss: float | None) -> None:
         text = f"train loss {loss:.4f}" if loss is not None else ""
         if self._bar is not None:
             self._bar.update(self._task, completed=step, loss=text + self._heldout)
         elif step >= self._next:
-            self._next = step + max(1, self._settings.outer_steps // 10)
-            done = f"{self._settings.preset}: outer step {step} of {self._settings.outer_steps}"
+            self._next = step + max(1, self._settings.total_steps // 10)
+            done = f"{self._settings.preset}: outer step {step} of {self._settings.total_steps}"
             self.say(f"{done}, {seconds:.1f} {self._clock}s {text}".rstrip())
 
 
-def told(look: Look, of: int | None = None) -> str:
-    loss = "no number" if look.loss is None or not math.isfinite(look.loss) else f"{look.loss:.4f}"
-    where = f"outer step {look.outer_step} of {of}, " if of is not None else ""
-    return f"{where}held-out loss {loss}" + ("" if where else f" at {look.outer_step}")
+def told(point: HeldoutPoint, of: int | None = None) -> str:
+    loss = "no number" if point.loss is None or not math.isfinite(point.loss) else f"{point.loss:.4f}"
+    where = f"outer step {point.outer_step} of {of}, " if of is not None else ""
+    return f"{where}held-out loss {loss}" + ("" if where else f" at {point.outer_step}")
 
 
 def show(summary: Summary, as_json: bool) -> None:

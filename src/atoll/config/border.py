@@ -13,6 +13,7 @@ import msgspec
 
 from atoll.config.checks import contradictions
 from atoll.config.presets import PRESETS, preset
+from atoll.config.renamed import RENAMED
 from atoll.config.sections import Config, Inner
 from atoll.errors import ConfigError
 from atoll.toml import parse_assignment, read_toml
@@ -123,6 +124,8 @@ def _lay_over(base: dict[str, Any], layer: Mapping[str, Any], path: str) -> None
     for key, value in layer.items():
         where = f"{path}{key}"
         free = path == "model.numbers."
+        if where in RENAMED:
+            raise ConfigError(f"key {where} = {value!r}: is called {RENAMED[where]} now; write {RENAMED[where]} = {value!r}")
         if key not in base and not free:
             close = difflib.get_close_matches(key, list(base), n=1)
             hint = f"did you mean {path}{close[0]}?" if close else f"here there are {', '.join(base)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.config.sections import ALL, PICTURE_MODELS, Config, Data
+from atoll.config.sections import ALL, IMAGE_MODELS, Config, Data
 
 
 def contradictions(c: Config) -> list[tuple[bool, str]]:
@@ -56,7 +56,7 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
         (c.model.name in ("decoder", "vlm") and context < c.data.seq_len,
          f"key model.numbers.context = {context}: must be at least data.seq_len = {c.data.seq_len}"),
         *_whole_tensors(c),
-        *_text_for_pictures(c),
+        *_text_keys_for_images(c),
     ]  # fmt: skip
 
 
@@ -71,11 +71,11 @@ def _whole_tensors(c: Config) -> list[tuple[bool, str]]:
     ]  # fmt: skip
 
 
-def _text_for_pictures(c: Config) -> list[tuple[bool, str]]:
+def _text_keys_for_images(c: Config) -> list[tuple[bool, str]]:
     """Of [data], what only text has. `field`, `vocab` and `cache` are left alone: they mean nothing to some text either."""
     usual, name = Data(), c.model.name
     return [
-        (name in PICTURE_MODELS and value != getattr(usual, key),
+        (name in IMAGE_MODELS and value != getattr(usual, key),
          f"key data.{key} = {value!r}: is for text, and model.name = {name!r} reads pictures; leave it out")
         for key, value in (("heldout", c.data.heldout), ("tokenizer", c.data.tokenizer), ("max_bytes", c.data.max_bytes))
     ]  # fmt: skip
@@ -86,10 +86,10 @@ def warnings(c: Config) -> list[str]:
     p, found = c.protocol, []
     h = p.local_steps_per_round
     first = next((k * h // p.fragments for k in range(1, p.fragments) if k * h // p.fragments), h)
-    if first > c.outer_steps and p.ramp == 0:
-        found.append(f"outer_steps = {c.outer_steps}: ends before anything is due (first at {first}), so nothing will be merged")
-    elif p.fragments == 1 and p.anchor != "round_start" and (rest := c.outer_steps % h):
-        lost = f"the last {rest} of outer_steps = {c.outer_steps} are in no merge"
+    if first > c.total_steps and p.ramp == 0:
+        found.append(f"total_steps = {c.total_steps}: ends before anything is due (first at {first}), so nothing will be merged")
+    elif p.fragments == 1 and p.anchor != "round_start" and (rest := c.total_steps % h):
+        lost = f"the last {rest} of total_steps = {c.total_steps} are in no merge"
         found.append(f"{lost}: it is no multiple of protocol.local_steps_per_round = {h}")
     if c.outer.apply_outer_optimizer_to == "all_floating":
         found.append("outer.apply_outer_optimizer_to = 'all_floating' gives buffers outer momentum: an experiment, not DiLoCo")

@@ -33,7 +33,7 @@ def fedavg() -> Config:
 
 
 def diloco() -> Config:
-    return Config(preset="diloco", outer_steps=1000, protocol=_whole(local_steps_per_round=500))
+    return Config(preset="diloco", total_steps=1000, protocol=_whole(local_steps_per_round=500))
 
 
 def async_diloco() -> Config:

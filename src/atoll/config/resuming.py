@@ -89,9 +89,9 @@ def refuse_changed(was: Mapping[str, Any], now: Config) -> None:
     if sentence := _first_change(KEPT, before, now):
         raise ConfigError(f"{sentence}, or start anew")
     if (end := _ramp_end(before)) != _ramp_end(now):  # else learners would wait for what was never due
-        instead = f"give protocol.ramp = {end / now.outer_steps:.6g}, or start anew"
+        instead = f"give protocol.ramp = {end / now.total_steps:.6g}, or start anew"
         raise ConfigError(
-            f"key protocol.ramp = {now.protocol.ramp} of outer_steps = {now.outer_steps}: the run that is resumed ramps over its "
+            f"key protocol.ramp = {now.protocol.ramp} of total_steps = {now.total_steps}: the run that is resumed ramps over its "
             f"first {end} outer steps, and which fragment is due when follows from that; {instead}"
         )
 
@@ -131,4 +131,4 @@ def _first_change(rows: tuple[Kept, ...], before: Config, now: Config) -> str:
 
 def _ramp_end(config: Config) -> int:
     """As rules.py has it: with H, all that the phases follow from."""
-    return round(config.outer_steps * config.protocol.ramp)
+    return round(config.total_steps * config.protocol.ramp)

@@ -17,7 +17,7 @@ Below1 = Annotated[float, Meta(ge=0.0, lt=1.0)]
 ALL: Literal["all"] = "all"
 CUSTOM = "custom"
 """A model the syncer has no code of: the first learner to join brings its shapes and initial weights."""
-PICTURE_MODELS = ("lenet5", "resnet18", "vlm")
+IMAGE_MODELS = ("lenet5", "resnet18", "vlm")
 """Models that read pictures: the text's keys of [data] mean nothing to them."""
 CODEC = r"^(fp32|bf16|int8|int4|int2|int1|e3m0|(top_k|random_drop):(0?\.\d*[1-9]\d*|1(\.0*)?))$"
 CodecName = Annotated[str, Meta(pattern=CODEC, description="fp32 bf16 int8 int4 int2 int1 e3m0 top_k:SHARE random_drop:SHARE")]
@@ -174,7 +174,7 @@ class Limits(_Section, frozen=True):
     """A member unheard of for so many of its own steps is silent."""
     patience_seconds: NonNegative = 0.5
     """No deadline derived from measured times is shorter: a busy machine may stall for as long, and nobody is gone."""
-    muster_seconds: Above0 = 60.0
+    start_wait_seconds: Above0 = 60.0
     """How long the first round waits for the declared number of learners."""
     first_pull_seconds: Above0 = 60.0
     """Deadline of a pull before any was measured."""
@@ -200,8 +200,9 @@ class Config(_Section, frozen=True):
     preset: str = "decoupled"
     seed: Natural = 0
     learners: Positive = 4
-    outer_steps: Positive = 240
-    """T: training ends by the global outer step."""
+    total_steps: Positive = 240
+    """T: the length of the run in steps. One step of the run is one inner step of every learner that keeps pace, and one outer
+    step of the syncer; a preset with `local_steps_per_round` = H merges a fragment every H of them."""
     protocol: Protocol = Protocol()
     outer: Outer = Outer()
     inner: Inner = Inner()

@@ -8,18 +8,18 @@ from pathlib import Path
 
 import torch
 
-import atoll
+from atoll.version import __version__
 
 
 @cache
 def code_version() -> str:
     """The version, and a digest of the sources: an edited checkout is another code."""
-    root = Path(atoll.__file__).parent
+    root = Path(__file__).parents[1]
     sha = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         sha.update(path.relative_to(root).as_posix().encode())
         sha.update(path.read_bytes())
-    return f"{atoll.__version__}+{sha.hexdigest()[:12]}"
+    return f"{__version__}+{sha.hexdigest()[:12]}"
 
 
 def use_threads(count: int) -> None:

@@ -15,13 +15,11 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.errors import NotFinite
-from atoll.executor.cuda import adopt_into
-from atoll.executor.cuda_learner import CudaSide, Key, cuda_device_of, leading, on_host, to_device
-from atoll.executor.hands import Blob
-from atoll.executor.inner import build_optimizer, divisors, optimizer_step
-from atoll.executor.state import load_optimizer
-from atoll.executor.workbench import Workbench
+from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of, leading, on_host, to_device
+from atoll.executor.cuda.staging import adopt_into
+from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.ids import FragmentId, LearnerId, OuterStep
+from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
@@ -31,6 +29,7 @@ from atoll.protocol.vocabulary import (
     Event,
     InnerStep,
     Keep,
+    LearnerState,
     LoadSnapshot,
     LoadState,
     LoadTheta,
@@ -39,20 +38,21 @@ from atoll.protocol.vocabulary import (
     RecordState,
     Send,
     Stage,
-    Stance,
     StateTransfer,
     StepDone,
     Unstage,
 )  # fmt: skip
 from atoll.rules import Schedule
+from atoll.store.tensor_files import load_optimizer
+from atoll.tasks.task import Task
 from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
-from atoll.workload.seeds import generator
+from atoll.workload.data.seeds import generator
 
 
-class StateShelf(Protocol):
+class StateStore(Protocol):
     """Where a learner's side of snapshots goes and comes from."""
 
-    def put_learner(self, snapshot: OuterStep, learner: LearnerId, stance: Stance, state: Any) -> None: ...
+    def put_learner(self, snapshot: OuterStep, learner: LearnerId, learner_state: LearnerState, state: Any) -> None: ...
     def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any: ...
 
 
@@ -67,23 +67,23 @@ class Copied(NamedTuple):
 
 class TensorLearner:
     def __init__(
-        self, bench: Workbench, learner: LearnerId, shelf: StateShelf | None = None, *, model: torch.nn.Module | None = None,
+        self, task: Task, learner: LearnerId, snapshots: StateStore | None = None, *, model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None, device: torch.device | None = None, resident: bool = False,
     ) -> None:  # fmt: skip
         """`model` and `optimizer` where a user brings their own; they are changed in place, never replaced or moved.
         `resident`: the syncer's tensors lie on the same device, so nothing is staged through the host."""
-        self._bench = bench
-        self._config = bench.config
+        self._task = task
+        self._config = task.config
         self._learner = learner
-        self._shelf = shelf
+        self._snapshots = snapshots
         p = self._config.protocol
         self._codec = codec(p.codec_up)
         self._gradients = p.contribution == "gradient"
         self._schedule = Schedule(self._config)
         self._device = device or torch.device("cpu")
-        self.model = model if model is not None else bench.build().to(self._device)
+        self.model = model if model is not None else task.build().to(self._device)
         self._tensors = named_tensors(self.model)
-        self._fragments = bench.layout.fragments
+        self._fragments = task.layout.fragments
         self.optimizer = optimizer or build_optimizer(self._config, dict(self.model.named_parameters()), self._fragments)
         self._cuda: CudaSide | None = None
         gpu = cuda_device_of(self._tensors)
@@ -105,57 +105,57 @@ class TensorLearner:
 
     # ------------------------------------------------------------ effects
 
-    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         if isinstance(effect, InnerStep):
             return (self._inner_step(effect),)
         if self._cuda is None:
-            return self._carry_out(effect, blob)
+            return self._carry_out(effect, payload)
         with self._cuda.training_stream():
-            return self._carry_out(effect, blob)
+            return self._carry_out(effect, payload)
 
-    def _carry_out(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+    def _carry_out(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         match effect:
             case Stage():
                 return self._stage(effect) if self._cuda is None else self._stage_on_device(self._cuda, effect)
             case Unstage(fragment=fragment, slot=slot):
                 self._drop((fragment, slot))
             case Keep(fragment=fragment, version=version, previous=previous):
-                assert blob is not None
-                self._keep(fragment, version, previous, blob.content)
+                assert payload is not None
+                self._keep(fragment, version, previous, payload.content)
             case Adopt():
                 self._adopt(effect)
             case LoadTheta():
                 self.optimizer.state.clear()
                 self._forget_work()
             case LoadState():
-                assert blob is not None
-                self._load_state(blob.content)
+                assert payload is not None
+                self._load_state(payload.content)
             case LoadSnapshot(snapshot=snapshot):
-                assert self._shelf is not None
-                self._load_state(self._shelf.learner_state(snapshot, self._learner), resumes=True)
-            case RecordState(snapshot=snapshot, stance=stance):
-                if self._shelf is not None:
-                    self._shelf.put_learner(snapshot, self._learner, stance, self.state(with_residuals=True))
+                assert self._snapshots is not None
+                self._load_state(self._snapshots.learner_state(snapshot, self._learner), resumes=True)
+            case RecordState(snapshot=snapshot, learner_state=learner_state):
+                if self._snapshots is not None:
+                    self._snapshots.put_learner(snapshot, self._learner, learner_state, self.state(with_residuals=True))
             case _:
                 pass
         return ()
 
     def _inner_step(self, effect: InnerStep) -> StepDone:
         """One optimiser step over `accumulate` micro-batches; dropout and the like draw from (seed, stream, batch)."""
-        config, bench = self._config, self._bench
+        config, task = self._config, self._task
         self._seed(generator("inner step", config.seed, effect.stream, effect.batch).initial_seed())
         self.model.train()
         if self._gradients:
             self.model.zero_grad(set_to_none=True)
         count = config.inner.accumulate
         batches = [self._micro_batch(effect, effect.batch * count + micro) for micro in range(count)]
-        counts = [bench.count(batch) for batch in batches]
+        counts = [task.count(batch) for batch in batches]
         parts = divisors([tokens for tokens, _ in counts])
         total = 0.0
         if self._cuda is not None:
             self._cuda.trains_here()
         for micro, batch in enumerate(batches):
-            loss = bench.loss(self.model, batch if self._device.type == "cpu" else to_device(batch, self._device))
+            loss = task.loss(self.model, batch if self._device.type == "cpu" else to_device(batch, self._device))
             if self._cuda is not None:
                 self._cuda.told_loss(micro, loss)
             (loss / parts[micro] if count > 1 else loss).backward()
@@ -169,7 +169,7 @@ class TensorLearner:
         return StepDone(tokens, samples, 0, total if self._cuda is None else self._cuda.loss(parts))
 
     def _micro_batch(self, effect: InnerStep, position: int) -> Any:
-        batch = self._bench.batch(self._learner, effect.stream, position)
+        batch = self._task.batch(self._learner, effect.stream, position)
         return leading(batch, effect.share, position) if effect.share < 1.0 else batch
 
     def _seed(self, seed: int) -> None:
@@ -365,33 +365,33 @@ class TensorLearner:
         if self._cuda is not None:
             self._cuda.forget_work()
 
-    def inspect(self, body: Message, blob: Blob) -> str:
+    def inspect(self, body: Message, payload: Payload) -> str:
         """Bytes whose checksums fit are what was sent; but was it meant for a model of these sizes?"""
-        if isinstance(body, Announce) and isinstance(blob.content, tuple):
-            sent, buffers = blob.content
+        if isinstance(body, Announce) and isinstance(payload.content, tuple):
+            sent, buffers = payload.content
             fragment = self._fragments[body.fragment]
             numel = sent.numel if isinstance(sent, Packet) else sent.numel()
             if (numel, buffers.numel()) != (fragment.numel, fragment.buffer_numel):
                 return f"fragment {body.fragment} has {fragment.numel} parameters here and {numel} there"
         return ""
 
-    def blob_for(self, send: Send) -> Blob | None:
+    def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body
         if isinstance(body, Contribution):
             key = (body.fragment, body.outer_step)
             if self._cuda is not None:
-                return self._cuda.blob([key, (body.fragment, NO_VERSION)], feedback=self._config.protocol.error_feedback)
+                return self._cuda.payload([key, (body.fragment, NO_VERSION)], feedback=self._config.protocol.error_feedback)
             staged = self._encoded(key if key in self._copied or key in self._staged else (body.fragment, NO_VERSION))
             if staged is None:
-                return Blob("packet", 0, None)  # NaN or Inf was found: nothing to send, and the syncer will refuse it
+                return Payload("packet", 0, None)  # NaN or Inf was found: nothing to send, and the syncer will refuse it
             packet, buffers, residual = staged
             if residual is not None:
                 self._uncommitted[body.fragment] = residual
-            return Blob("packet", packet.nbytes + 4 * buffers.numel(), (packet, buffers))
+            return Payload("packet", packet.nbytes + 4 * buffers.numel(), (packet, buffers))
         if isinstance(body, StateTransfer):
             with nullcontext() if self._cuda is None else self._cuda.training_stream():
                 state = self.state()
-            return Blob("state", _state_bytes(state), state)
+            return Payload("state", _state_bytes(state), state)
         return None
 
 

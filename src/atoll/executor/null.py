@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from atoll.config import Config
 from atoll.errors import InvariantViolated
-from atoll.executor.hands import Blob
 from atoll.ids import FragmentId, LearnerId, OuterStep
+from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     AbortRound,
@@ -58,7 +58,7 @@ class NullLearner:
         self._kept: dict[FragmentId, tuple[OuterStep, int]] = {}
         self._staged: dict[tuple[FragmentId, OuterStep], tuple[OuterStep, int]] = {}
 
-    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         match effect:
             case InnerStep(batch=batch, share=share):
                 return (StepDone(*batch_size(self._config, self._learner, batch, share), 0, None),)
@@ -67,8 +67,8 @@ class NullLearner:
             case Unstage(fragment=fragment, slot=slot):
                 del self._staged[fragment, slot]
             case Keep(fragment=fragment, version=version, previous=previous):
-                assert blob is not None
-                base, digest = blob.content
+                assert payload is not None
+                base, digest = payload.content
                 if previous != NO_VERSION and base != self.anchors[fragment][1]:
                     raise InvariantViolated(f"a difference to version {previous} of fragment {fragment} met another value")
                 self._kept[fragment] = (version, digest)
@@ -78,8 +78,8 @@ class NullLearner:
                     raise InvariantViolated(f"fragment {fragment}: version {version} is adopted, {kept[0]} is kept")
                 self.anchors[fragment] = kept
             case LoadState(held=held):
-                assert blob is not None
-                anchors, kept = blob.content
+                assert payload is not None
+                anchors, kept = payload.content
                 if tuple(v for v, _ in anchors) != held:
                     raise InvariantViolated("a peer's state is not of the versions it names")
                 self.anchors = list(anchors)
@@ -89,16 +89,16 @@ class NullLearner:
                 pass
         return ()
 
-    def inspect(self, body: Message, blob: Blob) -> str:
+    def inspect(self, body: Message, payload: Payload) -> str:
         return ""
 
-    def blob_for(self, send: Send) -> Blob | None:
+    def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body
         if isinstance(body, Contribution):
             slot = body.outer_step if (body.fragment, body.outer_step) in self._staged else NO_VERSION
-            return Blob("packet", self._up_bytes, self._staged[body.fragment, slot])
+            return Payload("packet", self._up_bytes, self._staged[body.fragment, slot])
         if isinstance(body, StateTransfer):
-            return Blob("state", self._state_bytes, (list(self.anchors), dict(self._kept)))
+            return Payload("state", self._state_bytes, (list(self.anchors), dict(self._kept)))
         return None
 
 
@@ -119,18 +119,18 @@ class NullSyncer:
         self._accepted: dict[tuple[OuterStep, FragmentId], dict[LearnerId, int]] = {}
         self._merged: dict[tuple[OuterStep, FragmentId], int] = {}
 
-    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         match effect:
             case Accept(outer_step=t, fragment=p, learner=m, anchor=anchor):
-                assert blob is not None
-                version, digest = blob.content
+                assert payload is not None
+                version, digest = payload.content
                 if version != anchor or self._disk.versions[p].get(anchor) != digest:
                     raise InvariantViolated(f"learner {m}'s anchor of fragment {p} is not the announced version {anchor}")
                 self._accepted.setdefault((t, p), {})[m] = digest
             case AbortRound(outer_step=t):
-                for books in (self._accepted, self._merged):
-                    for key in [k for k in books if k[0] == t]:
-                        del books[key]
+                for syncer_state in (self._accepted, self._merged):
+                    for key in [k for k in syncer_state if k[0] == t]:
+                        del syncer_state[key]
             case Discard(outer_step=t, learner=m):
                 for (step, _), contributions in self._accepted.items():
                     if step == t:
@@ -151,17 +151,17 @@ class NullSyncer:
                 pass
         return ()
 
-    def inspect(self, body: Message, blob: Blob) -> str:
+    def inspect(self, body: Message, payload: Payload) -> str:
         return ""
 
-    def blob_for(self, send: Send) -> Blob | None:
+    def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body
         if not isinstance(body, Announce):
             return None
         versions = self._disk.versions[body.fragment]
         full = body.previous == NO_VERSION
         base = 0 if full else versions[body.previous]
-        return Blob("fragment", self._full_bytes if full else self._down_bytes, (base, versions[body.outer_step]))
+        return Payload("fragment", self._full_bytes if full else self._down_bytes, (base, versions[body.outer_step]))
 
 
 def batch_size(config: Config, learner: LearnerId, batch: int = 0, share: float = 1.0) -> tuple[int, int]:

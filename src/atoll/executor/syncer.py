@@ -7,12 +7,8 @@ merge out twice gives the same bytes, and a merge that was never taped as stored
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
-from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -20,18 +16,15 @@ from torch import Tensor, nn
 
 from atoll.codecs import Packet, codec
 from atoll.config import Config
-from atoll.executor.hands import SUSPECT, Blob, Hands
-from atoll.executor.inner import build_optimizer, optimizer_step
-from atoll.executor.learner import TensorLearner
-from atoll.executor.shelf import Shelf as MemoryShelf
-from atoll.executor.workbench import Workbench
-from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, OuterStep, WorkerId
+from atoll.executor.optim.build import build_optimizer, optimizer_step
+from atoll.executor.outliers import Norms
+from atoll.ids import FragmentId, LearnerId, OuterStep
+from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     AbortRound,
     Accept,
     Announce,
-    Books,
     Contribution,
     Discard,
     Effect,
@@ -46,156 +39,34 @@ from atoll.protocol.vocabulary import (
     Send,
     Store,
     Stored,
+    SyncerState,
 )  # fmt: skip
 from atoll.rules import learning_rate
-from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
+from atoll.store.versions import Version, VersionStore, digest
+from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
 from atoll.tensors.merge import mean, merge, merge_buffers, outlier_norm
-from atoll.tensors.outer import OuterRule, OuterState, initial_state, outer_step
+from atoll.tensors.outer import OuterRule, OuterState, outer_rule, outer_step
 
 PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Version:
-    """A fragment as of one outer step. `announced` is what learners hold; it differs from Theta by the down codec's residual."""
-
-    theta: Tensor
-    buffers: Tensor
-    outer: OuterState | None
-    inner: dict[str, Any] | None
-    announced: Tensor
-    packet: Packet | None
-    """The announced difference to the version before; None where announcements are in full."""
-
-
-class Storage(Protocol):
-    """Where the versions of fragments lie: `Disk` in memory, `durable.DurableDisk` on disk."""
-
-    def at(self, p: FragmentId, v: OuterStep) -> Version: ...
-    def announced(self, p: FragmentId, v: OuterStep) -> Tensor: ...
-    def packet(self, p: FragmentId, v: OuterStep) -> Packet | None: ...
-    def newest(self) -> list[Version]: ...
-    def put(self, t: OuterStep, versions: Mapping[FragmentId, Version]) -> None:
-        """Durable when it returns."""
-        ...
-
-    def forget(self, p: FragmentId, v: OuterStep) -> None: ...
-
-
-class Shelf(Protocol):
+class SnapshotStore(Protocol):
     """Where the syncer's side of snapshots goes: `shelf.Shelf` in memory, `snapshots.SyncerShelf` on disk."""
 
-    def begin(self, snapshot: OuterStep, books: Books) -> None: ...
-    def put_in_flight(self, snapshot: OuterStep, envelope: Envelope, blob: Blob | None) -> None: ...
+    def begin(self, snapshot: OuterStep, syncer_state: SyncerState) -> None: ...
+    def put_in_flight(self, snapshot: OuterStep, envelope: Envelope, payload: Payload | None) -> None: ...
     def seal(self, snapshot: OuterStep, learners: tuple[LearnerId, ...], complete: bool) -> None: ...
 
 
-class Disk:
-    """What survives a killed syncer. This one is memory, for virtual runs and replays; `durable.py` holds the real one."""
-
-    def __init__(self, initial: Sequence[Version]) -> None:
-        self.versions: list[dict[OuterStep, Version]] = [{0: version} for version in initial]
-
-    def at(self, p: FragmentId, v: OuterStep) -> Version:
-        return self.versions[p][v]
-
-    def announced(self, p: FragmentId, v: OuterStep) -> Tensor:
-        return self.versions[p][v].announced
-
-    def packet(self, p: FragmentId, v: OuterStep) -> Packet | None:
-        return self.versions[p][v].packet
-
-    def put(self, t: OuterStep, versions: Mapping[FragmentId, Version]) -> None:
-        for p, version in versions.items():
-            self.versions[p][t] = version
-
-    def forget(self, p: FragmentId, v: OuterStep) -> None:
-        self.versions[p].pop(v, None)
-
-    def kept(self) -> list[list[OuterStep]]:
-        return [sorted(versions) for versions in self.versions]
-
-    def newest(self) -> list[Version]:
-        return [versions[max(versions)] for versions in self.versions]
-
-    def copy(self) -> Disk:
-        """As it is now: versions are values, so this costs no tensor."""
-        copy = Disk(())
-        copy.versions = [dict(versions) for versions in self.versions]
-        return copy
-
-    def theta(self) -> tuple[list[Tensor], list[Tensor]]:
-        newest = self.newest()
-        return [v.theta for v in newest], [v.buffers for v in newest]
-
-    def theta_sha256(self) -> str:
-        return digest([v.theta.cpu() for v in self.newest()] + [v.buffers.cpu() for v in self.newest()])
-
-
-def initial_versions(bench: Workbench, device: torch.device | None = None) -> list[Version]:
-    """Version 0 of every fragment: the model as it is built. `device`: for runs whose tensors all stay there."""
-    tensors = named_tensors(bench.build())
-    rule = outer_rule(bench.config)
-    versions = []
-    for fragment in bench.layout.fragments:
-        theta = read_params(tensors, fragment).to(device)
-        outer = initial_state(rule, fragment.numel, device=device) if rule else None
-        versions.append(Version(theta, read_buffers(tensors, fragment).to(device), outer, None, theta, None))
-    return versions
-
-
-def digest(tensors: Sequence[Tensor]) -> str:
-    sha = hashlib.sha256()
-    for tensor in tensors:
-        if tensor.is_cuda:  # a copy to the host each round would cost more than the round
-            sha.update(_folded(tensor).to_bytes(8, "little", signed=True))
-        else:
-            sha.update(tensor.contiguous().numpy().data)
-    return sha.hexdigest()
-
-
-def _folded(tensor: Tensor) -> int:
-    """All bits of a tensor in one number, worked out where it lies: each element times its own odd factor, modulo 2^64."""
-    bits = tensor.contiguous().view(torch.int32).to(torch.int64)
-    factors = torch.arange(bits.numel(), device=tensor.device) * 2654435761 * 2 + 1
-    return int((bits.reshape(-1) * factors).sum())
-
-
-def outer_rule(config: Config) -> OuterRule | None:
-    o = config.outer
-    if o.outer_optimizer == "inner":
-        return None
-    return OuterRule(optimizer=o.outer_optimizer, learning_rate=o.outer_learning_rate, momentum=o.outer_momentum, delay=o.delay)
-
-
-class Norms:
-    """What is usual for each fragment: the median of its last contributions' norms, each by the way its steps could have led.
-    Far beyond it is poison, or a learner about to diverge; refusing one costs little, merging one may cost the run."""
-
-    WINDOW = 32
-    ENOUGH = 8
-    """Below so many norms nothing is usual yet."""
-
-    def __init__(self, fragments: int, factor: float) -> None:
-        self._factor = factor
-        self._seen: list[deque[float]] = [deque(maxlen=self.WINDOW) for _ in range(fragments)]
-
-    def objection(self, fragment: FragmentId, norm: float, way: float) -> str:
-        seen = self._seen[fragment]
-        usual = way * median(seen) if len(seen) >= self.ENOUGH else 0.0
-        if usual > 0 and norm > self._factor * usual:
-            return f"{SUSPECT} {norm:.3g} of fragment {fragment} is {norm / usual:.0f} times the usual {usual:.3g}"
-        seen.append(norm / way)
-        return ""
-
-
 class TensorSyncer:
-    def __init__(self, config: Config, fragments: Sequence[Fragment], disk: Storage, shelf: Shelf | None = None) -> None:
+    def __init__(
+        self, config: Config, fragments: Sequence[Fragment], disk: VersionStore, snapshots: SnapshotStore | None = None
+    ) -> None:
         self._config = config
         self._fragments = fragments
         self.disk = disk
-        self._shelf = shelf
+        self._snapshots = snapshots
         self._rule = outer_rule(config)
         self._up = codec(self._config.protocol.codec_up)
         self._down = codec(self._config.protocol.codec_down)
@@ -204,17 +75,17 @@ class TensorSyncer:
         self.norms = Norms(len(self._fragments), self._config.limits.outlier_factor)
         self._merged: dict[tuple[OuterStep, FragmentId], Version] = {}
 
-    def execute(self, effect: Effect, blob: Blob | None) -> Sequence[Event]:
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         match effect:
             case Accept():
-                self._accept(effect, blob)
+                self._accept(effect, payload)
             case AbortRound(outer_step=t):
-                for books in (self._accepted, self._merged):
-                    for key in [k for k in books if k[0] == t]:
-                        del books[key]
+                for by_round in (self._accepted, self._merged):
+                    for key in [k for k in by_round if k[0] == t]:
+                        del by_round[key]
             case RecordInFlight(snapshot=snapshot, envelope=envelope):
-                if self._shelf is not None:
-                    self._shelf.put_in_flight(snapshot, envelope, blob)
+                if self._snapshots is not None:
+                    self._snapshots.put_in_flight(snapshot, envelope, payload)
             case Discard(outer_step=t, learner=m):
                 for (step, _), contributions in self._accepted.items():
                     if step == t:
@@ -225,23 +96,23 @@ class TensorSyncer:
                 return (self._store(t, fragments),)
             case ForgetVersion(fragment=p, version=v):
                 self.disk.forget(p, v)
-            case RecordSyncer(snapshot=snapshot, books=books):
-                if self._shelf is not None:
-                    self._shelf.begin(snapshot, books)
+            case RecordSyncer(snapshot=snapshot, syncer_state=syncer_state):
+                if self._snapshots is not None:
+                    self._snapshots.begin(snapshot, syncer_state)
             case SealSnapshot(snapshot=snapshot, learners=learners, complete=complete):
-                if self._shelf is not None:
-                    self._shelf.seal(snapshot, learners, complete)
+                if self._snapshots is not None:
+                    self._snapshots.seal(snapshot, learners, complete)
             case _:
                 pass
         return ()
 
-    def inspect(self, body: Message, blob: Blob) -> str:
+    def inspect(self, body: Message, payload: Payload) -> str:
         """Before the machine sees a contribution: can it be used at all? Nothing poisoned gets as far as a merge."""
         if not isinstance(body, Contribution):
             return ""
-        if blob.content is None:
+        if payload.content is None:
             return "it came without bytes"
-        packet, buffers = blob.content
+        packet, buffers = payload.content
         if packet.codec != self._up.name or packet.numel != self._fragments[body.fragment].numel:
             return f"{packet.numel} numbers by {packet.codec} are not fragment {body.fragment} by {self._up.name}"
         if buffers.numel() != self._fragments[body.fragment].buffer_numel:
@@ -259,9 +130,9 @@ class TensorSyncer:
         least = 1e-3 * self._config.inner.learning_rate  # a schedule may end at zero
         return max(1, body.c_steps) * max(least, learning_rate(self._config, max(0, body.outer_step - 1)))
 
-    def _accept(self, effect: Accept, blob: Blob | None) -> None:
-        assert blob is not None
-        packet, buffers = blob.content
+    def _accept(self, effect: Accept, payload: Payload | None) -> None:
+        assert payload is not None
+        packet, buffers = payload.content
         announced = self.disk.announced(effect.fragment, effect.anchor)
         accepted = self._accepted.setdefault((effect.outer_step, effect.fragment), {})
         accepted[effect.learner] = (packet, buffers, announced)
@@ -337,7 +208,7 @@ class TensorSyncer:
             self._accepted.pop((t, p), None)
         return Stored(t, digest([tensor for v in versions.values() for tensor in (v.theta, v.buffers)]))
 
-    def blob_for(self, send: Send) -> Blob | None:
+    def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body
         if not isinstance(body, Announce):
             return None
@@ -345,29 +216,9 @@ class TensorSyncer:
         bytes_of_buffers = 4 * version.buffers.numel()
         packet = None if body.previous == NO_VERSION else version.packet
         if packet is None:
-            return Blob("fragment", 4 * version.announced.numel() + bytes_of_buffers, (version.announced, version.buffers))
-        return Blob("fragment", packet.nbytes + bytes_of_buffers, (packet, version.buffers))
+            return Payload("fragment", 4 * version.announced.numel() + bytes_of_buffers, (version.announced, version.buffers))
+        return Payload("fragment", packet.nbytes + bytes_of_buffers, (packet, version.buffers))
 
 
 def _slot(flat: Tensor, offset: int, shape: tuple[int, ...], numel: int) -> Tensor:
     return flat[offset : offset + numel].view(shape)
-
-
-class TensorHands:
-    """Hands for every worker of one virtual run. The disk and the shelf outlive the workers. `device`: where all tensors lie, the
-    syncer's too; by default the host."""
-
-    def __init__(
-        self, bench: Workbench, disk: Disk | None = None, shelf: MemoryShelf | None = None, device: torch.device | None = None
-    ) -> None:
-        self.bench, self._device = bench, device
-        self.disk = disk or Disk(initial_versions(bench, device))
-        self.shelf = shelf or MemoryShelf(self.disk)
-        self.learners: dict[LearnerId, TensorLearner] = {}
-
-    def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Hands:
-        if worker == SYNCER:
-            return TensorSyncer(self.bench.config, self.bench.layout.fragments, self.disk, self.shelf)
-        resident = self._device is not None
-        self.learners[worker] = TensorLearner(self.bench, worker, self.shelf, device=self._device, resident=resident)
-        return self.learners[worker]

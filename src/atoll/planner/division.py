@@ -14,7 +14,7 @@ from statistics import fmean
 import msgspec
 
 from atoll.planner.site import FREE, Cluster, Link, Site
-from atoll.sim.failures import FailureModel
+from atoll.sim.estimates.failures import FailureModel
 
 DAY = 86400.0
 SPLITS = (2, 4, 8)

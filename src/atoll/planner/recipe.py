@@ -32,7 +32,7 @@ def keys(scored: Scored, judge: Judge) -> dict[str, Any]:
         protocol["layers_per_fragment"] = max(1, round(cluster.model.layers / max(1, c.fragments - 1)))
     return {
         "preset": c.preset, "learners": ranks(cluster.chips) if c.preset == "ddp" else c.learners,
-        "outer_steps": max(200, 4 * c.interval), "protocol": protocol, "cluster": _cluster(c, judge),
+        "total_steps": max(200, 4 * c.interval), "protocol": protocol, "cluster": _cluster(c, judge),
     }  # fmt: skip
 
 

@@ -20,10 +20,10 @@ from atoll.executor.null import wire_bits
 from atoll.planner import quality
 from atoll.planner.division import Division, Kind, divisions, failure_model, pace_share
 from atoll.planner.site import FREE, Cluster
-from atoll.sim import goodput
-from atoll.sim.decoupled import MEASURED, DecoupledAnswer, decoupled, settings_for
-from atoll.sim.failures import FailureModel
-from atoll.sim.utilisation import Compute, Curve, Exchange, Method, utilisation
+from atoll.sim.estimates import goodput
+from atoll.sim.estimates.decoupled import MEASURED, DecoupledAnswer, decoupled, settings_for
+from atoll.sim.estimates.failures import FailureModel
+from atoll.sim.estimates.utilisation import Compute, Curve, Exchange, Method, utilisation
 
 RATES = np.logspace(-6, 9, 901)
 """Gbit/s times step seconds a bit and parameter: the axis of remembered curves, 60 points a decade."""
@@ -282,4 +282,4 @@ def _short_run(
         },
     }  # fmt: skip
     settings = settings_for("decoupled", layers)
-    return msgspec.structs.replace(settings, outer_steps=(WARM_UP + MEASURED) * (c.interval // part))
+    return msgspec.structs.replace(settings, total_steps=(WARM_UP + MEASURED) * (c.interval // part))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from atoll.config import Config
 from atoll.ids import SYNCER, Incarnation, LearnerId, OuterStep, nanos
-from atoll.protocol.desk import Desk
+from atoll.protocol.effects import Effects
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import LEFT as FATE_LEFT
 from atoll.protocol.ledger import LOST as FATE_LOST
@@ -40,11 +40,11 @@ from atoll.protocol.vocabulary import (
 
 class Admission:
     def __init__(
-        self, config: Config, desk: Desk, roster: Roster, versions: Versions, ledger: Ledger, leases: Leases,
+        self, config: Config, effects: Effects, roster: Roster, versions: Versions, ledger: Ledger, leases: Leases,
         pulse: Pulse, outer_step: Callable[[], OuterStep],
     ) -> None:  # fmt: skip
         self._config = config
-        self._desk = desk
+        self._effects = effects
         self._roster = roster
         self._versions = versions
         self._ledger = ledger
@@ -67,14 +67,14 @@ class Admission:
             )
         if not member.connected:
             member.pulls.clear()  # what was asked on a connection that broke is not answered any more
-        self._desk.send(learner, Welcome(self._outer_step()))
-        member.connected, member.given_up, member.heard_at = True, False, self._desk.now
+        self._effects.send(learner, Welcome(self._outer_step()))
+        member.connected, member.given_up, member.heard_at = True, False, self._effects.now
         member.reported = body.local_step
         self._ledger.trained(learner, body.tokens)
         self._versions.restart_channel(member, body.held)
         self.forget_joining(member)
-        stand(self._desk, member, "hello", body.reason)
-        member.joined_at, member.join_reason = self._desk.now, body.reason
+        stand(self._effects, member, "hello", body.reason)
+        member.joined_at, member.join_reason = self._effects.now, body.reason
         if body.needs_state:
             self._begin_recovery(member)
         elif self._versions.all_kept(body.held):
@@ -88,7 +88,7 @@ class Admission:
         self._ledger.closed(member.learner, FATE_LOST)
         if not keeps_leases:
             self.release_leases(member)
-        member.incarnation, member.born_at = incarnation, self._desk.now
+        member.incarnation, member.born_at = incarnation, self._effects.now
         member.step_ema = None
         member.counted = member.reported = member.tokens = member.samples = member.suspicions = 0
 
@@ -103,7 +103,7 @@ class Admission:
             # a broadcast comes with every round that has something due: every ceil(H/P) outer steps
             p = self._config.protocol
             rounds = 2 * max(1, -(-p.local_steps_per_round // p.fragments))
-            member.join_deadline = self._desk.now + self._pulse.broadcast_patience(rounds)
+            member.join_deadline = self._effects.now + self._pulse.broadcast_patience(rounds)
 
     def broadcast_went_out(self, outer_step: OuterStep) -> None:
         """Newcomers now have their t_s."""
@@ -129,16 +129,16 @@ class Admission:
         member.ticket, member.peer = self._tickets, peer.learner
         interval = self._config.protocol.local_steps_per_round
         patience = int(self._config.limits.recovery_intervals * max(2, interval) * self._pulse.expected_round())
-        member.join_deadline = self._desk.now + 2 * patience  # the newcomer gives up first; this is for one that cannot say so
-        self._desk.send(peer.learner, Serve(member.ticket, member.learner, member.seen))
-        self._desk.send(member.learner, Ticket(member.ticket, peer.learner, member.seen, patience))
+        member.join_deadline = self._effects.now + 2 * patience  # the newcomer gives up first; this is for one that cannot say so
+        self._effects.send(peer.learner, Serve(member.ticket, member.learner, member.seen))
+        self._effects.send(member.learner, Ticket(member.ticket, peer.learner, member.seen, patience))
 
     def _send_theta(self, member: Member, reason: str) -> None:
         self._tickets += 1
         member.ticket, member.peer, member.wants_ticket = self._tickets, -1, False
         member.join_deadline = None
         self._versions.announce_missing(member)
-        self._desk.send(member.learner, TakeTheta(member.ticket, reason))
+        self._effects.send(member.learner, TakeTheta(member.ticket, reason))
 
     def failed(self, member: Member, body: RecoveryFailed) -> None:
         if member.standing == JOINING and body.ticket == member.ticket and member.peer >= 0:
@@ -151,11 +151,11 @@ class Admission:
         if not all(0 <= v <= newest for v, newest in zip(body.held, self._versions.all_newest(), strict=True)):
             return
         self._versions.restart_channel(member, body.held)
-        member.reported, member.heard_at = body.local_step, self._desk.now
+        member.reported, member.heard_at = body.local_step, self._effects.now
         member.entering = True
-        nanos = self._desk.now - member.joined_at
+        nanos = self._effects.now - member.joined_at
         source = SYNCER if body.source == SYNCER else body.source
-        self._desk.emit(Recovered(member.learner, source, nanos, member.join_reason))
+        self._effects.emit(Recovered(member.learner, source, nanos, member.join_reason))
 
     def enter(self, member: Member, outer_step: OuterStep) -> None:
         """Send what it misses, then the word: FIFO makes the order hold."""
@@ -164,57 +164,57 @@ class Admission:
         member.session += 1
         member.counted = member.reported
         member.position = 0
-        member.heard_at = self._desk.now
-        stand(self._desk, member, "entered", f"stands at outer step {outer_step}")
+        member.heard_at = self._effects.now
+        stand(self._effects, member, "entered", f"stands at outer step {outer_step}")
         self._versions.announce_missing(member)
         self.top_up(member)
-        self._desk.send(member.learner, Enter(member.session, outer_step))
+        self._effects.send(member.learner, Enter(member.session, outer_step))
 
     def top_up(self, member: Member) -> None:
         units = self._leases.top_up(member.learner)
         if units:
-            self._desk.send(member.learner, Grant(units, self._leases.own_next(member.learner)))
+            self._effects.send(member.learner, Grant(units, self._leases.own_next(member.learner)))
 
     # ------------------------------------------------------------ going
 
-    def lost(self, member: Member, reason: str) -> None:
+    def mark_lost(self, member: Member, reason: str) -> None:
         member.connected = False
-        member.lost_at = self._desk.now
+        member.lost_at = self._effects.now
         self.forget_joining(member)
-        stand(self._desk, member, "lost", reason)
+        stand(self._effects, member, "lost", reason)
         self._replace_source(member.learner)
 
-    def all_lost(self, reason: str) -> None:
+    def mark_all_lost(self, reason: str) -> None:
         """This syncer was killed: every connection broke."""
         for member in self._roster.connected():
             member.connected = False
-            member.lost_at = self._desk.now
+            member.lost_at = self._effects.now
             self.forget_joining(member)
-            stand(self._desk, member, "lost", reason)
+            stand(self._effects, member, "lost", reason)
 
     def await_back(self, learners: Iterable[LearnerId]) -> None:
         """Learners of a snapshot: lost until they are back, with time to come."""
         for learner in learners:
             member = self._roster.admit(learner)
-            stand(self._desk, member, "lost", "the run is resumed from a snapshot")
-            member.lost_at = self._desk.now + nanos(self._config.limits.muster_seconds)
+            stand(self._effects, member, "lost", "the run is resumed from a snapshot")
+            member.lost_at = self._effects.now + nanos(self._config.limits.start_wait_seconds)
 
-    def left(self, member: Member, reason: str) -> None:
-        stand(self._desk, member, "left", reason)
+    def mark_left(self, member: Member, reason: str) -> None:
+        stand(self._effects, member, "left", reason)
         member.connected = False  # its incarnation is over: nothing it says counts any more, nothing is sent to it
         self._ledger.closed(member.learner, FATE_LEFT)
         self.release_leases(member)
         self.forget_joining(member)
         self._replace_source(member.learner)
 
-    def silent(self, member: Member, reason: str) -> None:
-        stand(self._desk, member, "unheard", reason)
+    def mark_silent(self, member: Member, reason: str) -> None:
+        stand(self._effects, member, "unheard", reason)
         self._replace_source(member.learner)
 
     def recover(self, member: Member, reason: str) -> None:
         self.forget_joining(member)
-        stand(self._desk, member, "recover", reason)
-        self._desk.send(member.learner, Recover(reason))
+        stand(self._effects, member, "recover", reason)
+        self._effects.send(member.learner, Recover(reason))
         self._replace_source(member.learner)
 
     def give_up(self, member: Member) -> None:
@@ -225,7 +225,7 @@ class Admission:
     def release_leases(self, member: Member) -> None:
         units, repeats = self._leases.release(member.learner)
         if units:
-            self._desk.emit(Reissue(member.learner, units, repeats))
+            self._effects.emit(Reissue(member.learner, units, repeats))
 
     def _replace_source(self, peer: LearnerId) -> None:
         """Recovery survives the death of its source."""
@@ -246,9 +246,9 @@ class Admission:
         member.tried = set()
 
 
-def stand(desk: Desk, member: Member, trigger: str, reason: str) -> None:
+def stand(effects: Effects, member: Member, trigger: str, reason: str) -> None:
     before = member.standing
     member.move(trigger)
     if member.standing != before:
-        desk.emit(Membership(member.learner, member.standing, reason))
+        effects.emit(Membership(member.learner, member.standing, reason))
 

@@ -15,8 +15,8 @@ from atoll.protocol.batches import Batches
 from atoll.protocol.causality import Mailbox
 from atoll.protocol.counters import Counters
 from atoll.protocol.departure import Departure
-from atoll.protocol.desk import Desk
-from atoll.protocol.recovery import Errand, Service
+from atoll.protocol.effects import Effects
+from atoll.protocol.recovery import PendingTransfer, Service
 from atoll.protocol.snapshot import marker_of
 from atoll.protocol.staging import Pending, Staging
 from atoll.protocol.vocabulary import (
@@ -39,6 +39,7 @@ from atoll.protocol.vocabulary import (
     Hello,
     InnerStep,
     Keep,
+    LearnerState,
     LeaveAsked,
     Loaded,
     LoadSnapshot,
@@ -57,7 +58,6 @@ from atoll.protocol.vocabulary import (
     Resume,
     Resumed,
     Serve,
-    Stance,
     Started,
     StateRequest,
     StateTransfer,
@@ -81,7 +81,7 @@ class LearnerMachine:
         self.config = config
         self.learner, self.incarnation = learner, incarnation
         self.schedule = Schedule(config)
-        self._desk = Desk(Mailbox(learner, incarnation, config.learners))
+        self._effects = Effects(Mailbox(learner, incarnation, config.learners))
         self._fragments = p.fragments
         self.phase = JOINING
         self._connected = self._has_state = False
@@ -94,7 +94,7 @@ class LearnerMachine:
         self.counters = Counters(p.fragments)
         self.held: list[OuterStep] = [NO_VERSION] * p.fragments
         self._pending: dict[FragmentId, Pending] = {}
-        self._staged = Staging(self._desk)
+        self._staged = Staging(self._effects)
         self._pulls: list[Pull] = []
         self._adoptions: list[Adoption] = []
         self._batches = Batches(learner, p.local_steps_per_round)
@@ -105,13 +105,13 @@ class LearnerMachine:
         self._departure = Departure()
         self._waiting_since, self._wait_reason = 0, ""
         self.waited: Nanos = 0
-        self._errand = Errand()
+        self._transfer = PendingTransfer()
         self._service = Service(2 * config.limits.serves_max)
 
     # ------------------------------------------------------------ the door
 
     def on(self, event: Event, now: Nanos) -> Sequence[Effect]:
-        self._desk.now = now
+        self._effects.now = now
         if self.phase == DONE:
             return ()
         match event:
@@ -124,13 +124,13 @@ class LearnerMachine:
                     self._connected = True
                     self._hello("reconnected" if self._has_state else "joins")
             case ConnectionLost(peer=peer, reason=reason):
-                self._lost(peer, reason)
+                self._connection_lost(peer, reason)
             case Poisoned(where=where):
                 self._recover(f"{where} holds NaN or Inf")
             case LeaveAsked(reason=reason):
                 self._leave(reason)
-            case Resumed(stance=stance):
-                self._resumed(event.snapshot, stance)
+            case Resumed(learner_state=learner_state):
+                self._resumed(event.snapshot, learner_state)
             case DeadlinePassed():
                 self._deadline_passed()
             case Resized(share=share):
@@ -139,25 +139,25 @@ class LearnerMachine:
                 pass
             case _:
                 raise AssertionError(f"no learner expects {event}")
-        return self._desk.take()
+        return self._effects.take()
 
     def deadline(self) -> Nanos | None:
         if self.phase == DONE:
             return None
-        given = [at for at in (self._errand.give_up_at, self._departure.by) if at is not None]
+        given = [at for at in (self._transfer.give_up_at, self._departure.by) if at is not None]
         return min(given, default=None)
 
     def _send(self, body: Message, to: WorkerId = SYNCER) -> None:
         if self._connected or to != SYNCER:
-            self._desk.send(to, body)
+            self._effects.send(to, body)
 
     # ------------------------------------------------------------ messages
 
     def _receive(self, envelope: Envelope) -> None:
-        refusal = self._desk.mailbox.refusal(envelope)
+        refusal = self._effects.mailbox.refusal(envelope)
         if refusal is not None:
             if refusal:
-                self._desk.emit(Refuse(envelope.sender, refusal, True))
+                self._effects.emit(Refuse(envelope.sender, refusal, True))
             return
         body = envelope.body
         if envelope.sender == SYNCER:
@@ -179,7 +179,7 @@ class LearnerMachine:
             case Welcome():
                 pass
             case Ticket():
-                self._errand.begin(body, self._desk.now)
+                self._transfer.begin(body, self._effects.now)
                 self._send(StateRequest(body.ticket), body.peer)
             case TakeTheta():
                 self._take_theta(body)
@@ -198,7 +198,7 @@ class LearnerMachine:
                 if self.phase != TRAINING:
                     self._done()
             case _:
-                self._desk.emit(Refuse(envelope.sender, f"{type(body).__name__} is not for a learner", True))
+                self._effects.emit(Refuse(envelope.sender, f"{type(body).__name__} is not for a learner", True))
 
     def _granted(self, body: Grant) -> None:
         self._return_marker()
@@ -215,7 +215,7 @@ class LearnerMachine:
             return self._hello(f"fragment {fragment} came against version {body.previous}, which I lack")
         pending = self._pending.get(fragment)
         if body.outer_step > (pending.version if pending else self.held[fragment]):
-            self._desk.emit(Keep(fragment, body.outer_step, body.previous))
+            self._effects.emit(Keep(fragment, body.outer_step, body.previous))
             self._pending[fragment] = Pending(body.outer_step, body.previous, self.learner in body.merged)
         self._saw(body.outer_step)
         if self.learner in body.merged and self._departure.merged(fragment):
@@ -226,21 +226,21 @@ class LearnerMachine:
             self._go_on()
         return None
 
-    def _lost(self, peer: WorkerId, reason: str) -> None:
+    def _connection_lost(self, peer: WorkerId, reason: str) -> None:
         if peer == SYNCER:
             self._connected, self._entering = False, None
             self._pulls.clear()
-            self._errand.end()
+            self._transfer.end()
             return
-        self._service.lost(peer)
-        if self._errand.asked(peer):
+        self._service.forget_peer(peer)
+        if self._transfer.asked(peer):
             self._transfer_failed(f"its source was lost: {reason}")
 
     # ------------------------------------------------------------ a step boundary
 
     def _step_done(self, event: StepDone) -> None:
         self.counters.trained(event.tokens, event.samples)
-        self._desk.mailbox.advance(self.counters.local_step)
+        self._effects.mailbox.advance(self.counters.local_step)
         self.position += 1
         self._last_step = event
         self.phase = BOUNDARY
@@ -274,17 +274,17 @@ class LearnerMachine:
             self._recorded = self._marker
             left, offset, own_next = self._batches.place()
             stand = tuple(self.held), self.position, self.outer_known, left, offset, own_next
-            self._desk.emit(RecordState(self._marker, Stance(*stand, *self.counters.record())))
+            self._effects.emit(RecordState(self._marker, LearnerState(*stand, *self.counters.record())))
 
-    def _resumed(self, snapshot: OuterStep, stance: Stance) -> None:
+    def _resumed(self, snapshot: OuterStep, learner_state: LearnerState) -> None:
         """What was announced and not yet adopted is announced again; staged copies are taken anew. Counters go on: they
         weigh the work that these weights already hold."""
-        self.held, self.position, self.outer_known = list(stance.held), stance.position, stance.outer_known
-        self._batches.restore(stance.left, stance.offset, stance.own_next)
-        self.counters.restore(stance.local_step, stance.tokens, stance.samples, stance.since)
-        self._desk.mailbox.advance(stance.local_step)
+        self.held, self.position, self.outer_known = list(learner_state.held), learner_state.position, learner_state.outer_known
+        self._batches.restore(learner_state.left, learner_state.offset, learner_state.own_next)
+        self.counters.restore(learner_state.local_step, learner_state.tokens, learner_state.samples, learner_state.since)
+        self._effects.mailbox.advance(learner_state.local_step)
         self._has_state = True
-        self._desk.emit(LoadSnapshot(snapshot))
+        self._effects.emit(LoadSnapshot(snapshot))
 
     def _return_marker(self) -> None:
         """At rest between two steps: record now, and say so before anything else is sent."""
@@ -310,22 +310,22 @@ class LearnerMachine:
                 self._report()  # the syncer sends a newer version only once this one is acknowledged
             if self.phase != WAITING:
                 self.phase = WAITING
-                self._waiting_since, self._wait_reason = self._desk.now, reason
-                self._desk.emit(Wait(reason))
+                self._waiting_since, self._wait_reason = self._effects.now, reason
+                self._effects.emit(Wait(reason))
             return
         self._end_wait()
         self.phase = TRAINING
         self._drawn = self._batches.draw()
         policy = self.schedule.policy(self.position + 1)
         progress = self.position if policy.exact else self.outer_known
-        self._desk.emit(InnerStep(self.counters.local_step + 1, *self._drawn, progress, self._batches.share))
+        self._effects.emit(InnerStep(self.counters.local_step + 1, *self._drawn, progress, self._batches.share))
 
     def _must_wait(self) -> str:
         """At most `lead` local steps past the last due adoption; checked at every boundary, so one outer step suffices."""
         policy = self.schedule.policy(self.position)
         if policy.lead < 0:
             return ""
-        if policy.exact and self.position >= self.config.outer_steps:
+        if policy.exact and self.position >= self.config.total_steps:
             return "its last local step is done"  # exactly H steps an interval: none beyond the last outer step
         lead = learner_overlap(self.config, policy, self.learner) if policy.exact else policy.lead
         outer_step = self.position - lead
@@ -352,7 +352,7 @@ class LearnerMachine:
         policy = self.schedule.policy(pending.version)
         regular = pending.merged and not policy.plain_average and self.phase != JOINING  # catching up takes Theta as it is
         alpha = self.config.protocol.alpha if regular else 0.0
-        self._desk.emit(Adopt(fragment, pending.version, alpha, pending.merged, reason))
+        self._effects.emit(Adopt(fragment, pending.version, alpha, pending.merged, reason))
         self._holds(fragment, pending.version)
         self._staged.drop_up_to(fragment, pending.version)
 
@@ -434,7 +434,7 @@ class LearnerMachine:
         self._end_wait()
         self._must_recover = ""
         self.phase, self._has_state, self._entering = JOINING, False, None
-        self._errand.end()
+        self._transfer.end()
         self._pulls.clear()
         self._pending.clear()
         self.held = [NO_VERSION] * self._fragments  # or Theta, sent anew in the same version, would pass for known
@@ -451,14 +451,14 @@ class LearnerMachine:
         for fragment in range(self._fragments):
             self._adopt(fragment, body.reason)
             self.counters.reset(fragment)
-        self._desk.emit(LoadTheta(body.reason))
+        self._effects.emit(LoadTheta(body.reason))
         self._loaded(body.ticket, SYNCER)
 
     def _take_state(self, source: LearnerId, body: StateTransfer) -> None:
-        ticket = self._errand.ticket
+        ticket = self._transfer.ticket
         if self.phase != JOINING or ticket is None or body.ticket != ticket.ticket or source != ticket.peer:
             return
-        self._desk.emit(LoadState(source, body.held))
+        self._effects.emit(LoadState(source, body.held))
         for fragment, version in enumerate(body.held):
             self._holds(fragment, version)
             self.counters.reset(fragment)
@@ -471,18 +471,18 @@ class LearnerMachine:
 
     def _loaded(self, ticket: int, source: WorkerId) -> None:
         self._has_state = True
-        self._errand.end()
+        self._transfer.end()
         self._send(Loaded(ticket, source, self.counters.local_step, tuple(self.held)))
 
     def _transfer_failed(self, reason: str) -> None:
-        ticket = self._errand.ticket
-        self._errand.end()
+        ticket = self._transfer.ticket
+        self._transfer.end()
         if ticket is not None:
             self._send(RecoveryFailed(ticket.ticket, reason))
 
     def _leave(self, reason: str) -> None:
         trained = [p for p in range(self._fragments) if self.counters.since(p).steps > 0]
-        by = self._desk.now + nanos(self.config.limits.leave_seconds)
+        by = self._effects.now + nanos(self.config.limits.leave_seconds)
         if self._departure.ask(reason, trained, by) or not self._connected or self.phase == JOINING:
             self._goodbye()
 
@@ -492,9 +492,9 @@ class LearnerMachine:
         self.phase = DONE
 
     def _deadline_passed(self) -> None:
-        if self._departure.is_due(self._desk.now):
+        if self._departure.is_due(self._effects.now):
             return self._goodbye()
-        if self._errand.give_up_at is not None and self._desk.now >= self._errand.give_up_at:
+        if self._transfer.give_up_at is not None and self._effects.now >= self._transfer.give_up_at:
             self._transfer_failed("the transfer did not come in time")
         return None
 
@@ -551,12 +551,12 @@ class LearnerMachine:
 
     def _end_wait(self) -> None:
         if self.phase == WAITING:
-            waited = self._desk.now - self._waiting_since
+            waited = self._effects.now - self._waiting_since
             self.waited += waited
-            self._desk.emit(Resume(waited, self._wait_reason))
+            self._effects.emit(Resume(waited, self._wait_reason))
             self.phase = BOUNDARY
 
     def _done(self) -> None:
         self._end_wait()
         self.phase = DONE
-        self._desk.emit(Finished(self.outer_known))
+        self._effects.emit(Finished(self.outer_known))

@@ -47,7 +47,7 @@ class Leases:
         self._fragments = fragments
         self.unit_steps = interval
         self._ahead_least = 2 * interval
-        self._books: dict[LearnerId, _Lease] = {}
+        self.by_learner: dict[LearnerId, _Lease] = {}
         self._next: dict[LearnerId, int] = {}
         self._pool: deque[Unit] = deque()
         self._awaited: set[LearnerId] = set()
@@ -60,24 +60,24 @@ class Leases:
 
     def top_up(self, learner: LearnerId) -> tuple[Unit, ...]:
         """Grant until at least 2H steps lie ahead; re-issued units go first."""
-        book = self._books.setdefault(learner, _Lease(self._fragments))
+        lease = self.by_learner.setdefault(learner, _Lease(self._fragments))
         units = []
-        while book.ahead < self._ahead_least:
+        while lease.ahead < self._ahead_least:
             if self._pool:
                 unit = self._pool.popleft()
             else:
                 unit = Unit(learner, self.own_next(learner))
                 self._next[learner] = unit.index + 1
-            book.granted.append(unit)
-            book.grant_of[unit] = book.grants + 1
-            book.ahead += self.unit_steps
+            lease.granted.append(unit)
+            lease.grant_of[unit] = lease.grants + 1
+            lease.ahead += self.unit_steps
             units.append(unit)
-        book.grants += bool(units)
+        lease.grants += bool(units)
         return tuple(units)
 
     def is_low(self, learner: LearnerId) -> bool:
-        book = self._books.get(learner)
-        return book is None or book.ahead < self._ahead_least
+        lease = self.by_learner.get(learner)
+        return lease is None or lease.ahead < self._ahead_least
 
     def never_given(self, learner: LearnerId, left: Sequence[Unit]) -> bool:
         """It names units of another's stream that nobody was ever granted, or of its own that no run ever reaches."""
@@ -87,32 +87,32 @@ class Leases:
 
     def may_draw(self, learner: LearnerId, stream: LearnerId, batch: int) -> bool:
         """What it was granted, and beyond that its own stream."""
-        book = self._books.get(learner)
+        lease = self.by_learner.get(learner)
         unit = Unit(stream, batch // self.unit_steps)
         own = stream == learner and unit.index <= max(INDEX_MAX, self.own_next(stream))
-        return own or (book is not None and (unit in book.granted or unit == book.last_done))
+        return own or (lease is not None and (unit in lease.granted or unit == lease.last_done))
 
     def drew(self, learner: LearnerId, stream: LearnerId, batch: int, local_step: LocalStep) -> None:
         """A report says which batch was trained. Units are drawn to their ends, in the order of grant; but one that it gave
         itself while the grant was on its way comes before the others of that grant."""
-        book = self._books.setdefault(learner, _Lease(self._fragments))
+        lease = self.by_learner.setdefault(learner, _Lease(self._fragments))
         unit = Unit(stream, batch // self.unit_steps)
         offset = batch % self.unit_steps
-        if unit not in book.granted and book.last_done == unit:
+        if unit not in lease.granted and lease.last_done == unit:
             return  # the report of its last batch, repeated on entering
-        if book.started and book.granted[0] != unit:
-            book.finish(local_step)
-        if unit not in book.granted:  # it had nothing left and went on by itself in its own stream: the books follow
+        if lease.started and lease.granted[0] != unit:
+            lease.finish(local_step)
+        if unit not in lease.granted:  # it had nothing left and went on by itself in its own stream: the books follow
             self._next[stream] = max(self.own_next(stream), unit.index + 1)
-            book.granted.appendleft(unit)
-        elif book.granted[0] != unit:
-            book.granted.remove(unit)
-            book.granted.appendleft(unit)
-        book.started = True
-        book.ahead = len(book.granted) * self.unit_steps - offset - 1
+            lease.granted.appendleft(unit)
+        elif lease.granted[0] != unit:
+            lease.granted.remove(unit)
+            lease.granted.appendleft(unit)
+        lease.started = True
+        lease.ahead = len(lease.granted) * self.unit_steps - offset - 1
         if offset == self.unit_steps - 1:
-            book.finish(local_step)
-            book.started = False
+            lease.finish(local_step)
+            lease.started = False
 
     def square(
         self, learner: LearnerId, left: Sequence[Unit], own_next: int, local_step: LocalStep, grants: int, *, broke: bool = True
@@ -120,66 +120,66 @@ class Leases:
         """On a Hello of a known incarnation: what it has left is right. Of the rest, units of a grant that has not arrived
         are on their way while the connection stands, and go back to the pool where it `broke`; the others were drawn,
         though the reports that said so were lost."""
-        book = self._books.setdefault(learner, _Lease(self._fragments))
-        missing = [unit for unit in book.granted if unit not in left]
-        not_there = [unit for unit in missing if book.grant_of.get(unit, 0) > grants]
-        book.done.extend((unit, local_step) for unit in missing if unit not in not_there)
-        left = [unit for unit in left if unit != book.last_done]
+        lease = self.by_learner.setdefault(learner, _Lease(self._fragments))
+        missing = [unit for unit in lease.granted if unit not in left]
+        not_there = [unit for unit in missing if lease.grant_of.get(unit, 0) > grants]
+        lease.done.extend((unit, local_step) for unit in missing if unit not in not_there)
+        left = [unit for unit in left if unit != lease.last_done]
         coming, back = ([], not_there) if broke else (not_there, [])
         self._pool = deque([*back, *(unit for unit in self._pool if unit not in left)])
-        book.started = book.started and bool(left) and bool(book.granted) and left[0] == book.granted[0]
-        book.granted = deque([*left, *coming])
-        book.grant_of = {unit: book.grant_of.get(unit, 0) for unit in book.granted}
-        book.grants = grants if broke else book.grants
-        book.ahead = len(book.granted) * self.unit_steps - (1 if left else 0)
+        lease.started = lease.started and bool(left) and bool(lease.granted) and left[0] == lease.granted[0]
+        lease.granted = deque([*left, *coming])
+        lease.grant_of = {unit: lease.grant_of.get(unit, 0) for unit in lease.granted}
+        lease.grants = grants if broke else lease.grants
+        lease.ahead = len(lease.granted) * self.unit_steps - (1 if left else 0)
         beyond = [unit.index + 1 for unit in left if unit.stream == learner]  # its own, drawn while the syncer was away
         self._next[learner] = max(self.own_next(learner), own_next, *beyond)
 
     def record(self) -> tuple[tuple[tuple[LearnerId, int], ...], tuple[Unit, ...], tuple[Lease, ...]]:
         """For a snapshot: where every stream goes on, the pool, and what each learner holds."""
         leases = tuple(
-            Lease(learner, tuple(book.granted), tuple(unit for unit, _ in book.done))
-            for learner, book in sorted(self._books.items())
+            Lease(learner, tuple(lease.granted), tuple(unit for unit, _ in lease.done))
+            for learner, lease in sorted(self.by_learner.items())
         )  # fmt: skip
         return tuple(sorted(self._next.items())), tuple(self._pool), leases
 
     def restore(self, own_next: Sequence[tuple[LearnerId, int]], pool: Sequence[Unit], leases: Sequence[Lease]) -> None:
         self._next, self._pool = dict(own_next), deque(pool)
-        for lease in leases:
-            book = self._books[lease.learner] = _Lease(self._fragments)
-            book.granted.extend(lease.granted)
-            book.done.extend((unit, 0) for unit in lease.done)
-            self._awaited.add(lease.learner)
+        for recorded in leases:
+            lease = self.by_learner[recorded.learner] = _Lease(self._fragments)
+            lease.granted.extend(recorded.granted)
+            lease.done.extend((unit, 0) for unit in recorded.done)
+            self._awaited.add(recorded.learner)
 
     def claim(self, learner: LearnerId, left: Sequence[Unit], own_next: int, local_step: LocalStep) -> bool:
         """A learner of the snapshot is back with its state: what it had in hand is its own again."""
         if learner not in self._awaited:
             return False
         self._awaited.discard(learner)
-        book = self._books[learner]  # its work is in the weights of this local step, not yet in Theta
-        book.done = deque((unit, local_step) for unit, _ in book.done)
+        lease = self.by_learner[learner]  # its work is in the weights of this local step, not yet in Theta
+        lease.done = deque((unit, local_step) for unit, _ in lease.done)
         self.square(learner, left, own_next, local_step, 0)
         return True
 
     def pulled(self, learner: LearnerId, fragment: FragmentId, local_step: LocalStep) -> None:
-        book = self._books.get(learner)
-        if book is None:
+        lease = self.by_learner.get(learner)
+        if lease is None:
             return
-        book.pulled[fragment] = max(book.pulled[fragment], local_step)
-        if book.done:
-            covered = min(book.pulled)
-            while book.done and book.done[0][1] <= covered:
-                book.done.popleft()
+        lease.pulled[fragment] = max(lease.pulled[fragment], local_step)
+        if lease.done:
+            covered = min(lease.pulled)
+            while lease.done and lease.done[0][1] <= covered:
+                lease.done.popleft()
                 self.settled += 1
 
     def release(self, learner: LearnerId) -> tuple[tuple[Unit, ...], int]:
         """The incarnation is over. Its unsettled units go back to the pool; those it had begun will be repeats."""
         self._awaited.discard(learner)
-        book = self._books.pop(learner, None)
-        if book is None:
+        lease = self.by_learner.pop(learner, None)
+        if lease is None:
             return (), 0
-        begun = [unit for unit, _ in book.done] + ([book.granted[0]] if book.started and book.granted else [])
-        units = tuple(unit for unit, _ in book.done) + tuple(book.granted)
+        begun = [unit for unit, _ in lease.done] + ([lease.granted[0]] if lease.started and lease.granted else [])
+        units = tuple(unit for unit, _ in lease.done) + tuple(lease.granted)
         self._pool.extend(units)
         self.repeats += len(begun)
         return units, len(begun)

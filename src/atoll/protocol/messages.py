@@ -56,7 +56,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True, gc=False):
     done: tuple[Unit, ...]
 
 
-class Books(msgspec.Struct, frozen=True, gc=False):
+class SyncerState(msgspec.Struct, frozen=True, gc=False):
     """The syncer's side of a snapshot: with the tensors of the versions it names, a run goes on from here."""
 
     outer_step: OuterStep
@@ -66,7 +66,7 @@ class Books(msgspec.Struct, frozen=True, gc=False):
     leases: tuple[Lease, ...]
 
 
-class Stance(msgspec.Struct, frozen=True, gc=False):
+class LearnerState(msgspec.Struct, frozen=True, gc=False):
     """A learner's side of a snapshot: where it stood, what it had adopted, and its place in the data."""
 
     held: tuple[OuterStep, ...]

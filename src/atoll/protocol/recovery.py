@@ -12,7 +12,7 @@ from atoll.ids import LearnerId, Nanos, OuterStep
 from atoll.protocol.vocabulary import Serve, Ticket
 
 
-class Errand:
+class PendingTransfer:
     """The newcomer's: which peer was asked, and until when to hope."""
 
     __slots__ = ("give_up_at", "ticket")
@@ -51,7 +51,7 @@ class Service:
         if len(self._asked) > self._limit:
             self._asked.popitem(last=False)
 
-    def lost(self, peer: LearnerId) -> None:
+    def forget_peer(self, peer: LearnerId) -> None:
         for ticket in [t for t, who in self._asked.items() if who == peer]:
             del self._asked[ticket]
 

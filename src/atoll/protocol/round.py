@@ -37,8 +37,8 @@ class Round:
         "accepted",
         "awaited",
         "counted_before",
-        "departed",
         "due",
+        "ended",
         "fixed_at",
         "grace_until",
         "opened_at",
@@ -66,7 +66,7 @@ class Round:
         self.participants: tuple[LearnerId, ...] = ()
         self.counted_before: dict[LearnerId, LocalStep] = {}
         self.awaited: dict[LearnerId, set[FragmentId]] = {}
-        self.departed: set[LearnerId] = set()
+        self.ended: set[LearnerId] = set()
         """Their incarnation ended while this round was being stored: their tokens have met their fate already."""
         self.accepted: dict[FragmentId, dict[LearnerId, Contribution]] = {}
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from atoll.ids import LearnerId, OuterStep
-from atoll.protocol.desk import Desk
-from atoll.protocol.vocabulary import Books, Envelope, RecordInFlight, RecordSyncer, Report, SealSnapshot
+from atoll.protocol.effects import Effects
+from atoll.protocol.vocabulary import Envelope, RecordInFlight, RecordSyncer, Report, SealSnapshot, SyncerState
 
 
 def marker_of(outer_step: OuterStep, interval: int) -> OuterStep:
@@ -20,8 +20,8 @@ def marker_of(outer_step: OuterStep, interval: int) -> OuterStep:
 
 
 class Snapshot:
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, effects: Effects) -> None:
+        self._effects = effects
         self._marker: OuterStep = 0
         self._waiting: set[LearnerId] = set()
         self._recorded: set[LearnerId] = set()
@@ -30,11 +30,11 @@ class Snapshot:
     def open(self) -> bool:
         return bool(self._marker)
 
-    def begin(self, marker: OuterStep, learners: Iterable[LearnerId], books: Books) -> None:
+    def begin(self, marker: OuterStep, learners: Iterable[LearnerId], syncer_state: SyncerState) -> None:
         if self._marker:
             self._seal(complete=False, reason=f"snapshot {marker} is due and this one is not complete")
         self._marker, self._waiting, self._recorded = marker, set(learners), set()
-        self._desk.emit(RecordSyncer(marker, books))
+        self._effects.emit(RecordSyncer(marker, syncer_state))
         self._maybe_seal("nobody to wait for")
 
     def saw(self, envelope: Envelope) -> None:
@@ -47,9 +47,9 @@ class Snapshot:
             self._recorded.add(envelope.sender)
             self._maybe_seal("every live learner returned the marker")
         else:
-            self._desk.emit(RecordInFlight(self._marker, envelope))
+            self._effects.emit(RecordInFlight(self._marker, envelope))
 
-    def gone(self, learner: LearnerId) -> None:
+    def leave_out(self, learner: LearnerId) -> None:
         """Dead learners are left out: on resume they recover."""
         if self._marker:
             self._waiting.discard(learner)
@@ -65,5 +65,5 @@ class Snapshot:
             self._seal(complete=True, reason=reason)
 
     def _seal(self, *, complete: bool, reason: str) -> None:
-        self._desk.emit(SealSnapshot(self._marker, tuple(sorted(self._recorded)), complete, reason))
+        self._effects.emit(SealSnapshot(self._marker, tuple(sorted(self._recorded)), complete, reason))
         self._marker, self._waiting, self._recorded = 0, set(), set()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from atoll.ids import FragmentId, LocalStep, OuterStep
 from atoll.protocol.counters import Counters
-from atoll.protocol.desk import Desk
+from atoll.protocol.effects import Effects
 from atoll.protocol.vocabulary import NO_VERSION, Contribution, Stage, Unstage
 
 Key = tuple[FragmentId, OuterStep]
@@ -34,8 +34,8 @@ class Staging:
     """Keyed by (fragment, slot): exact adoption has a slot per outer step, adoption on arrival one (NO_VERSION) whose
     newest copy replaces the older. The counters at the time of the copy are those that are weighed."""
 
-    def __init__(self, desk: Desk) -> None:
-        self._desk = desk
+    def __init__(self, effects: Effects) -> None:
+        self._effects = effects
         self._copies: dict[Key, _Copy] = {}
 
     def __contains__(self, key: Key) -> bool:
@@ -47,7 +47,7 @@ class Staging:
     def put(self, fragment: FragmentId, slot: OuterStep, counters: Counters, anchor: OuterStep, *, restart: bool) -> None:
         count = counters.since(fragment)
         self._copies[fragment, slot] = _Copy(counters.local_step, anchor, *count, counters.tokens)
-        self._desk.emit(Stage(fragment, counters.local_step, slot, restart))
+        self._effects.emit(Stage(fragment, counters.local_step, slot, restart))
 
     def contribution(self, outer_step: OuterStep, fragment: FragmentId, slot: OuterStep) -> Contribution:
         c = self._copies[fragment, slot]
@@ -66,4 +66,4 @@ class Staging:
     def _drop(self, unwanted: Callable[[Key], bool]) -> None:
         for key in [k for k in self._copies if unwanted(k)]:
             del self._copies[key]
-            self._desk.emit(Unstage(*key))
+            self._effects.emit(Unstage(*key))

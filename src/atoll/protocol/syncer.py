@@ -13,7 +13,7 @@ from atoll.errors import PeerViolation
 from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, nanos, seconds
 from atoll.protocol.admission import Admission
 from atoll.protocol.causality import Mailbox
-from atoll.protocol.desk import Desk
+from atoll.protocol.effects import Effects
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Fates, Ledger
 from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
@@ -27,7 +27,6 @@ from atoll.protocol.vocabulary import (
     AbortRound,
     Accept,
     Adoption,
-    Books,
     ConnectionLost,
     Contribution,
     DeadlinePassed,
@@ -53,6 +52,7 @@ from atoll.protocol.vocabulary import (
     Started,
     Store,
     Stored,
+    SyncerState,
     Tick,
 )  # fmt: skip
 from atoll.rules import Schedule, fresh, paced_until
@@ -64,21 +64,21 @@ class SyncerMachine:
         self.config = config
         self.schedule = Schedule(config)
         self.outer_step: OuterStep = 0
-        self._desk = Desk(Mailbox(SYNCER, 0, config.learners))
+        self._effects = Effects(Mailbox(SYNCER, 0, config.learners))
         self.roster = Roster(p.fragments)
-        self.versions = Versions(config, self._desk, self.roster)
+        self.versions = Versions(config, self._effects, self.roster)
         self.ledger = Ledger(p.fragments, adoption_discards=p.anchor != "round_start")
         self.leases = Leases(p.fragments, p.local_steps_per_round)
-        self.snapshot = Snapshot(self._desk)
+        self.snapshot = Snapshot(self._effects)
         self.pulse = Pulse(config)
         self.admission = Admission(
-            config, self._desk, self.roster, self.versions, self.ledger, self.leases,
+            config, self._effects, self.roster, self.versions, self.ledger, self.leases,
             self.pulse, lambda: self.outer_step,
         )  # fmt: skip
         self.rounds = Rounds()
         self._fresh: set[LearnerId] = set()
-        self._mustered = False
-        self._muster_until: Nanos | None = None
+        self._started_up = False
+        self._start_wait_until: Nanos | None = None
         self._begins_after: OuterStep = 0
         self._step_most = StepMost.of(config)
         self._last_commit_at: Nanos = 0
@@ -89,7 +89,7 @@ class SyncerMachine:
     # ------------------------------------------------------------ the door
 
     def on(self, event: Event, now: Nanos) -> Sequence[Effect]:
-        self._desk.now = now
+        self._effects.now = now
         match event:
             case Received():
                 self._receive(event)
@@ -98,15 +98,15 @@ class SyncerMachine:
             case DeadlinePassed():
                 self._deadlines()
             case ConnectionLost(peer=peer, reason=reason):
-                self._lost(peer, reason)
+                self._connection_lost(peer, reason)
             case Started(incarnation=incarnation):
                 self._started(incarnation)
-            case Restored(books=books):
-                self._restored(books)
+            case Restored(syncer_state=syncer_state):
+                self._restored(syncer_state)
             case _:
                 pass  # Connected: a peer speaks first, with Hello
         self._turn()
-        return self._desk.take()
+        return self._effects.take()
 
     def deadline(self) -> Nanos | None:
         if self.finished:
@@ -132,7 +132,7 @@ class SyncerMachine:
         impossible = objection(self.config, envelope)
         if impossible:
             return self._refuse(learner, impossible, disconnect=True)
-        refusal = self._desk.mailbox.refusal(envelope)
+        refusal = self._effects.mailbox.refusal(envelope)
         if refusal is not None:
             return self._refuse(learner, refusal, disconnect=True) if refusal else None
         self.snapshot.saw(envelope)
@@ -142,7 +142,7 @@ class SyncerMachine:
         member = self.roster.get(learner)
         if member is None or not member.connected:
             return self._refuse(learner, "did not say Hello on this connection", disconnect=True)
-        member.heard_at = self._desk.now
+        member.heard_at = self._effects.now
         if event.flaw:
             return self._poisoned(member, body, event)
         try:
@@ -153,7 +153,7 @@ class SyncerMachine:
 
     def _said(self, member: Member, body: Message) -> None:
         if member.standing == SILENT and not member.entering and not isinstance(body, Report | Goodbye):
-            self._returned(member)  # it may wait for a round that went on without it, and never report again
+            self._readmit(member)  # it may wait for a round that went on without it, and never report again
         match body:
             case Report():
                 self._report(member, body)
@@ -167,15 +167,15 @@ class SyncerMachine:
             case RecoveryFailed():
                 self.admission.failed(member, body)
             case Goodbye(reason=reason):
-                self._gone(member)
-                self._departed(member.learner)
-                self.admission.left(member, reason)
+                self._drop_from_rounds(member)
+                self._end_incarnation(member.learner)
+                self.admission.mark_left(member, reason)
             case _:
                 self._refuse(member.learner, f"{type(body).__name__} is not for the syncer", disconnect=True)
 
     def _refuse(self, learner: LearnerId, reason: str, *, disconnect: bool = False) -> None:
         self.refused += 1
-        self._desk.emit(Refuse(learner, reason, disconnect))
+        self._effects.emit(Refuse(learner, reason, disconnect))
 
     def _hello(self, learner: LearnerId, envelope: Envelope, body: Hello) -> None:
         if unearned := hello_claims(body, learner, self.outer_step, self.leases, self._step_most):
@@ -184,14 +184,14 @@ class SyncerMachine:
         if member is not None and member.standing == LEFT and member.incarnation == envelope.incarnation:
             return self._refuse(learner, "it left; it may come back as a new incarnation", disconnect=True)
         if member is not None:
-            self._gone(member)
+            self._drop_from_rounds(member)
             if member.incarnation != envelope.incarnation:
-                self._departed(learner)
+                self._end_incarnation(learner)
         member = self.admission.hello(learner, envelope.incarnation, body)
-        if self._muster_until is None:
-            self._muster_until = self._desk.now + nanos(self.config.limits.muster_seconds)
+        if self._start_wait_until is None:
+            self._start_wait_until = self._effects.now + nanos(self.config.limits.start_wait_seconds)
         if self.finished:
-            self._desk.send(learner, Finish(self.outer_step))
+            self._effects.send(learner, Finish(self.outer_step))
         self._watch_soon()
         return None
 
@@ -207,11 +207,11 @@ class SyncerMachine:
         member.reported = max(member.reported, body.local_step)
         member.tokens, member.samples = body.tokens, body.samples
         if newer:
-            self.pulse.reported(member, body.step_nanos, self._desk.now)
+            self.pulse.reported(member, body.step_nanos, self._effects.now)
         if body.session != member.session or member.standing not in (IN_SYNC, SILENT):
             return
         if member.standing == SILENT:
-            return self._returned(member)
+            return self._readmit(member)
         member.position = body.position
         self._mark(member)
         if self.leases.is_low(member.learner):
@@ -222,9 +222,9 @@ class SyncerMachine:
         self.ledger.adopted(member.learner, adoption.fragment, adoption.tokens, adoption.version)
         self.versions.acknowledged(member, adoption)
         self.versions.prune((adoption.fragment,))
-        self.pulse.adopted(adoption.version, self._desk.now)
+        self.pulse.adopted(adoption.version, self._effects.now)
 
-    def _returned(self, member: Member) -> None:
+    def _readmit(self, member: Member) -> None:
         """A silent member is heard again: it catches up if its versions are still kept, else it recovers."""
         if self.versions.all_kept(member.held):
             member.entering = True
@@ -235,20 +235,20 @@ class SyncerMachine:
         round_ = self.rounds.get(body.outer_step)
         why_not = round_.objection(member.learner, body) if round_ else f"round {body.outer_step} is not open"
         if why_not or round_ is None:
-            self.pulse.answered(member, body.outer_step, self._desk.now, whole=True)
+            self.pulse.answered(member, body.outer_step, self._effects.now, whole=True)
             return self._refuse(member.learner, f"contribution late or unasked: {why_not}")
         if not self.versions.has(body.fragment, body.anchor):
             self._refuse(member.learner, f"fragment {body.fragment} is against version {body.anchor}, which is gone")
-            self._gone(member)
+            self._drop_from_rounds(member)
             return self.admission.recover(member, "a difference against a version that is gone is never re-based")
         if claims_too_much(body, member.reported, member.tokens, member.samples, self._step_most):
             return self._refuse(member.learner, "contribution claims more than was reported", disconnect=True)
         round_.take(member.learner, body)
         self.versions.give_back(member, (body.fragment,))
         member.suspicions = 0
-        self.pulse.answered(member, body.outer_step, self._desk.now, whole=member.learner not in round_.awaited)
+        self.pulse.answered(member, body.outer_step, self._effects.now, whole=member.learner not in round_.awaited)
         self.leases.pulled(member.learner, body.fragment, body.local_step)
-        self._desk.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
+        self._effects.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
         return None
 
     def _poisoned(self, member: Member, body: Message, event: Received) -> None:
@@ -259,7 +259,7 @@ class SyncerMachine:
             self._drop(member, body.outer_step, f"{POISONED}: {event.flaw}")
             return
         member.suspicions = 0
-        self._gone(member)
+        self._drop_from_rounds(member)
         self.admission.recover(member, f"{POISONED}: {event.flaw}")
 
     # ------------------------------------------------------------ gathering
@@ -279,9 +279,9 @@ class SyncerMachine:
 
     def _open_next(self) -> Round | None:
         outer_step = self.rounds.last(self.outer_step) + 1
-        if outer_step > self.config.outer_steps:
+        if outer_step > self.config.total_steps:
             return None
-        round_ = Round(outer_step, self.schedule.due(outer_step), self.schedule.policy(outer_step), self._desk.now)
+        round_ = Round(outer_step, self.schedule.due(outer_step), self.schedule.policy(outer_step), self._effects.now)
         self.rounds[outer_step] = round_
         self._remark()
         return round_
@@ -317,11 +317,11 @@ class SyncerMachine:
         if round_ is None:
             return False
         quorum = self._quorum(round_)
-        if len(self._fresh) < quorum or not self._muster(round_):
+        if len(self._fresh) < quorum or not self._may_start(round_):
             if round_.phase == GRACE:
                 round_.move("quorum_lost")
             return False
-        now = self._desk.now
+        now = self._effects.now
         if round_.phase == GATHERING:
             round_.move("quorum_met")
             round_.quorum_at = now
@@ -337,18 +337,18 @@ class SyncerMachine:
         self._fix(round_, everybody)
         return True
 
-    def _muster(self, round_: Round) -> bool:
+    def _may_start(self, round_: Round) -> bool:
         """The first round waits for the declared learners; nobody could ever equalise a start alone."""
-        if self._mustered:
+        if self._started_up:
             return True
-        until, begun = self._muster_until or 0, round_.outer_step > self._begins_after + 1
-        self._mustered = len(self.roster.in_sync()) >= self.config.learners or begun or self._desk.now >= until
-        if not self._mustered:
+        until, begun = self._start_wait_until or 0, round_.outer_step > self._begins_after + 1
+        self._started_up = len(self.roster.in_sync()) >= self.config.learners or begun or self._effects.now >= until
+        if not self._started_up:
             self._hold_until = until
-        return self._mustered
+        return self._started_up
 
     def _fix(self, round_: Round, everybody: bool) -> None:
-        now = self._desk.now
+        now = self._effects.now
         participants = tuple(sorted(self._fresh))
         for learner in participants:
             member = self.roster.get(learner)
@@ -360,11 +360,11 @@ class SyncerMachine:
         round_.fix(participants, now)
         round_.pull_deadline = now + max(self.pulse.pull_patience(), round_.patience_least)
         why = round_.why_fixed(len(self.roster.in_sync()), self._quorum(round_), everybody)
-        self._desk.emit(FixParticipants(round_.outer_step, round_.due, participants, why))
+        self._effects.emit(FixParticipants(round_.outer_step, round_.due, participants, why))
         if round_.due:
             for learner in participants:
                 self.versions.lend(learner, round_.due)
-                self._desk.send(learner, Pull(round_.outer_step, round_.due))
+                self._effects.send(learner, Pull(round_.outer_step, round_.due))
         self.pulse.fixed(now, self.roster.in_sync())
         if (following := self.rounds.gathering()) is not None:
             following.opened_at = now
@@ -382,10 +382,10 @@ class SyncerMachine:
             return True
         for fragment in round_.due:
             shares = shares_of(self.config.protocol.aggregation_weighting, round_.accepted[fragment])
-            self._desk.emit(Merge(
+            self._effects.emit(Merge(
                 round_.outer_step, fragment, shares, self.versions.newest(fragment), round_.policy.plain_average
             ))  # fmt: skip
-        self._desk.emit(Store(round_.outer_step, round_.due))
+        self._effects.emit(Store(round_.outer_step, round_.due))
         return False
 
     def _stored(self, outer_step: OuterStep) -> None:
@@ -399,27 +399,27 @@ class SyncerMachine:
         outer_step = round_.outer_step
         del self.rounds[outer_step]
         self.outer_step = outer_step
-        self._last_commit_at = self._desk.now
-        self._desk.mailbox.advance(outer_step)
+        self._last_commit_at = self._effects.now
+        self._effects.mailbox.advance(outer_step)
         for fragment in round_.due:
             self.versions.add(fragment, outer_step, round_.participants)
             for learner, c in sorted(round_.accepted[fragment].items()):
-                if learner not in round_.departed:
+                if learner not in round_.ended:
                     self.ledger.merged(learner, fragment, c.tokens, outer_step, c.c_tokens)
         interval = self.config.protocol.snapshot_interval
         if interval and marker_of(outer_step, interval) == outer_step:
-            books = Books(outer_step, self.versions.all_kept_versions(), *self.leases.record())
-            self.snapshot.begin(outer_step, [m.learner for m in self.roster.in_sync()], books)
+            syncer_state = SyncerState(outer_step, self.versions.all_kept_versions(), *self.leases.record())
+            self.snapshot.begin(outer_step, [m.learner for m in self.roster.in_sync()], syncer_state)
         self._announce(round_)
         self.versions.prune(round_.due)
         self._let_in()
-        if outer_step == self.config.outer_steps:
+        if outer_step == self.config.total_steps:
             self._finish()
 
     def _announce(self, round_: Round) -> None:
         for member in self.roster.connected():
             if not round_.due:
-                self._desk.send(member.learner, Tick(round_.outer_step))
+                self._effects.send(member.learner, Tick(round_.outer_step))
             for fragment in round_.due:
                 self.versions.announce(member, fragment)
         if round_.due:
@@ -429,62 +429,62 @@ class SyncerMachine:
     def _finish(self) -> None:
         self.finished = True
         self.snapshot.abandon("the run is over")
-        self._desk.emit(Finished(self.outer_step))
+        self._effects.emit(Finished(self.outer_step))
         for member in self.roster.connected():
-            self._desk.send(member.learner, Finish(self.outer_step))
+            self._effects.send(member.learner, Finish(self.outer_step))
 
     # ------------------------------------------------------------ losses
 
-    def _lost(self, learner: LearnerId, reason: str) -> None:
+    def _connection_lost(self, learner: LearnerId, reason: str) -> None:
         member = self.roster.get(learner)
         if member is not None and member.connected:
-            self._gone(member)
-            self.admission.lost(member, reason)
+            self._drop_from_rounds(member)
+            self.admission.mark_lost(member, reason)
             self._watch_soon()
 
-    def _gone(self, member: Member) -> None:
+    def _drop_from_rounds(self, member: Member) -> None:
         """It cannot be counted on in any open round, nor in the snapshot."""
-        self.snapshot.gone(member.learner)
+        self.snapshot.leave_out(member.learner)
         for outer_step in list(self.rounds):
             self._drop(member, outer_step, "is gone", silence=False)
         self._fresh.discard(member.learner)  # a round that gathers again has just marked everybody in sync
 
-    def _departed(self, learner: LearnerId) -> None:
+    def _end_incarnation(self, learner: LearnerId) -> None:
         for round_ in self.rounds.values():
-            round_.departed.add(learner)
+            round_.ended.add(learner)
 
     def _drop(self, member: Member, outer_step: OuterStep, reason: str, *, silence: bool = True) -> None:
         round_ = self.rounds.get(outer_step)
         if round_ is None or round_.phase not in (PULLING, READY) or member.learner not in round_.participants:
             return
-        self._desk.emit(Discard(outer_step, member.learner, reason))
+        self._effects.emit(Discard(outer_step, member.learner, reason))
         round_.drop(member.learner)
         self.versions.give_back(member, round_.due)
         if silence and round_.policy.exact and member.standing == IN_SYNC:
             # exact adoption has no place for one that is out of step: it must enter again
             self._fresh.discard(member.learner)
-            self.snapshot.gone(member.learner)
-            self.admission.silent(member, reason)
+            self.snapshot.leave_out(member.learner)
+            self.admission.mark_silent(member, reason)
             if reason.startswith(("declined", POISONED)):  # it has answered: nothing more will come to wake it
-                self._returned(member)
+                self._readmit(member)
         need = 1 if round_.policy.quorum_all and self.config.protocol.elastic else self._quorum(round_)
         if len(round_.participants) < need:
             self._regather(round_, f"{len(round_.participants)} left of a quorum of {need}")
 
     def _regather(self, round_: Round, reason: str) -> None:
-        self._desk.emit(AbortRound(round_.outer_step, reason))
+        self._effects.emit(AbortRound(round_.outer_step, reason))
         for learner, counted in round_.counted_before.items():
             member = self.roster.get(learner)
             if member is not None:
                 member.counted = min(member.counted, counted)
                 self.versions.give_back(member, round_.due)
         round_.counted_before.clear()
-        round_.regather(self._desk.now)
+        round_.regather(self._effects.now)
         self.rounds.close_gathering_after(round_.outer_step)
         self._remark()
 
     def _deadlines(self) -> None:
-        now = self._desk.now
+        now = self._effects.now
         for round_ in list(self.rounds.values()):
             if round_.phase == PULLING and now >= round_.pull_deadline:
                 asked_at = round_.fixed_at
@@ -502,10 +502,10 @@ class SyncerMachine:
 
     def _watch_soon(self) -> None:
         if self._watch_at is None:
-            self._watch_at = self._desk.now + self.pulse.watch_interval()
+            self._watch_at = self._effects.now + self.pulse.watch_interval()
 
     def _watch(self) -> None:
-        now = self._desk.now
+        now = self._effects.now
         leads = self._leads()
         # where a lead is bounded everybody waits for a round in flight, and its pull deadline says who is late
         busy = leads and bool(self.rounds.in_flight())
@@ -514,8 +514,8 @@ class SyncerMachine:
                 patience = self.pulse.silence_patience(member)
                 since = max(member.heard_at, self._last_commit_at) if leads else member.heard_at
                 if now - since > patience:
-                    self._gone(member)
-                    self.admission.silent(member, f"silent for {seconds(now - since):.1f} s")
+                    self._drop_from_rounds(member)
+                    self.admission.mark_silent(member, f"silent for {seconds(now - since):.1f} s")
             elif member.standing == JOINING and member.join_deadline is not None and now >= member.join_deadline:
                 self.admission.deadline_passed(member)
             elif member.standing == LOST and not member.given_up and now - member.lost_at > self.pulse.give_up_after():
@@ -526,24 +526,24 @@ class SyncerMachine:
         """Where a lead is bounded a member may be silent because it waits for us."""
         return self.schedule.policy(self.outer_step + 1).lead >= 0
 
-    def _restored(self, books: Books) -> None:
+    def _restored(self, syncer_state: SyncerState) -> None:
         """Rounds that were open at the cut are gathered again, as after a restart: what was in flight is still part of
         its learner's weights. Learners of the snapshot count as lost until they are back, with time to come."""
         self.rounds.clear()  # nobody has reported yet: what began to gather is the first outer step of a new run
-        self.outer_step = self._begins_after = books.outer_step
-        self._desk.mailbox.advance(books.outer_step)
-        self.versions.restore(books.kept)
-        self.leases.restore(books.own_next, books.pool, books.leases)
-        self.admission.await_back(lease.learner for lease in books.leases)
+        self.outer_step = self._begins_after = syncer_state.outer_step
+        self._effects.mailbox.advance(syncer_state.outer_step)
+        self.versions.restore(syncer_state.kept)
+        self.leases.restore(syncer_state.own_next, syncer_state.pool, syncer_state.leases)
+        self.admission.await_back(lease.learner for lease in syncer_state.leases)
 
     def _started(self, incarnation: int) -> None:
         """First start, or a return from the dead: what was not stored is gathered again."""
-        self._desk.mailbox.restart(incarnation)
+        self._effects.mailbox.restart(incarnation)
         for outer_step in self.rounds:
-            self._desk.emit(AbortRound(outer_step, "the syncer restarted before storing it"))
+            self._effects.emit(AbortRound(outer_step, "the syncer restarted before storing it"))
         self.rounds.clear()
         self._fresh.clear()
         self.snapshot.abandon("the syncer restarted")
         self._hold_until = None
         self.pulse.last_fixed_at = None
-        self.admission.all_lost("the syncer restarted")
+        self.admission.mark_all_lost("the syncer restarted")

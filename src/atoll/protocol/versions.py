@@ -14,14 +14,14 @@ from collections.abc import Sequence
 
 from atoll.config import Config
 from atoll.ids import FragmentId, LearnerId, OuterStep
-from atoll.protocol.desk import Desk
+from atoll.protocol.effects import Effects
 from atoll.protocol.membership import JOINING, LEFT, Member, Roster
 from atoll.protocol.vocabulary import NO_VERSION, Adoption, Announce, ForgetVersion
 
 
 class Versions:
-    def __init__(self, config: Config, desk: Desk, roster: Roster) -> None:
-        self._desk = desk
+    def __init__(self, config: Config, effects: Effects, roster: Roster) -> None:
+        self._effects = effects
         self._roster = roster
         self._keep_max = config.limits.versions_max
         self._always_full = config.protocol.codec_down == "fp32"
@@ -77,7 +77,7 @@ class Versions:
         as_difference = not self._always_full and member.standing != JOINING and member.held[fragment] == previous
         member.sent[fragment] = newest
         body = Announce(newest, fragment, previous if as_difference else NO_VERSION, self._merged_for(member, fragment))
-        self._desk.send(member.learner, body)
+        self._effects.send(member.learner, body)
 
     def _merged_for(self, member: Member, fragment: FragmentId) -> tuple[LearnerId, ...]:
         """Of the newest version, and of those before it that this member is not sent: its packet may be in one of them."""
@@ -131,7 +131,7 @@ class Versions:
             # one older than the newest stays: a member one version behind is sent the difference to it
             while len(kept) > 2 and (kept[0] < needed or len(kept) > self._keep_max):
                 self._merged[fragment].pop(kept[0], None)
-                self._desk.emit(ForgetVersion(fragment, kept.pop(0)))
+                self._effects.emit(ForgetVersion(fragment, kept.pop(0)))
 
     def watermark(self, fragment: FragmentId) -> OuterStep:
         """The oldest version of a fragment that any member may still send a difference against. Members report every

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from atoll.ids import FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep, WorkerId
 from atoll.protocol.messages import *  # noqa: F403  one door: whoever needs a word asks here
-from atoll.protocol.messages import Books, Envelope, Share, Stance, Unit, Word
+from atoll.protocol.messages import Envelope, LearnerState, Share, SyncerState, Unit, Word
 
 # ---------------------------------------------------------------- events
 
@@ -71,14 +71,14 @@ class LeaveAsked(Word, frozen=True):
 class Restored(Word, frozen=True):
     """A new run's syncer goes on from a snapshot's books; the versions they name are in place."""
 
-    books: Books
+    syncer_state: SyncerState
 
 
 class Resumed(Word, frozen=True):
     """A new run's learner goes on from its own part of a snapshot."""
 
     snapshot: OuterStep
-    stance: Stance
+    learner_state: LearnerState
 
 
 class Resized(Word, frozen=True):
@@ -170,7 +170,7 @@ class RecordState(Word, frozen=True):
     """Record this learner's state for a snapshot."""
 
     snapshot: OuterStep
-    stance: Stance
+    learner_state: LearnerState
 
 
 class Wait(Word, frozen=True):
@@ -241,7 +241,7 @@ class RecordSyncer(Word, frozen=True):
     """Record the syncer's state for a snapshot; go on."""
 
     snapshot: OuterStep
-    books: Books
+    syncer_state: SyncerState
 
 
 class RecordInFlight(Word, frozen=True):

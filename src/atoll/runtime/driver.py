@@ -9,24 +9,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
-from atoll.executor.hands import Blob
 from atoll.ids import Nanos, WorkerId
+from atoll.protocol.interface import Machine, Payload
 from atoll.protocol.vocabulary import DeadlinePassed, Effect, Event
 from atoll.runtime.clock import Clock
 from atoll.tape.format import TapeWriter
 
 
-class Machine(Protocol):
-    def on(self, event: Event, now: Nanos) -> Sequence[Effect]: ...
-    def deadline(self) -> Nanos | None: ...
-
-
 class Driver:
     def __init__(
         self, machine: Machine, worker: WorkerId, clock: Clock, tape: TapeWriter | None,
-        carry_out: Callable[[Effect, Blob | None], None], arm: Callable[[Nanos | None], None],
+        carry_out: Callable[[Effect, Payload | None], None], arm: Callable[[Nanos | None], None],
         must_sync: Callable[[Event], bool] = lambda event: False,
         stuck: Callable[[OSError], None] | None = None, failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:  # fmt: skip
@@ -44,16 +38,16 @@ class Driver:
         self._failed = failed
         self._closed = False
         self._lock = threading.RLock()
-        self._inbox: deque[tuple[Event, Blob | None]] = deque()
+        self._inbox: deque[tuple[Event, Payload | None]] = deque()
         self._busy = False
-        self._held: tuple[Nanos, Event, Sequence[Effect], Blob | None] | None = None
+        self._held: tuple[Nanos, Event, Sequence[Effect], Payload | None] | None = None
         self._deadline: Nanos | None = None
         self.events = 0
 
-    def happen(self, event: Event, blob: Blob | None = None) -> None:
+    def happen(self, event: Event, payload: Payload | None = None) -> None:
         with self._lock:
             if not self._closed:
-                self._inbox.append((event, blob))
+                self._inbox.append((event, payload))
                 self._drain()
 
     @property
@@ -102,23 +96,23 @@ class Driver:
 
     def _take_all(self) -> None:
         while self._inbox and self._held is None:
-            event, blob = self._inbox.popleft()
+            event, payload = self._inbox.popleft()
             now = self._clock.now()
             self.events += 1
-            self._record_and_do(now, event, self.machine.on(event, now), blob)
+            self._record_and_do(now, event, self.machine.on(event, now), payload)
 
-    def _record_and_do(self, now: Nanos, event: Event, effects: Sequence[Effect], blob: Blob | None) -> None:
+    def _record_and_do(self, now: Nanos, event: Event, effects: Sequence[Effect], payload: Payload | None) -> None:
         if self._tape is not None:
             try:
                 self._tape.append(now, self._worker, event, effects, sync=self._must_sync(event))
             except OSError as error:
                 if self._stuck is None:
                     raise
-                self._held = (now, event, effects, blob)
+                self._held = (now, event, effects, payload)
                 self._stuck(error)
                 return
         for effect in effects:
-            self._carry_out(effect, blob)
+            self._carry_out(effect, payload)
         deadline = self.machine.deadline()
         if deadline != self._deadline:
             self._deadline = deadline

@@ -110,8 +110,8 @@ class Safety:
                 self._heard(event, effects)
             case Started(incarnation=incarnation) if incarnation > 0:
                 self._came_back()
-            case Restored(books=books):
-                self._committed = self._announced = books.outer_step
+            case Restored(syncer_state=syncer_state):
+                self._committed = self._announced = syncer_state.outer_step
             case _:
                 pass
         for effect in effects:
@@ -262,8 +262,8 @@ class Safety:
                 self._running[m] = False
                 self._left.discard(m)
                 self._pending[m], self._held[m] = {}, {}
-            case Resumed(stance=stance):
-                self._held[m] = dict(enumerate(stance.held))
+            case Resumed(learner_state=learner_state):
+                self._held[m] = dict(enumerate(learner_state.held))
             case StepDone():
                 self._demand(self._running.get(m, False), 1, f"learner {m} finished a step it did not start")
                 self._running[m] = False
@@ -351,8 +351,8 @@ class Liveness:
 
     def check_end(self) -> None:
         syncer, config = self._cluster.syncer, self._cluster.config
-        if syncer.outer_step != config.outer_steps:
-            raise InvariantViolated(f"liveness: outer step {syncer.outer_step} of {config.outer_steps}")
+        if syncer.outer_step != config.total_steps:
+            raise InvariantViolated(f"liveness: outer step {syncer.outer_step} of {config.total_steps}")
         # since healing at least this long everybody had time to come back
         if self._cluster.virtual_seconds() > self._healed_at + settle_seconds(config):
             out = [m.learner for m in syncer.roster if m.standing != IN_SYNC]

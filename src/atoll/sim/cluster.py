@@ -6,17 +6,15 @@ The duty order of every driver is written in `_handle`: ask the machine, append 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
 from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Scavenge, Slow
 from atoll.config import Config
 from atoll.errors import RunFailed
-from atoll.executor.hands import Blob, Hands, is_suspect
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
-from atoll.executor.shelf import Picture
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId, nanos, seconds, worker_name
+from atoll.protocol.interface import Executor, Observer, Payload, is_suspect
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import (
@@ -39,31 +37,27 @@ from atoll.protocol.vocabulary import (
 from atoll.sim.hardware import Hardware
 from atoll.sim.network import Network
 from atoll.sim.world import World
-
-
-class Observer(Protocol):
-    """Told of every event after it was taped: the tape's writer, a view, a checker."""
-
-    def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None: ...
-
+from atoll.store.memory_snapshots import MemorySnapshot
 
 STANDSTILL_EVENTS = 100_000
 """More events than this at one instant are a loop."""
 
-HandsFor = Callable[[WorkerId, Incarnation], Hands]
+ExecutorFor = Callable[[WorkerId, Incarnation], Executor]
 
 
 class _Worker:
-    __slots__ = ("alive", "backlog", "deadline", "hands", "incarnation", "machine", "paused", "stepping_since", "stop", "worker")
+    __slots__ = (
+        "alive", "backlog", "deadline", "executor", "incarnation", "machine", "paused", "stepping_since", "stop", "worker",
+    )  # fmt: skip
 
     def __init__(self, worker: WorkerId) -> None:
         self.worker = worker
         self.incarnation: Incarnation = -1
         self.machine: SyncerMachine | LearnerMachine | None = None
-        self.hands: Hands | None = None
+        self.executor: Executor | None = None
         self.alive = False
         self.paused = 0
-        self.backlog: list[tuple[Event, Blob | None]] = []
+        self.backlog: list[tuple[Event, Payload | None]] = []
         self.deadline: Nanos | None = None
         self.stepping_since: Nanos = 0
         self.stop: Nanos = 0
@@ -72,11 +66,11 @@ class _Worker:
 
 class Cluster:
     def __init__(
-        self, config: Config, *, plan: Plan | None = None, hands_for: HandsFor | None = None,
+        self, config: Config, *, plan: Plan | None = None, executor_for: ExecutorFor | None = None,
         observers: Sequence[Observer] = (),
         syncer_machine: Callable[[Config], SyncerMachine] = SyncerMachine,
         learner_machine: Callable[[Config, WorkerId, Incarnation], LearnerMachine] = LearnerMachine,
-        resume: Picture | None = None, hardware: Hardware | None = None,
+        resume: MemorySnapshot | None = None, hardware: Hardware | None = None,
     ) -> None:  # fmt: skip
         """`resume`: go on from this snapshot, whose tensors `hands_for` brings; learners it does not know join as usual."""
         self.config = config
@@ -85,7 +79,7 @@ class Cluster:
         self.world = World()
         self.network = Network(config, self.world, self)
         self.hardware = hardware or Hardware(config)
-        self._hands_for = hands_for or null_hands(config)
+        self._executor_for = executor_for or null_executor(config)
         self._observers = list(observers)
         self._syncer_machine = syncer_machine
         self._learner_machine = learner_machine
@@ -129,7 +123,7 @@ class Cluster:
             elif self.events - since > STANDSTILL_EVENTS:
                 raise RunFailed(f"time stands still at {seconds(instant):.6f} s: workers answer each other for ever")
             if limit is not None and self.world.now > limit:
-                reached = f"outer step {self.syncer.outer_step} of {self.config.outer_steps}"
+                reached = f"outer step {self.syncer.outer_step} of {self.config.total_steps}"
                 raise RunFailed(f"no more than {reached} after {until_seconds:.0f} virtual seconds{self._poisoned}")
         self._drain()
 
@@ -150,7 +144,7 @@ class Cluster:
             return
         w.alive, w.incarnation, w.deadline = True, w.incarnation + 1, None
         w.paused, w.backlog, w.stop = 0, [], 0
-        w.hands = self._hands_for(worker, w.incarnation)
+        w.executor = self._executor_for(worker, w.incarnation)
         if worker == SYNCER:
             w.machine = self._rederived_syncer()
         else:
@@ -165,12 +159,12 @@ class Cluster:
         if self._resume is not None and w.incarnation == 0:
             self._go_on_from(self._resume, worker)
 
-    def _go_on_from(self, picture: Picture, worker: WorkerId) -> None:
-        assert picture.books is not None
+    def _go_on_from(self, picture: MemorySnapshot, worker: WorkerId) -> None:
+        assert picture.syncer_state is not None
         if worker == SYNCER:
-            self.happen(worker, Restored(picture.books))
+            self.happen(worker, Restored(picture.syncer_state))
         elif worker in picture.learners:
-            self.happen(worker, Resumed(picture.books.outer_step, picture.learners[worker][0]))
+            self.happen(worker, Resumed(picture.syncer_state.outer_step, picture.learners[worker][0]))
 
     def _rederived_syncer(self) -> SyncerMachine:
         """A killed syncer's state is its tape: feed it to a new machine."""
@@ -182,26 +176,26 @@ class Cluster:
     def is_up(self, worker: WorkerId) -> bool:
         return self._workers[worker].alive
 
-    def arrive(self, envelope: Envelope, blob: Blob | None) -> None:
-        if blob is None:
+    def arrive(self, envelope: Envelope, payload: Payload | None) -> None:
+        if payload is None:
             self.happen(envelope.receiver, Received(envelope, 0))
             return
-        hands = self._workers[envelope.receiver].hands
-        flaw = hands.inspect(envelope.body, blob) if hands else ""
-        self.happen(envelope.receiver, Received(envelope, blob.nbytes, flaw, is_suspect(flaw)), blob)
+        executor = self._workers[envelope.receiver].executor
+        flaw = executor.inspect(envelope.body, payload) if executor else ""
+        self.happen(envelope.receiver, Received(envelope, payload.nbytes, flaw, is_suspect(flaw)), payload)
 
-    def happen(self, worker: WorkerId, event: Event, blob: Blob | None = None) -> None:
+    def happen(self, worker: WorkerId, event: Event, payload: Payload | None = None) -> None:
         w = self._workers[worker]
         if not w.alive:
             return
         if w.paused:
-            w.backlog.append((event, blob))
+            w.backlog.append((event, payload))
             return
-        self._handle(w, event, blob)
+        self._handle(w, event, payload)
 
-    def _handle(self, w: _Worker, event: Event, blob: Blob | None) -> None:
-        machine, hands = w.machine, w.hands
-        assert machine is not None and hands is not None
+    def _handle(self, w: _Worker, event: Event, payload: Payload | None) -> None:
+        machine, executor = w.machine, w.executor
+        assert machine is not None and executor is not None
         now = self.world.now
         effects = machine.on(event, now)
         self.events += 1
@@ -212,19 +206,19 @@ class Cluster:
         for observe in self._observers:
             observe(now, w.worker, event, effects)
         for effect in effects:
-            self._carry_out(w, hands, effect, blob)
+            self._carry_out(w, executor, effect, payload)
         deadline = machine.deadline()
         if deadline is not None and deadline != w.deadline:
             self.world.at(deadline, self._deadline, w, w.incarnation, deadline)
         w.deadline = deadline
 
-    def _carry_out(self, w: _Worker, hands: Hands, effect: Effect, blob: Blob | None) -> None:
+    def _carry_out(self, w: _Worker, executor: Executor, effect: Effect, payload: Payload | None) -> None:
         kind = type(effect)
         if kind is Send:
             assert isinstance(effect, Send)
-            self.network.send(effect.envelope, hands.blob_for(effect))
+            self.network.send(effect.envelope, executor.payload_for(effect))
         elif kind is InnerStep:
-            (done,) = hands.execute(effect, None)
+            (done,) = executor.execute(effect, None)
             assert isinstance(done, StepDone)
             w.stepping_since, w.stop = self.world.now + w.stop, 0
             self.world.at(w.stepping_since + self.hardware.step_nanos(w.worker), self._step_done, w, w.incarnation, done)
@@ -233,7 +227,7 @@ class Cluster:
             if effect.disconnect:
                 self.network.cut(w.worker, effect.peer, effect.reason, 0)
         else:
-            for event in hands.execute(effect, blob):
+            for event in executor.execute(effect, payload):
                 self.world.at(self.world.now, self._later, w, w.incarnation, event)
 
     def _later(self, w: _Worker, incarnation: Incarnation, event: Event) -> None:
@@ -317,21 +311,21 @@ class Cluster:
         w.paused -= 1
         if w.paused == 0:
             backlog, w.backlog = w.backlog, []
-            for event, blob in backlog:
+            for event, payload in backlog:
                 if isinstance(event, StepDone):
                     event = msgspec.structs.replace(event, nanos=self.world.now - w.stepping_since)
                 if isinstance(event, DeadlinePassed):
                     w.deadline = None
-                self._handle(w, event, blob)
+                self._handle(w, event, payload)
 
     def virtual_seconds(self) -> float:
         return seconds(self.world.now)
 
 
-def null_hands(config: Config) -> HandsFor:
+def null_executor(config: Config) -> ExecutorFor:
     disk = NullDisk(config.protocol.fragments)
 
-    def hands(worker: WorkerId, incarnation: Incarnation) -> Hands:
+    def executor(worker: WorkerId, incarnation: Incarnation) -> Executor:
         return NullSyncer(config, disk) if worker == SYNCER else NullLearner(config, worker)
 
-    return hands
+    return executor

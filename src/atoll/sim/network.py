@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from atoll.config import Config
-from atoll.executor.hands import Blob
 from atoll.ids import SYNCER, Nanos, WorkerId, nanos
 from atoll.protocol.causality import BULK_LANE, lane_of, may_overtake
+from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Connected, ConnectionLost, Envelope, Event
 from atoll.sim.world import World
 
@@ -26,7 +26,7 @@ DIAL_AGAIN: Nanos = nanos(0.5)
 class Host(Protocol):
     def is_up(self, worker: WorkerId) -> bool: ...
     def happen(self, worker: WorkerId, event: Event) -> None: ...
-    def arrive(self, envelope: Envelope, blob: Blob | None) -> None: ...
+    def arrive(self, envelope: Envelope, payload: Payload | None) -> None: ...
 
 
 class _Way:
@@ -37,9 +37,9 @@ class _Way:
     def __init__(self) -> None:
         self.blocked = 0
         self.restart()
-        self.held: list[tuple[int, Envelope, Blob | None]] = []
+        self.held: list[tuple[int, Envelope, Payload | None]] = []
         """Not sent yet."""
-        self.landed: list[tuple[int, Envelope, Blob | None]] = []
+        self.landed: list[tuple[int, Envelope, Payload | None]] = []
         """Crossed the wire while it was blocked: ahead of whatever is still on its way."""
         self.corrupt_next = False
 
@@ -120,7 +120,7 @@ class Network:
 
     # ------------------------------------------------------------ sending
 
-    def send(self, envelope: Envelope, blob: Blob | None) -> None:
+    def send(self, envelope: Envelope, payload: Payload | None) -> None:
         a, b = envelope.sender, envelope.receiver
         line = self._line(a, b)
         if not line.up:
@@ -133,28 +133,28 @@ class Network:
         self._serial += 1
         way = line.way(a)
         if way.blocked:
-            way.held.append((self._serial, envelope, blob))
+            way.held.append((self._serial, envelope, payload))
         else:
-            self._transmit(line, way, self._serial, envelope, blob)
+            self._transmit(line, way, self._serial, envelope, payload)
 
-    def _transmit(self, line: _Line, way: _Way, serial: int, envelope: Envelope, blob: Blob | None) -> None:
-        bits = 8 * (FRAME_BYTES + (blob.nbytes if blob else 0))
+    def _transmit(self, line: _Line, way: _Way, serial: int, envelope: Envelope, payload: Payload | None) -> None:
+        bits = 8 * (FRAME_BYTES + (payload.nbytes if payload else 0))
         rate = self._down if envelope.sender == SYNCER else self._up
         bulk = lane_of(envelope.body) == BULK_LANE
         at = way.lands(self._world.now, int(bits / rate), self._latency, bulk, may_overtake(envelope))
-        self._world.at(at, self._land, line, line.epoch, serial, envelope, blob)
+        self._world.at(at, self._land, line, line.epoch, serial, envelope, payload)
 
-    def _land(self, line: _Line, epoch: int, serial: int, envelope: Envelope, blob: Blob | None) -> None:
+    def _land(self, line: _Line, epoch: int, serial: int, envelope: Envelope, payload: Payload | None) -> None:
         if line.epoch != epoch or not line.up:
             return
         way = line.way(envelope.sender)
         if way.blocked:
-            way.landed.append((serial, envelope, blob))
+            way.landed.append((serial, envelope, payload))
         elif way.corrupt_next:
             way.corrupt_next = False
             self.cut(envelope.sender, envelope.receiver, "a frame's checksum does not fit", 0)
         else:
-            self._host.arrive(envelope, blob)
+            self._host.arrive(envelope, payload)
 
     # ------------------------------------------------------------ failing
 
@@ -185,11 +185,11 @@ class Network:
         landed, way.landed = way.landed, []
         held, way.held = way.held, []
         epoch = line.epoch
-        for serial, envelope, blob in landed:
-            self._land(line, epoch, serial, envelope, blob)
+        for serial, envelope, payload in landed:
+            self._land(line, epoch, serial, envelope, payload)
         if line.up and line.epoch == epoch:
-            for serial, envelope, blob in held:
-                self._transmit(line, way, serial, envelope, blob)
+            for serial, envelope, payload in held:
+                self._transmit(line, way, serial, envelope, payload)
 
     def corrupt_next(self, a: WorkerId, b: WorkerId) -> None:
         self._line(a, b).way(a).corrupt_next = True

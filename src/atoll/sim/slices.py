@@ -12,8 +12,8 @@ from typing import Any
 
 from atoll.config import Config
 from atoll.ids import LearnerId, Nanos, nanos, seconds
-from atoll.sim.failures import FailureModel
-from atoll.sim.goodput import check, learners_of
+from atoll.sim.estimates.failures import FailureModel
+from atoll.sim.estimates.goodput import check, learners_of
 from atoll.sim.hardware import Boundary, Hardware
 
 

@@ -24,7 +24,7 @@ from atoll.errors import TapeError
 from atoll.ids import Nanos, WorkerId
 from atoll.protocol.vocabulary import Effect, Event
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,7 +184,10 @@ class Tape:
         except msgspec.DecodeError as error:
             raise TapeError(f"tape {self.path}: its header cannot be read: {error}") from None
         if header.format != FORMAT:
-            raise TapeError(f"tape {self.path}: format {header.format}; this version reads format {FORMAT}")
+            raise TapeError(
+                f"tape {self.path}: was recorded in format {header.format}, and this atoll reads format {FORMAT}; "
+                f"read it with the atoll that recorded it"
+            )
         return header, chain
 
     def _unseal(self, line: bytes, chain: int, number: int) -> tuple[bytes, int]:

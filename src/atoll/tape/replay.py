@@ -15,26 +15,14 @@ import msgspec
 
 from atoll.config import Config, from_builtins
 from atoll.errors import ConfigError, ReplayDiverged, TapeError
-from atoll.ids import SYNCER, Nanos, WorkerId, seconds, worker_name
+from atoll.ids import SYNCER, WorkerId, seconds, worker_name
 from atoll.protocol.causality import BULK_LANE, lane_of
+from atoll.protocol.interface import Executor, Machine
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.ledger import Fates
 from atoll.protocol.syncer import SyncerMachine
-from atoll.protocol.vocabulary import Effect, Event, Message, Received, Send, Started, Stored
+from atoll.protocol.vocabulary import Effect, Event, Received, Send, Started, Stored
 from atoll.tape.format import Header, Record
-
-
-class Machine(Protocol):
-    def on(self, event: Event, now: Nanos) -> Sequence[Effect]: ...
-    def deadline(self) -> Nanos | None: ...
-
-
-class Hands(Protocol):
-    """Carries effects out for one worker. Handed in: this room knows no tensor."""
-
-    def execute(self, effect: Effect, blob: Any) -> Sequence[Event]: ...
-    def inspect(self, body: Message, blob: Any) -> str: ...
-    def blob_for(self, send: Send) -> Any: ...
 
 
 class Source(Protocol):
@@ -62,7 +50,7 @@ def machine_for(config: Config, worker: WorkerId, incarnation: int) -> Machine:
 
 def replay(
     tape: Source,
-    hands_for: Callable[[WorkerId, int], Hands] | None = None,
+    executor_for: Callable[[WorkerId, int], Executor] | None = None,
     progress: Callable[[int], None] | None = None,
     observe: Callable[[Record, Machine], None] | None = None,
 ) -> Outcome:
@@ -71,7 +59,7 @@ def replay(
         config = from_builtins(tape.header.config)
     except ConfigError as error:
         raise TapeError(f"tape {tape.path}: the config in its header is refused: {error}") from None
-    company = Company(config, hands_for, tape.path)
+    company = Company(config, executor_for, tape.path)
     post = _Post()
     digests: dict[int, str] = {}
     story: deque[Record] = deque(maxlen=12)
@@ -81,9 +69,9 @@ def replay(
         story.append(record)
         if effects != record.effects:
             raise ReplayDiverged(tell(story, record, effects))
-        if hands_for is not None:
+        if executor_for is not None:
             _check_weights(record, digests)
-            digests.update(_carry_out(company.hands[key], record, effects, post))
+            digests.update(_carry_out(company.executor[key], record, effects, post))
         if observe is not None:
             observe(record, machine)
         if progress is not None:
@@ -94,10 +82,10 @@ def replay(
 class Company:
     """Everybody on a tape: a new machine for each start, and the hands that go with it."""
 
-    def __init__(self, config: Config, hands_for: Callable[[WorkerId, int], Hands] | None, path: Path) -> None:
-        self._config, self._hands_for, self._path = config, hands_for, path
+    def __init__(self, config: Config, executor_for: Callable[[WorkerId, int], Executor] | None, path: Path) -> None:
+        self._config, self._executor_for, self._path = config, executor_for, path
         self._machines: dict[int, Machine] = {}
-        self.hands: dict[int, Hands] = {}
+        self.executor: dict[int, Executor] = {}
         self.syncer: SyncerMachine | None = None
 
     def machine(self, key: int, record: Record) -> Machine:
@@ -106,8 +94,8 @@ class Company:
             if worker != SYNCER or key not in self._machines:  # a syncer that came back is the same machine, re-derived
                 machine = self._machines[key] = machine_for(self._config, worker, event.incarnation)
                 self.syncer = machine if isinstance(machine, SyncerMachine) else self.syncer
-            if self._hands_for is not None:
-                self.hands[key] = self._hands_for(worker, event.incarnation)
+            if self._executor_for is not None:
+                self.executor[key] = self._executor_for(worker, event.incarnation)
         if key not in self._machines:
             raise TapeError(f"tape {self._path}: record {record.number}: {worker_name(worker)} acts before it started")
         return self._machines[key]
@@ -134,25 +122,25 @@ class _Post:
         channel = self._channels.get((e.sender, e.incarnation, e.receiver), {})
         if e.seq not in channel and not event.flaw:
             raise TapeError(f"the bytes that {worker_name(e.sender)} sent are not here: --weights needs every learner's tape")
-        blob = channel.get(e.seq)
+        payload = channel.get(e.seq)
         for seq in [seq for seq in channel if seq <= e.seq]:
             del channel[seq]
-        return blob
+        return payload
 
-    def put(self, send: Send, blob: Any) -> None:
-        if blob is not None:
+    def put(self, send: Send, payload: Any) -> None:
+        if payload is not None:
             e = send.envelope
-            self._channels.setdefault((e.sender, e.incarnation, e.receiver), {})[e.seq] = blob
+            self._channels.setdefault((e.sender, e.incarnation, e.receiver), {})[e.seq] = payload
 
 
-def _carry_out(hands: Hands, record: Record, effects: Sequence[Effect], post: _Post) -> dict[int, str]:
-    blob = post.take(record.event)
+def _carry_out(executor: Executor, record: Record, effects: Sequence[Effect], post: _Post) -> dict[int, str]:
+    payload = post.take(record.event)
     stored: dict[int, str] = {}
     for effect in effects:
         if isinstance(effect, Send):
-            post.put(effect, hands.blob_for(effect))
+            post.put(effect, executor.payload_for(effect))
             continue
-        for event in hands.execute(effect, blob):
+        for event in executor.execute(effect, payload):
             if isinstance(event, Stored):
                 stored[event.outer_step] = event.digest
     return stored

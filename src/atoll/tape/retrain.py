@@ -8,39 +8,36 @@ the bytes beside a message. What comes out is again an ordinary course of events
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from atoll.config import Config
 from atoll.errors import ReplayDiverged, RunFailed
-from atoll.ids import Nanos, WorkerId, worker_name
+from atoll.ids import WorkerId, worker_name
 from atoll.protocol.causality import lane_of
+from atoll.protocol.interface import Executor, Observer
 from atoll.protocol.vocabulary import Effect, Envelope, Event, Poisoned, Received, Send, Started, StepDone, Stored
 from atoll.tape.format import Record
-from atoll.tape.replay import Company, Hands, Outcome, Source
-
-
-class Observer(Protocol):
-    def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None: ...
+from atoll.tape.replay import Company, Outcome, Source
 
 
 def retrain(
-    tape: Source, config: Config, hands_for: Callable[[WorkerId, int], Hands], observers: Sequence[Observer]
+    tape: Source, config: Config, executor_for: Callable[[WorkerId, int], Executor], observers: Sequence[Observer]
 ) -> Outcome:
     """`config` may differ from the tape's in whatever no decision depends on: model, data, optimisers."""
-    company = Company(config, hands_for, tape.path)
+    company = Company(config, executor_for, tape.path)
     now_true = _Truth()
     for key, record in tape.sourced():
         machine = company.machine(key, record)
-        event, blob = now_true.of(key, record, company.hands[key])
+        event, payload = now_true.of(key, record, company.executor[key])
         effects = tuple(machine.on(event, record.now))
         if [_course(e) for e in effects] != [_course(e) for e in record.effects]:
             raise ReplayDiverged(_tell(record, event, effects))
         for observe in observers:
             observe(record.now, record.worker, event, effects)
         for effect in effects:
-            now_true.carry_out(key, record, company.hands[key], effect, blob)
+            now_true.carry_out(key, record, company.executor[key], effect, payload)
     return company.outcome(tape)
 
 
@@ -52,7 +49,7 @@ class _Truth:
         self._stored: dict[int, Stored] = {}
         self._post: dict[tuple[int, int, int, int], dict[int, tuple[Envelope, Any]]] = {}
 
-    def of(self, key: int, record: Record, hands: Hands) -> tuple[Event, Any]:
+    def of(self, key: int, record: Record, executor: Executor) -> tuple[Event, Any]:
         event = record.event
         match event:
             case Started():
@@ -62,27 +59,27 @@ class _Truth:
             case Stored(outer_step=outer_step):
                 return self._stored.pop(outer_step, event), None
             case Received():
-                return self._received(event, hands)
+                return self._received(event, executor)
             case _:
                 pass
         return event, None
 
-    def _received(self, event: Received, hands: Hands) -> tuple[Event, Any]:
+    def _received(self, event: Received, executor: Executor) -> tuple[Event, Any]:
         e = event.envelope
         lane = self._post.get(_lane(e), {})
-        envelope, blob = lane.get(e.seq, (e, None))
+        envelope, payload = lane.get(e.seq, (e, None))
         for seq in [seq for seq in lane if seq <= e.seq]:  # lanes are FIFO: what was sent before is lost
             del lane[seq]
-        flaw = event.flaw or (hands.inspect(envelope.body, blob) if blob is not None else "")
-        size = blob.nbytes if blob is not None else event.payload_bytes
-        return msgspec.structs.replace(event, envelope=envelope, payload_bytes=size, flaw=flaw), blob
+        flaw = event.flaw or (executor.inspect(envelope.body, payload) if payload is not None else "")
+        size = payload.nbytes if payload is not None else event.payload_bytes
+        return msgspec.structs.replace(event, envelope=envelope, payload_bytes=size, flaw=flaw), payload
 
-    def carry_out(self, key: int, record: Record, hands: Hands, effect: Effect, blob: Any) -> None:
+    def carry_out(self, key: int, record: Record, executor: Executor, effect: Effect, payload: Any) -> None:
         if isinstance(effect, Send):
             e = effect.envelope
-            self._post.setdefault(_lane(e), {})[e.seq] = (e, hands.blob_for(effect))
+            self._post.setdefault(_lane(e), {})[e.seq] = (e, executor.payload_for(effect))
             return
-        for event in hands.execute(effect, blob):
+        for event in executor.execute(effect, payload):
             match event:
                 case StepDone():
                     self._steps[key] = event

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from atoll.config.sections import Config
+
 OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
 
 
@@ -90,3 +92,10 @@ def _delayed_nesterov(theta: Tensor, delta: Tensor, state: OuterState, rule: Out
     elif c != 0.0:
         direction.add_(velocity, alpha=c * mu)
     return theta.add(direction, alpha=-rule.learning_rate), OuterState(velocity, pending, state.count + 1)
+
+
+def outer_rule(config: Config) -> OuterRule | None:
+    o = config.outer
+    if o.outer_optimizer == "inner":
+        return None
+    return OuterRule(optimizer=o.outer_optimizer, learning_rate=o.outer_learning_rate, momentum=o.outer_momentum, delay=o.delay)

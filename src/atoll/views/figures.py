@@ -81,7 +81,7 @@ def _title(summaries: Sequence[Summary]) -> str:
         low, high = min(values), max(values)
         return f"{low:,} {word}" if low == high else f"{low:,} to {high:,} {word}"
 
-    learners, steps = span({s.learners for s in summaries}, "learners"), span({s.outer_steps for s in summaries}, "outer steps")
+    learners, steps = span({s.learners for s in summaries}, "learners"), span({s.total_steps for s in summaries}, "outer steps")
     seeds = sorted({s.seed for s in summaries})
     return f"{learners}, {steps}, seed {', '.join(map(str, seeds))}"
 

@@ -28,7 +28,7 @@ from atoll.protocol.vocabulary import (
     Stored,
 )  # fmt: skip
 from atoll.tape.format import Record
-from atoll.tape.looks import Look
+from atoll.tape.heldout import HeldoutPoint
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -182,7 +182,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     preset: str
     learners: int
     seed: int
-    outer_steps: int
+    total_steps: int
     goodput: float
     uptime: float
     waited_seconds: float
@@ -208,21 +208,21 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Final held-out loss of the same run without faults."""
     accuracy: float | None = None
     """Share of held-out answers that are right, of Theta at the end; None where a task has no right answers."""
-    heldout: list[Look] = []
+    heldout: list[HeldoutPoint] = []
     """Held-out losses of Theta on the way, where data.heldout_every asks for them."""
 
 
 def summarise(
     config: Config, view: RunView, fates: Fates, *, loss_first: float | None = None, loss_final: float | None = None,
     theta_sha256: str | None = None, tape: str | None = None, run_dir: str | None = None, clock: str = "virtual",
-    faults: Sequence[str] = (), accuracy: float | None = None, looks: Sequence[Look] = (),
+    faults: Sequence[str] = (), accuracy: float | None = None, points: Sequence[HeldoutPoint] = (),
 ) -> Summary:  # fmt: skip
     return Summary(
-        preset=config.preset, learners=config.learners, seed=config.seed, outer_steps=view.outer_step,
+        preset=config.preset, learners=config.learners, seed=config.seed, total_steps=view.outer_step,
         goodput=round(view.goodput, 6), uptime=round(view.uptime, 6), waited_seconds=round(seconds(view.waited), 6),
         participants={str(n): count for n, count in sorted(view.participants.items())}, tokens=tokens_of(fates),
         recoveries=view.recoveries, bytes_up=view.bytes_up, bytes_down=view.bytes_down, loss_first=loss_first,
         loss_final=loss_final, theta_sha256=theta_sha256, tape=tape, run_dir=run_dir,
         clock=clock, seconds=round(seconds(view.lasted), 6), fragments=config.protocol.fragments, traffic=view.traffic(),
-        refused=view.refused, faults=list(faults), accuracy=accuracy, heldout=list(looks),
+        refused=view.refused, faults=list(faults), accuracy=accuracy, heldout=list(points),
     )  # fmt: skip

@@ -15,7 +15,7 @@ def run_table(s: Summary) -> Table:
     table.add_column("what")
     table.add_column("figure")
     rows = [
-        ("outer steps", str(s.outer_steps)),
+        ("outer steps", str(s.total_steps)),
         (f"{s.clock} time", f"{s.seconds:,.1f} s"),
         ("goodput", f"{s.goodput:.1%} of the learners' time went into steps that count"),
         ("uptime", f"{s.uptime:.1%} of the time at least one learner was stepping"),
@@ -51,7 +51,7 @@ def run_table(s: Summary) -> Table:
 def _on_the_way(s: Summary, most: int = 8) -> str:
     """Spread over all of them."""
     every = -(-len(s.heldout) // most)
-    return ", ".join(f"{look.outer_step}: {_loss(look.loss)}" for look in s.heldout[every - 1 :: every])
+    return ", ".join(f"{point.outer_step}: {_loss(point.loss)}" for point in s.heldout[every - 1 :: every])
 
 
 def _tokens(s: Summary) -> str:

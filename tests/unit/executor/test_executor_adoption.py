@@ -7,24 +7,23 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from small_runs import HIDDEN, Run, batch_norm_mlp, bench_for, configured, draw, mlp, run
+from small_runs import HIDDEN, Run, batch_norm_mlp, configured, draw, mlp, run, small_task_for
 from torch import Tensor, nn
 
 from atoll.codecs import codec
-from atoll.executor.hands import Blob
 from atoll.executor.learner import TensorLearner
-from atoll.executor.syncer import initial_versions
-from atoll.executor.workbench import Workbench
 from atoll.ids import WorkerId
+from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import NO_VERSION, Adopt, Effect, Keep
+from atoll.tasks.task import Task, initial_versions
 from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
 
 
 class Watched(Run):
     """Looks at a learner right after each of its adoptions, while the version is still on the syncer's disk."""
 
-    def __init__(self, bench: Workbench) -> None:
-        super().__init__(bench)
+    def __init__(self, task: Task) -> None:
+        super().__init__(task)
         self.adoptions: list[tuple[WorkerId, int, int]] = []
         self.unlike: list[str] = []
 
@@ -32,8 +31,8 @@ class Watched(Run):
         if not isinstance(effect, Adopt):
             return
         p, v = effect.fragment, effect.version
-        version, fragment = self.hands.disk.versions[p][v], self.hands.bench.layout.fragments[p]
-        learner = self.hands.learners[worker]
+        version, fragment = self.executor.disk.versions[p][v], self.executor.task.layout.fragments[p]
+        learner = self.executor.learners[worker]
         tensors = named_tensors(learner.model)
         self.adoptions.append((worker, p, v))
         equal = {
@@ -52,10 +51,10 @@ def assert_adoptions_are_exact(run: Watched) -> None:
 
 @pytest.mark.parametrize("down", ["fp32", "bf16", "int8", "int4", "e3m0"])
 def test_adoption_under_any_down_codec_leaves_the_anchor_byte_equal_to_the_announced_version(down: str) -> None:
-    config = configured(outer_steps=20, protocol={"codec_down": down})
-    watched = Watched(bench_for(config, batch_norm_mlp))
+    config = configured(total_steps=20, protocol={"codec_down": down})
+    watched = Watched(small_task_for(config, batch_norm_mlp))
     assert_adoptions_are_exact(watched)
-    for version in watched.hands.disk.newest():
+    for version in watched.executor.disk.newest():
         assert torch.equal(version.announced, version.theta) == (down == "fp32")
 
 
@@ -64,9 +63,9 @@ def test_announced_version_under_a_lossy_down_codec_errs_by_one_difference_becau
     down: str,
 ) -> None:
     """The next difference is taken to what was announced, not to Theta: errors do not add up over versions."""
-    found = run(configured(outer_steps=24, protocol={"codec_down": down}))
+    found = run(configured(total_steps=24, protocol={"codec_down": down}))
     wire = codec(down)
-    for versions in found.hands.disk.versions:
+    for versions in found.executor.disk.versions:
         before, newest = (versions[v] for v in sorted(versions)[-2:])
         assert not torch.equal(before.announced, before.theta), "there must be a residual to keep"
         difference = newest.theta - before.announced
@@ -76,22 +75,22 @@ def test_announced_version_under_a_lossy_down_codec_errs_by_one_difference_becau
 
 @pytest.mark.parametrize("down", ["fp32", "int8"])
 def test_bf16_weights_after_adoption_are_the_cast_of_an_fp32_anchor(down: str) -> None:
-    config = configured(outer_steps=20, model={"dtype": "bfloat16"}, protocol={"codec_down": down})
-    watched = Watched(bench_for(config, lambda: mlp().to(torch.bfloat16)))
+    config = configured(total_steps=20, model={"dtype": "bfloat16"}, protocol={"codec_down": down})
+    watched = Watched(small_task_for(config, lambda: mlp().to(torch.bfloat16)))
     assert_adoptions_are_exact(watched)
-    for version in watched.hands.disk.newest():
+    for version in watched.executor.disk.newest():
         assert version.theta.dtype == torch.float32 and version.outer.momentum.dtype == torch.float32
         assert not torch.equal(version.theta, version.theta.bfloat16().float()), "the outer state keeps what bf16 cannot hold"
-    for learner in watched.hands.learners.values():
+    for learner in watched.executor.learners.values():
         assert {p.dtype for p in learner.model.parameters()} == {torch.bfloat16}
 
 
 def test_bf16_learner_that_has_not_trained_since_adoption_sends_zeros() -> None:
     """Differences are taken against the cast: rounding to bf16 must not travel as if it had been learnt."""
     config = configured("diloco", model={"dtype": "bfloat16"})
-    hands = run(config, build=lambda: mlp().to(torch.bfloat16)).hands
-    assert not torch.equal(hands.learners[0].anchors[0], hands.learners[0].anchors[0].bfloat16().float())
-    assert hands.learners[0]._difference(0).count_nonzero() == 0
+    executor = run(config, build=lambda: mlp().to(torch.bfloat16)).executor
+    assert not torch.equal(executor.learners[0].anchors[0], executor.learners[0].anchors[0].bfloat16().float())
+    assert executor.learners[0]._difference(0).count_nonzero() == 0
 
 
 class Tied(nn.Module):
@@ -120,15 +119,15 @@ def words(learner: int, stream: int, position: int) -> tuple[Tensor, Tensor]:
 
 def test_tied_and_frozen_tensors_after_training_are_one_tensor_and_untouched() -> None:
     loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
-    found = run(configured(outer_steps=20), build=Tied, batch=words, loss=loss)
+    found = run(configured(total_steps=20), build=Tied, batch=words, loss=loss)
     before = Tied().state_dict()
-    slots = [slot.name for fragment in found.hands.bench.layout.fragments for slot in fragment.params]
+    slots = [slot.name for fragment in found.executor.task.layout.fragments for slot in fragment.params]
     assert sorted(slots) == ["embedding.weight", "middle.bias", "middle.weight"]
-    for state in [found.theta(), *(m.model.state_dict() for m in found.hands.learners.values())]:
+    for state in [found.theta(), *(m.model.state_dict() for m in found.executor.learners.values())]:
         assert torch.equal(state["scale"], before["scale"])
         assert torch.equal(state["head.weight"], state["embedding.weight"])
         assert not torch.equal(state["embedding.weight"], before["embedding.weight"])
-    for learner in found.hands.learners.values():
+    for learner in found.executor.learners.values():
         assert learner.model.head.weight is learner.model.embedding.weight
         assert len(learner.optimizer.state) == 3, "the tied tensor is stepped once, the frozen one never"
 
@@ -144,14 +143,14 @@ def uneven(learner: int, stream: int, position: int) -> tuple[Tensor, Tensor]:
 
 def test_batch_norm_buffers_after_each_round_are_the_plain_mean_on_every_learner() -> None:
     """No momentum: the outer optimiser has some, and in the second round it would show."""
-    found = run(configured("diloco", outer_steps=8), build=batch_norm_mlp, batch=uneven)
-    (slots,) = (fragment.buffers for fragment in found.hands.bench.layout.fragments)
+    found = run(configured("diloco", total_steps=8), build=batch_norm_mlp, batch=uneven)
+    (slots,) = (fragment.buffers for fragment in found.executor.task.layout.fragments)
     assert [slot.name for slot in slots] == ["norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
-    sent = [blob.content[1] for envelope, blob in found.packets if envelope.body.outer_step == 8]
+    sent = [payload.content[1] for envelope, payload in found.packets if envelope.body.outer_step == 8]
     assert len(sent) == 3 and not torch.equal(sent[0][:-1], sent[1][:-1]), "learners must differ for a mean to say anything"
     expected = ((sent[0] + sent[1]) + sent[2]) / 3
-    assert torch.equal(found.hands.disk.theta()[1][0][:-1], expected[:-1])
-    for learner in found.hands.learners.values():
+    assert torch.equal(found.executor.disk.theta()[1][0][:-1], expected[:-1])
+    for learner in found.executor.learners.values():
         norm = learner.model.norm
         assert torch.equal(torch.cat([norm.running_mean, norm.running_var]), expected[: 2 * HIDDEN])
         assert norm.num_batches_tracked == 8 and norm.num_batches_tracked.dtype == torch.int64
@@ -182,8 +181,8 @@ def signed(learner: int, stream: int, position: int) -> tuple[Tensor, Tensor]:
 
 
 def test_integer_buffer_after_a_round_is_the_mean_rounded_and_a_transient_one_stays_at_home() -> None:
-    found = run(configured("diloco", outer_steps=4), build=Counting, batch=signed)  # counts 4, 3, 0: mean 2.33
-    for learner in found.hands.learners.values():
+    found = run(configured("diloco", total_steps=4), build=Counting, batch=signed)  # counts 4, 3, 0: mean 2.33
+    for learner in found.executor.learners.values():
         assert learner.model.count == 2 and learner.model.count.dtype == torch.int64
         assert learner.model.scratch == 4.0
     assert found.theta()["count"] == 2
@@ -201,14 +200,14 @@ class Mastered(torch.optim.SGD):
 
 @pytest.mark.parametrize("alpha", [0.0, 0.25])
 def test_adoption_reaches_the_master_weights_which_the_next_step_casts(alpha: float) -> None:
-    bench = bench_for(configured(), lambda: mlp().bfloat16())
-    model = bench.build()
+    task = small_task_for(configured(), lambda: mlp().bfloat16())
+    model = task.build()
     optimizer = Mastered(model.parameters(), lr=0.0)
     optimizer.step()
-    learner = TensorLearner(bench, 0, model=model, optimizer=optimizer)
+    learner = TensorLearner(task, 0, model=model, optimizer=optimizer)
     before = {name: tensor.detach().float().clone() for name, tensor in model.named_parameters()}
-    for p, version in enumerate(initial_versions(bench)):
-        learner.execute(Keep(p, 1, NO_VERSION), Blob("fragment", 0, (version.announced + 1.0, version.buffers)))
+    for p, version in enumerate(initial_versions(task)):
+        learner.execute(Keep(p, 1, NO_VERSION), Payload("fragment", 0, (version.announced + 1.0, version.buffers)))
         learner.execute(Adopt(p, 1, alpha, False, "test"), None)
     optimizer.step()
     for name, tensor in model.named_parameters():

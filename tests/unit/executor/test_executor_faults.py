@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Batch, Run, batch_norm_mlp, bench_for, configured, draw, finite, run, same
+from small_runs import Batch, Run, batch_norm_mlp, configured, draw, finite, run, same, small_task_for
 from torch import Tensor
 
 from atoll.chaos import Kill, KillSyncer
 from atoll.codecs import Packet, codec
-from atoll.executor.hands import Blob
 from atoll.executor.learner import TensorLearner
-from atoll.executor.syncer import Disk, TensorSyncer, initial_versions
+from atoll.executor.syncer import TensorSyncer
 from atoll.ids import SYNCER, WorkerId
+from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Accept,
@@ -39,6 +39,8 @@ from atoll.protocol.vocabulary import (
     Store,
     Stored,
 )  # fmt: skip
+from atoll.store.versions import MemoryVersions
+from atoll.tasks.task import initial_versions
 
 TWO = {"fragmentation": "tensor", "fragments": 2}
 PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -67,9 +69,9 @@ def poisoned(*streams: int) -> Callable[[int, int, int], Batch]:
 
 
 def assert_nothing_poisoned_travelled(found: Run) -> None:
-    for envelope, blob in found.packets:
-        if blob.content is not None:
-            packet, buffers = blob.content
+    for envelope, payload in found.packets:
+        if payload.content is not None:
+            packet, buffers = payload.content
             assert torch.isfinite(codec(packet.codec).decode(packet)).all(), envelope
             assert torch.isfinite(buffers).all(), envelope
 
@@ -77,41 +79,41 @@ def assert_nothing_poisoned_travelled(found: Run) -> None:
 @pytest.mark.parametrize("which", PRESETS)
 def test_learner_with_nan_in_its_weights_names_the_tensor_sends_nothing_of_it_and_recovers(which: str) -> None:
     preset, protocol = PRESETS[which]
-    found = run(configured(preset, protocol=protocol, outer_steps=16), batch=poisoned(1))
+    found = run(configured(preset, protocol=protocol, total_steps=16), batch=poisoned(1))
     first = found.events(Poisoned, 1)[0]
     assert first.where.removeprefix("tensor ") in ("first.weight", "first.bias", "second.weight", "second.bias")
     assert_nothing_poisoned_travelled(found)
     assert [e.learner for e in found.effects(Recovered)].count(1) >= 2, "it joined, and it recovered"
-    assert all(finite(learner.model.state_dict()) for learner in found.hands.learners.values())
+    assert all(finite(learner.model.state_dict()) for learner in found.executor.learners.values())
     assert finite(found.theta()) and found.cluster.syncer.outer_step == 16
 
 
 @pytest.mark.parametrize("which", PRESETS)
 def test_run_with_nan_on_every_learner_at_once_goes_on_from_theta(which: str) -> None:
     preset, protocol = PRESETS[which]
-    found = run(configured(preset, protocol=protocol, outer_steps=16), batch=poisoned(0, 1, 2))
+    found = run(configured(preset, protocol=protocol, total_steps=16), batch=poisoned(0, 1, 2))
     assert all(any(e.where.startswith("tensor ") for e in found.events(Poisoned, learner)) for learner in (0, 1, 2))
     assert_nothing_poisoned_travelled(found)
-    assert all(finite(learner.model.state_dict()) for learner in found.hands.learners.values())
+    assert all(finite(learner.model.state_dict()) for learner in found.executor.learners.values())
     assert finite(found.theta()) and found.cluster.syncer.outer_step == 16
 
 
 def alone(preset: str = "diloco", build: Any = None, **sections: Any) -> TensorLearner:
     """A learner by itself, holding version 0 of everything."""
     config = configured(preset, **sections)
-    bench = bench_for(config, *([build] if build else []))
-    learner = TensorLearner(bench, 0)
-    for p, version in enumerate(Disk(initial_versions(bench)).newest()):
-        learner.execute(Keep(p, 0, NO_VERSION), Blob("fragment", 0, (version.announced, version.buffers)))
+    task = small_task_for(config, *([build] if build else []))
+    learner = TensorLearner(task, 0)
+    for p, version in enumerate(MemoryVersions(initial_versions(task)).newest()):
+        learner.execute(Keep(p, 0, NO_VERSION), Payload("fragment", 0, (version.announced, version.buffers)))
         learner.execute(Adopt(p, 0, 0.0, False, "test"), None)
     return learner
 
 
-def contribution(learner: TensorLearner, outer_step: int, fragment: int = 0) -> Blob:
+def contribution(learner: TensorLearner, outer_step: int, fragment: int = 0) -> Payload:
     body = Contribution(outer_step, fragment, 1, 0, 1, 1, 1, 1)
-    blob = learner.blob_for(Send(Envelope(0, 0, SYNCER, 0, (0, 0), body)))
-    assert blob is not None
-    return blob
+    payload = learner.payload_for(Send(Envelope(0, 0, SYNCER, 0, (0, 0), body)))
+    assert payload is not None
+    return payload
 
 
 def test_learner_staging_nan_after_a_clean_copy_does_not_send_the_old_copy() -> None:
@@ -137,8 +139,8 @@ def test_learner_with_nan_in_a_buffer_names_it_and_sends_nothing() -> None:
 
 
 def syncer_alone() -> TensorSyncer:
-    bench = bench_for(configured("diloco"))
-    return TensorSyncer(bench.config, bench.layout.fragments, Disk(initial_versions(bench)))
+    task = small_task_for(configured("diloco"))
+    return TensorSyncer(task.config, task.layout.fragments, MemoryVersions(initial_versions(task)))
 
 
 def packet_of(part: Tensor) -> Packet:
@@ -151,7 +153,7 @@ def merged(parts: list[Tensor], times: int = 1) -> str:
     """Digest of Theta after one round of these differences, one a learner."""
     syncer = syncer_alone()
     for learner, part in enumerate(parts):
-        syncer.execute(Accept(4, 0, learner, 0), Blob("packet", 4, (packet_of(part), torch.empty(0))))
+        syncer.execute(Accept(4, 0, learner, 0), Payload("packet", 4, (packet_of(part), torch.empty(0))))
     for _ in range(times):
         syncer.execute(Merge(4, 0, tuple(Share(learner, 1.0, 0, 4) for learner in range(len(parts))), 0, False), None)
     (stored,) = syncer.execute(Store(4, (0,)), None)
@@ -159,7 +161,7 @@ def merged(parts: list[Tensor], times: int = 1) -> str:
     return syncer.disk.theta_sha256()
 
 
-SIZE = bench_for(configured("diloco")).layout.fragments[0].numel
+SIZE = small_task_for(configured("diloco")).layout.fragments[0].numel
 GOOD = [torch.full((SIZE,), 0.5), torch.full((SIZE,), 0.25)]
 
 
@@ -175,17 +177,17 @@ GOOD = [torch.full((SIZE,), 0.5), torch.full((SIZE,), 0.25)]
     ],
 )
 def test_syncer_inspecting_a_contribution_finds_what_is_wrong_before_the_machine_sees_it(content: Any, flaw: str) -> None:
-    assert syncer_alone().inspect(Contribution(4, 0, 4, 0, 4, 4, 4, 4), Blob("packet", 4, content)) == flaw
+    assert syncer_alone().inspect(Contribution(4, 0, 4, 0, 4, 4, 4, 4), Payload("packet", 4, content)) == flaw
 
 
 def test_a_warming_learner_that_moves_further_is_no_outlier_and_poison_of_its_size_is() -> None:
     """A fragment first sent after two steps of the warm-up and next after 48 has honestly moved hundreds of times as far."""
-    bench = bench_for(configured("diloco", outer_steps=1000, inner={"warmup_share": 0.2}))
-    syncer = TensorSyncer(bench.config, bench.layout.fragments, Disk(initial_versions(bench)))
+    task = small_task_for(configured("diloco", total_steps=1000, inner={"warmup_share": 0.2}))
+    syncer = TensorSyncer(task.config, task.layout.fragments, MemoryVersions(initial_versions(task)))
 
     def flaw(outer_step: int, steps: int, moved: float) -> str:
-        blob = Blob("packet", 4, (packet_of(torch.full((SIZE,), moved)), torch.empty(0)))
-        return syncer.inspect(Contribution(outer_step, 0, outer_step, 0, steps, steps, steps, steps), blob)
+        payload = Payload("packet", 4, (packet_of(torch.full((SIZE,), moved)), torch.empty(0)))
+        return syncer.inspect(Contribution(outer_step, 0, outer_step, 0, steps, steps, steps, steps), payload)
 
     assert [flaw(2, 2, 2 * 1.5e-5) for _ in range(8)] == [""] * 8
     assert flaw(50, 48, 48 * 26e-5) == "", "416 times as far"
@@ -209,7 +211,7 @@ def feedback_learner() -> TensorLearner:
 
 def adopt(learner: TensorLearner, version: int, *, merged: bool) -> None:
     announced = learner.anchors[0].clone()
-    learner.execute(Keep(0, version, NO_VERSION), Blob("fragment", 0, (announced, torch.empty(0))))
+    learner.execute(Keep(0, version, NO_VERSION), Payload("fragment", 0, (announced, torch.empty(0))))
     learner.execute(Adopt(0, version, 0.0, merged, "test"), None)
 
 
@@ -261,14 +263,14 @@ def test_residual_after_recovery_is_zero(path: str) -> None:
     else:
         peer = feedback_learner()
         adopt(peer, 4, merged=True)
-        learner.execute(LoadState(1, (4,)), Blob("state", 0, peer.state()))
+        learner.execute(LoadState(1, (4,)), Payload("state", 0, peer.state()))
     assert learner.state(with_residuals=True)["residuals"] == {}
 
 
 def test_error_feedback_over_a_run_changes_what_is_learnt_and_ends_closer_to_the_exact_run() -> None:
     def theta(up: str, feedback: bool) -> Tensor:
         protocol = {"codec_up": up, "error_feedback": feedback}
-        (flat,), _ = run(configured("diloco", outer_steps=40, protocol=protocol)).hands.disk.theta()
+        (flat,), _ = run(configured("diloco", total_steps=40, protocol=protocol)).executor.disk.theta()
         return flat
 
     exact = theta("fp32", False)
@@ -290,13 +292,13 @@ def test_syncer_killed_and_back_holds_the_very_bytes_that_were_announced(preset:
 
         def carried_out(self, worker: WorkerId, effect: Effect) -> None:
             if isinstance(effect, Adopt):
-                version = self.hands.disk.versions[effect.fragment].get(effect.version)
-                anchor = self.hands.learners[worker].anchors[effect.fragment]
+                version = self.executor.disk.versions[effect.fragment].get(effect.version)
+                anchor = self.executor.learners[worker].anchors[effect.fragment]
                 if version is None or not torch.equal(anchor, version.announced):
                     self.unlike.append(f"learner {worker}: {effect}")
 
-    config = configured(preset, outer_steps=16, protocol={"codec_down": "bf16"})
-    found = Announced(bench_for(config), [KillSyncer(at, 3.0)])
+    config = configured(preset, total_steps=16, protocol={"codec_down": "bf16"})
+    found = Announced(small_task_for(config), [KillSyncer(at, 3.0)])
     found.go()
     assert len([1 for _, w, e, _ in found.seen if w == SYNCER and isinstance(e, Started)]) == 2
     assert found.unlike == []
@@ -307,7 +309,7 @@ def test_syncer_killed_and_back_holds_the_very_bytes_that_were_announced(preset:
 
 def test_synchronous_run_with_a_killed_syncer_ends_with_the_same_theta() -> None:
     """Everybody waits for it, and nothing that was staged is lost."""
-    config = configured("diloco", outer_steps=16)
+    config = configured("diloco", total_steps=16)
     killed = run(config, [KillSyncer(6.6, 3.0)])
     assert killed.cluster.virtual_seconds() > run(config).cluster.virtual_seconds() + 1.0
     assert same(killed.theta(), run(config).theta())
@@ -324,12 +326,12 @@ class Recovery(Run):
     def carried_out(self, worker: WorkerId, effect: Effect) -> None:
         if isinstance(effect, LoadState):
             # what the peer holds now may be a step further than what it sent; the blob is the state it sent
-            self.moment = (self.hands.learners[worker].state(), self._sent_state)
+            self.moment = (self.executor.learners[worker].state(), self._sent_state)
 
-    def sent(self, envelope: Envelope, blob: Blob | None) -> None:
-        super().sent(envelope, blob)
-        if blob is not None and blob.kind == "state":
-            self._sent_state = blob.content
+    def sent(self, envelope: Envelope, payload: Payload | None) -> None:
+        super().sent(envelope, payload)
+        if payload is not None and payload.kind == "state":
+            self._sent_state = payload.content
 
 
 def flat_moments(state: dict[str, Any]) -> list[Tensor]:
@@ -337,7 +339,7 @@ def flat_moments(state: dict[str, Any]) -> list[Tensor]:
 
 
 def test_learner_killed_and_recovered_through_a_peer_has_its_weights_and_moments_and_draws_its_own_data() -> None:
-    found = Recovery(bench_for(configured(outer_steps=30)), [Kill(8.0, 1, 4.0)])
+    found = Recovery(small_task_for(configured(total_steps=30)), [Kill(8.0, 1, 4.0)])
     found.go()
     sources = [e.source for e in found.effects(Recovered) if e.learner == 1]
     assert sources[0] == SYNCER and sources[1] in (0, 2)
@@ -359,16 +361,16 @@ def test_learner_killed_and_recovered_from_theta_under_mixing_takes_theta_as_it_
     class Lonely(Run):
         def carried_out(self, worker: WorkerId, effect: Effect) -> None:
             if isinstance(effect, LoadTheta):
-                learner = self.hands.learners[worker]
-                expected = self.hands.bench.model_of(learner.anchors, [torch.empty(0)] * 2).state_dict()
+                learner = self.executor.learners[worker]
+                expected = self.executor.task.model_of(learner.anchors, [torch.empty(0)] * 2).state_dict()
                 unlike.append(not same(learner.model.state_dict(), expected))
 
-    config = configured("streaming", learners=1, outer_steps=16, protocol=TWO | {"alpha": 0.5})
-    Lonely(bench_for(config), [Kill(8.0, 0, 3.0)]).go()
+    config = configured("streaming", learners=1, total_steps=16, protocol=TWO | {"alpha": 0.5})
+    Lonely(small_task_for(config), [Kill(8.0, 0, 3.0)]).go()
     assert unlike == [False, False]
 
 
 def test_loss_reported_by_a_poisoned_step_is_the_measurement() -> None:
-    found = run(configured("diloco", outer_steps=16), batch=poisoned(1))
+    found = run(configured("diloco", total_steps=16), batch=poisoned(1))
     losses = [e.loss for e in found.events(StepDone, 1)]
     assert math.isnan(losses[5]) and math.isfinite(losses[4]) and math.isfinite(losses[-1])

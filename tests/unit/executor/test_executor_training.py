@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import Batch, Run, bench_for, configured, draw, finite, mlp, run, same, squared_error
+from small_runs import Batch, Run, configured, draw, finite, mlp, run, same, small_task_for, squared_error
 from torch import Tensor
 
 from atoll.codecs import encode_with_feedback
 from atoll.config import load
 from atoll.errors import ConfigError
-from atoll.executor.hands import Blob
 from atoll.executor.learner import TensorLearner
 from atoll.executor.null import batch_size
-from atoll.executor.syncer import Disk, initial_versions
-from atoll.executor.workbench import language_workbench
 from atoll.ids import SYNCER, WorkerId
+from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import NO_VERSION, Adopt, Effect, InnerStep, Keep, Stage, StepDone
 from atoll.rules import Schedule, tokens_per_step_max
+from atoll.store.versions import MemoryVersions
+from atoll.tasks.task import initial_versions, language_task
 from atoll.tensors.access import named_tensors, read_params
 
 # ---------------------------------------------------------------- inner steps
@@ -33,9 +33,9 @@ def test_accumulation_over_three_micro_batches_counts_optimiser_steps_and_draws_
         drawn[learner, stream, position] += 1
         return draw(learner, stream, position)
 
-    found = run(configured("diloco", outer_steps=8, inner={"accumulate": 3}), batch=counted)
+    found = run(configured("diloco", total_steps=8, inner={"accumulate": 3}), batch=counted)
     assert drawn == {(m, m, position): 1 for m in range(3) for position in range(24)}
-    for learner in found.hands.learners.values():
+    for learner in found.executor.learners.values():
         assert {int(state["step"]) for state in learner.optimizer.state.values()} == {8}
     assert [e.body.c_steps for e, _ in found.packets] == [4] * 6, "H counts optimiser steps"
     assert [e.body.c_samples for e, _ in found.packets] == [4 * 3 * 4] * 6
@@ -83,17 +83,17 @@ def test_learner_beyond_the_listed_ones_has_the_batch_that_its_books_say() -> No
         config = load(preset_name="decoupled", overrides={
             "learners": 3, "data": {"samples_by_learner": sizes, "batch_size": 4, "seq_len": 8, "max_bytes": 100_000},
         })  # fmt: skip
-        bench = language_workbench(config)
+        task = language_task(config)
         for m in range(5):
-            assert bench.count(bench.batch(m, 0, 7)) == batch_size(config, m)
+            assert task.count(task.batch(m, 0, 7)) == batch_size(config, m)
             assert batch_size(config, m)[0] <= tokens_per_step_max(config)
 
 
 def alone(config: Any, batch: Any = draw) -> TensorLearner:
-    bench = bench_for(config, batch=batch)
-    learner = TensorLearner(bench, 0)
-    for p, version in enumerate(Disk(initial_versions(bench)).newest()):
-        learner.execute(Keep(p, 0, NO_VERSION), Blob("fragment", 0, (version.announced, version.buffers)))
+    task = small_task_for(config, batch=batch)
+    learner = TensorLearner(task, 0)
+    for p, version in enumerate(MemoryVersions(initial_versions(task)).newest()):
+        learner.execute(Keep(p, 0, NO_VERSION), Payload("fragment", 0, (version.announced, version.buffers)))
         learner.execute(Adopt(p, 0, 0.0, False, "test"), None)
     return learner
 
@@ -106,7 +106,7 @@ def test_adoption_keeps_or_resets_the_moments_of_its_fragment_and_of_no_other(pr
         learner.execute(InnerStep(step, 0, step, 0), None)
     names = [{slot.name for slot in fragment.params} for fragment in learner._fragments]
     before = {name: learner.optimizer.state[tensor]["exp_avg"].clone() for name, tensor in tensors.items()}
-    learner.execute(Keep(1, 4, NO_VERSION), Blob("fragment", 0, (learner.anchors[1], torch.empty(0))))
+    learner.execute(Keep(1, 4, NO_VERSION), Payload("fragment", 0, (learner.anchors[1], torch.empty(0))))
     learner.execute(Adopt(1, 4, 0.0, True, "test"), None)
     kept = {name for name, tensor in tensors.items() if tensor in learner.optimizer.state}
     assert kept == (names[0] | names[1] if preserve else names[0])
@@ -123,16 +123,16 @@ UP = ["fp32", "bf16", "int8", "int4", "int2", "int1", "e3m0", "top_k:0.1", "rand
 
 @pytest.mark.parametrize("up", UP)
 def test_run_with_any_codec_up_trains_and_sends_the_bytes_the_codec_promises(up: str) -> None:
-    found = run(configured(protocol={"codec_up": up}, outer_steps=16))
+    found = run(configured(protocol={"codec_up": up}, total_steps=16))
     assert finite(found.theta()) and not same(found.theta(), mlp().state_dict())
-    sizes = {(e.body.fragment, blob.nbytes) for e, blob in found.packets}
-    coder = found.hands.learners[0]._codec
-    assert sizes == {(p, coder.nbytes(f.numel)) for p, f in enumerate(found.hands.bench.layout.fragments)}
+    sizes = {(e.body.fragment, payload.nbytes) for e, payload in found.packets}
+    coder = found.executor.learners[0]._codec
+    assert sizes == {(p, coder.nbytes(f.numel)) for p, f in enumerate(found.executor.task.layout.fragments)}
 
 
 def theta_with_rounding(seed: int, up: str) -> str:
     config = configured("diloco", seed=seed, protocol={"codec_up": up, "stochastic_rounding": True})
-    return run(config).hands.disk.theta_sha256()
+    return run(config).executor.disk.theta_sha256()
 
 
 def test_only_what_is_pulled_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +144,7 @@ def test_only_what_is_pulled_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None
         return encode_with_feedback(c, x, residual, **more)
 
     monkeypatch.setattr("atoll.executor.learner.encode_with_feedback", watched)
-    found = run(configured(outer_steps=30, protocol={"error_feedback": True, "codec_up": "bf16", "fragments": 4}))
+    found = run(configured(total_steps=30, protocol={"error_feedback": True, "codec_up": "bf16", "fragments": 4}))
     assert 0 < len(encoded) == len(found.packets) < len(found.effects(Stage))
 
 
@@ -154,12 +154,12 @@ def test_stochastic_rounding_with_the_same_seed_gives_the_same_theta_and_with_an
     first = theta_with_rounding(1, up)
     assert theta_with_rounding(1, up) == first
     assert theta_with_rounding(2, up) != first
-    assert run(configured("diloco", seed=1, protocol={"codec_up": up})).hands.disk.theta_sha256() != first
+    assert run(configured("diloco", seed=1, protocol={"codec_up": up})).executor.disk.theta_sha256() != first
 
 
 def test_random_drop_with_the_same_seed_keeps_the_same_elements_and_with_another_does_not() -> None:
     first, again, other = (
-        run(configured("diloco", seed=seed, protocol={"codec_up": "random_drop:0.5"})).hands.disk.theta_sha256()
+        run(configured("diloco", seed=seed, protocol={"codec_up": "random_drop:0.5"})).executor.disk.theta_sha256()
         for seed in (1, 1, 2)
     )
     assert first == again != other
@@ -186,16 +186,16 @@ def test_run_with_rda_moves_theta_further_than_the_mean_of_nearly_orthogonal_upd
     def moved(merge: str) -> float:
         protocol = {"merge": merge, "merge_norm": norm}
         outer = {"outer_optimizer": "sgd", "outer_learning_rate": 1.0}
-        found = run(configured("diloco", outer_steps=4, protocol=protocol, outer=outer), batch=noise)
-        (theta,), _ = found.hands.disk.theta()
-        (start,), _ = Disk(initial_versions(found.hands.bench)).theta()
+        found = run(configured("diloco", total_steps=4, protocol=protocol, outer=outer), batch=noise)
+        (theta,), _ = found.executor.disk.theta()
+        (start,), _ = MemoryVersions(initial_versions(found.executor.task)).theta()
         return float((theta - start).norm())
 
     assert moved("rda") > 1.1 * moved("mean")
 
 
 def test_rda_run_of_one_learner_is_the_mean_run_bit_for_bit() -> None:
-    thetas = [run(configured(learners=1, protocol={"merge": merge})).hands.disk.theta_sha256() for merge in ("rda", "mean")]
+    thetas = [run(configured(learners=1, protocol={"merge": merge})).executor.disk.theta_sha256() for merge in ("rda", "mean")]
     assert thetas[0] == thetas[1]
 
 
@@ -207,14 +207,14 @@ class Frozen(Run):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.schedule = Schedule(self.hands.bench.config)
+        self.schedule = Schedule(self.executor.task.config)
         self.last: dict[WorkerId, list[Tensor]] = {}
         self.changed: list[tuple[set[int], set[int]]] = []
 
     def carried_out(self, worker: WorkerId, effect: Effect) -> None:
         if worker == SYNCER or not isinstance(effect, InnerStep | Adopt):
             return
-        learner = self.hands.learners[worker]
+        learner = self.executor.learners[worker]
         tensors = named_tensors(learner.model)
         now = [read_params(tensors, fragment) for fragment in learner._fragments]
         if isinstance(effect, InnerStep):
@@ -227,7 +227,7 @@ class Frozen(Run):
 @pytest.mark.parametrize("preset", ["streaming", "decoupled"])
 def test_inner_step_under_freezing_changes_the_fragment_due_next_and_no_other(preset: str) -> None:
     protocol = {"fragmentation": "tensor", "fragments": 2, "freeze_not_due": True}
-    found = Frozen(bench_for(configured(preset, protocol=protocol, outer_steps=16)))
+    found = Frozen(small_task_for(configured(preset, protocol=protocol, total_steps=16)))
     found.go()
     assert {frozenset(due) for _, due in found.changed} == {frozenset({0}), frozenset({1})}
     assert all(moved == due for moved, due in found.changed)

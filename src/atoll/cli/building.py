@@ -1,0 +1,63 @@
+"""Builds what is trained, and reports what takes long or was left out."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from atoll.config import Config
+    from atoll.tasks.task import Task
+
+
+SAY_EVERY_SECONDS = 5.0
+
+
+def log_to_stderr(verbose: bool = False) -> None:
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING, stream=sys.stderr, force=True,
+        format="%(asctime)s %(name)s: %(message)s", datefmt="%H:%M:%S",
+    )  # fmt: skip
+
+
+def built(settings: Config, allowed: Collection[str], say: Callable[[str], None]) -> Task:
+    """What cannot be built, what was left out of the data and what takes long is said before anything is started."""
+    task = _build_task(settings, allowed, say)
+    for note in task.notes:
+        say(f"warning: {note}")
+    return task
+
+
+def _build_task(settings: Config, allowed: Collection[str], say: Callable[[str], None]) -> Task:
+    from atoll.tasks.registry import task_for
+
+    said_at = time.monotonic()
+
+    def progress(what: str, done: int, total: int) -> None:
+        nonlocal said_at
+        if time.monotonic() - said_at > SAY_EVERY_SECONDS:
+            said_at = time.monotonic()
+            say(f"{what}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
+
+    return task_for(settings, allowed, progress)
+
+
+def check_buildable(each: Sequence[Config], allowed: Collection[str], say: Callable[[str], None]) -> None:
+    """Of several presets on one recipe: what cannot be built is told before the first is trained. Model and data are most often
+    the same, and loaded once; fragments are each preset's own."""
+    from atoll.tasks.task import layout_for
+
+    known: list[Task] = []
+    for settings in each:
+        like = next((b for b in known if _same_task(b.config, settings)), None)
+        if like is None:
+            known.append(_build_task(settings, allowed, say))
+        else:
+            layout_for(settings, like.build())
+
+
+def _same_task(one: Config, other: Config) -> bool:
+    return (one.model, one.data, one.seed, one.learners) == (other.model, other.data, other.seed, other.learners)

@@ -1,0 +1,19 @@
+"""`atoll config`: print the complete resolved config."""
+
+from __future__ import annotations
+
+import typer
+
+from atoll import config
+from atoll.cli.shared import LearnersOption, PresetOption, Recipe, SeedOption, SetOption, settings_from
+
+
+def show_config(
+    recipe: Recipe = None,
+    preset: PresetOption = None,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+) -> None:
+    """Print the complete resolved config as TOML that `atoll train` accepts."""
+    typer.echo(config.to_toml(settings_from(recipe, preset, learners, seed, set_)), nl=False)

@@ -1,0 +1,42 @@
+"""`atoll keys`: certificates and join tokens."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from atoll.cli.shared import out
+
+
+def make_keys_command(directory: Path, learners: int, days: int, add: bool) -> list[Path]:
+    from atoll.transport.keys import add_learner, make_keys
+
+    if add:
+        return [path for _ in range(learners) for path in add_learner(directory, days=days)]
+    return make_keys(directory, learners=learners, days=days)
+
+
+def make_token_command(directory: Path, run: str, hours: float) -> str:
+    from atoll.transport.keys import Tokens
+
+    return Tokens.load(directory).make(run=run, expires=datetime.now(UTC) + timedelta(hours=hours))
+
+
+def keys(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where certificates, keys and the join token go.")],
+    learners: Annotated[int, typer.Option("--learners", min=1, max=4096, help="How many learner certificates.")] = 1,
+    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="How long they are valid.")] = 365,
+    add: Annotated[bool, typer.Option("--add", help="Add learners to the authority that is there.")] = False,
+    token: Annotated[bool, typer.Option("--token", help="Only print another join token.")] = False,
+    run: Annotated[str, typer.Option("--run", help="With --token: for this run only.")] = "*",
+    hours: Annotated[float, typer.Option("--hours", min=0.01, max=87600, help="With --token: how long it is valid.")] = 24.0,
+) -> None:
+    """Make a certificate authority, the syncer's and learners' certificates, and a join token."""
+    if token:
+        typer.echo(make_token_command(directory, run, hours))
+        return
+    for path in make_keys_command(directory, learners, days, add):
+        out.print(path)

@@ -1,0 +1,201 @@
+"""Commands that run something: `train`, `sim`, `compare`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from atoll import config
+from atoll.chaos import Plan
+from atoll.cli.building import built, log_to_stderr
+from atoll.cli.resume import _syncer_part, what_is_resumed
+from atoll.cli.shared import RunProgress, err, new_directory, write_summary
+from atoll.config import CUSTOM, Config
+from atoll.errors import UserError
+from atoll.tape.folder import refuse_used
+from atoll.views.run import RunView, Summary, summarise
+
+if TYPE_CHECKING:
+    from atoll.sim.run import Outputs
+    from atoll.tape.format import Record
+
+
+# ---------------------------------------------------------------- virtual
+
+
+def run_virtually(
+    settings: Config, plan: Plan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool, device: str = "cpu",
+    allowed: Collection[str] = (),
+) -> Summary:  # fmt: skip
+    from atoll.executor.environment import use_threads  # torch takes seconds to import; --help and config do not wait for it
+    from atoll.executor.virtual_run import checked_device
+    from atoll.sim.run import run_virtual
+
+    if tensors:
+        _refuse_custom(settings)
+    use_threads(threads)
+    there = checked_device(device)
+    directory = directory or new_directory(settings.preset, settings.seed)
+    refuse_used(directory)
+    view = RunView(settings.learners)
+    with RunProgress(settings, view, quiet, "virtual ") as observer, readable_tape(directory):
+        task = built(settings, allowed, observer.say) if tensors else None
+        done = run_virtual(
+            settings, plan, directory, tensors=tensors, observers=[view, observer], task=task, device=there,
+            looked=observer.looked,
+        )  # fmt: skip
+    return virtual_summary(settings, view, done, directory)
+
+
+@contextmanager
+def readable_tape(directory: Path) -> Iterator[None]:
+    """Ctrl-C ends a virtual run and leaves its tape, if it had got as far as one; a full disk is told by its folder."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        tape = directory / "run.tape"
+        left = f"; {tape} is readable up to its last whole record" if tape.exists() else " before the run began"
+        err.print(f"atoll: interrupted{left}", soft_wrap=True)
+        raise typer.Exit(130) from None
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(directory)) from None  # of a file that was open: it is one of these
+
+
+def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: Path) -> Summary:
+    summary = summarise(
+        settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final,
+        theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory), accuracy=done.accuracy,
+        points=done.points,
+    )  # fmt: skip
+    write_summary(directory, summary)
+    return summary
+
+
+def run_on_tape(
+    path: Path, recipe: Path | None, seed: int | None, assignments: Sequence[str], directory: Path | None, threads: int,
+    quiet: bool, allowed: Collection[str] = (),
+) -> Summary:  # fmt: skip
+    """Decisions are the tape's; model, data, optimisers and seed may be the recipe's or --set."""
+    from atoll.executor.environment import use_threads
+    from atoll.sim.run import config_on_tape, train_on_tape
+    from atoll.tape.format import Tape
+
+    if path.is_dir() and not (path / "run.tape").exists():
+        raise UserError(f"--tape {path}: holds no run.tape of a virtual run; atoll simulate tape and --virtual write one")
+    tape = Tape(path / "run.tape" if path.is_dir() else path)
+    tables = config.recipe_for(recipe, tape.header.config["preset"]) if recipe is not None else {}
+    settings = config_on_tape(tape, tables | ({} if seed is None else {"seed": seed}), assignments)
+    _refuse_custom(settings)
+    use_threads(threads)
+    directory = directory or new_directory(f"{settings.preset}-on-tape", settings.seed)
+    view = RunView(settings.learners)
+    with RunProgress(settings, view, quiet, "virtual ") as progress, readable_tape(directory):
+        done = train_on_tape(tape, settings, directory, observers=[view, progress], allowed=allowed, looked=progress.looked)
+    if tape.cut:
+        err.print(f"the history did not end: {tape.path} stops after record {tape.whole_records}", soft_wrap=True)
+    return virtual_summary(settings, view, done, directory)
+
+
+# ---------------------------------------------------------------- live
+
+
+def run_live(
+    settings: Config, plan: Plan, directory: Path | None, threads: int, quiet: bool, device: str, allowed: list[str],
+    resume: tuple[Path, int] | None = None,
+) -> Summary:  # fmt: skip
+    """Processes on this machine; `--preset ddp` is torch's own data-parallel training under the same launcher."""
+    from atoll.executor.environment import use_threads
+
+    _refuse_custom(settings)
+    ddp = settings.preset == "ddp"
+    if ddp and (plan.faults or resume is not None):
+        raise UserError("--preset ddp: torch's DDP has no answer to faults or snapshots; see --virtual")
+    directory = directory or new_directory(settings.preset, settings.seed)
+    refuse_used(directory)
+    check_live(settings, device)
+    use_threads(threads)
+    log_to_stderr()
+    view = RunView(settings.learners)
+    with RunProgress(settings, view, quiet, "") as progress:
+        try:
+            if ddp:
+                summary = ddp_summary(settings, directory, threads, device, allowed, progress)
+            else:
+                summary = cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress)
+        except KeyboardInterrupt:
+            began = directory.is_dir() and any(directory.iterdir())
+            left = f"; tapes and versions are in {directory}" if began else " before the run began"
+            err.print(f"atoll: interrupted{left}", soft_wrap=True)
+            raise typer.Exit(130) from None
+    write_summary(directory, summary)
+    return summary
+
+
+def _refuse_custom(settings: Config) -> None:
+    if settings.model.name == CUSTOM:
+        raise UserError("model.name = 'custom': learners bring that model; start `atoll syncer`, and join with atoll.join(...)")
+
+
+def check_live(settings: Config, device: str) -> None:
+    """What processes would refuse, before there are any: torch's own data-parallel has more of it."""
+    from atoll.executor.virtual_run import checked_device
+
+    if settings.preset != "ddp":
+        checked_device(device)
+        return
+    from atoll.runtime.ddp.launch import check, devices_for
+
+    check(settings)
+    devices_for(device, settings.learners)
+
+
+def ddp_summary(
+    settings: Config, directory: Path, threads: int, device: str, allowed: Sequence[str], progress: RunProgress
+) -> Summary:
+    from atoll.runtime.ddp.launch import run_ddp
+    from atoll.runtime.ddp.report import summary_of
+
+    built(settings, allowed, progress.say)  # for what it refuses: ranks build for themselves, when their folder is there
+    began = time.monotonic()
+    outcome = run_ddp(
+        settings, directory, threads=threads, device=device, allowed=allowed,
+        progress=lambda step, loss: progress.reached(step, time.monotonic() - began, loss), looked=progress.looked,
+    )  # fmt: skip
+    return summary_of(settings, outcome, directory)
+
+
+def cluster_summary(
+    settings: Config, plan: Plan, directory: Path, threads: int, device: str, allowed: list[str],
+    resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
+) -> Summary:  # fmt: skip
+    from atoll.runtime.local.cluster import LocalCluster
+    from atoll.runtime.local.summary import verdict
+    from atoll.runtime.syncer.resume import doubts, refuse_other_data
+
+    task = built(settings, allowed, progress.say)
+    if resume is not None:
+        refuse_other_data(_syncer_part(*resume), task)
+        for doubt in doubts(_syncer_part(*resume), settings, task):
+            progress.say(f"warning: {doubt}")
+        for line in what_is_resumed(*resume):
+            progress.say(line)
+
+    def watch(record: Record) -> None:
+        view(record.now, record.worker, record.event, record.effects)
+        progress(record.now, record.worker, record.event, record.effects)
+
+    progress.say(f"starting a syncer and {settings.learners} learners; logs and tapes in {directory}")
+    cluster = LocalCluster(
+        settings, directory, plan, threads=threads, device=device, allowed=allowed, resume=resume, watch=watch,
+        say=progress.say, looked=progress.looked,
+    )  # fmt: skip
+    cluster.run()
+    progress.say("reading the tapes")
+    return verdict(settings, directory, faults=cluster.struck, task=task)

@@ -1,0 +1,117 @@
+"""`atoll syncer`: the process that merges."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from atoll.cli.building import built, log_to_stderr
+from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption
+from atoll.cli.resume import _refuse_nothing_left
+from atoll.cli.shared import LearnersOption, PresetOption, Recipe, SeedOption, SetOption, ThreadsOption, settings_from
+from atoll.errors import UserError
+from atoll.tape.folder import refuse_unusable
+
+if TYPE_CHECKING:
+    from atoll.config import Config
+
+
+def run_syncer(
+    settings: Config, directory: Path, listen: str, keys: Path | None, insecure: bool, allowed: list[str],
+    resume: Path | None, threads: int, obey_stdin: bool,
+) -> None:  # fmt: skip
+    from atoll.config import CUSTOM
+    from atoll.executor.environment import use_threads
+    from atoll.runtime.syncer.directory import Home
+    from atoll.runtime.syncer.process import SyncerProcess
+    from atoll.runtime.syncer.resume import TAPE, refuse_unfit
+    from atoll.store.snapshots import read_manifest
+    from atoll.transport import server_credentials
+    from atoll.transport.keys import is_loopback, load_server
+
+    if not is_loopback(listen) and keys is None and not insecure:
+        raise UserError(f"--listen {listen}: others can reach it; give --keys DIR (see `atoll keys`), or say --insecure")
+    credentials = None
+    if keys is not None:
+        found = load_server(keys)
+        for warning in found.warnings:
+            logging.getLogger("atoll.syncer").warning(warning)
+        credentials = server_credentials(found.certificate, found.key, found.ca)
+    if resume is not None and not (directory / TAPE).exists():  # the same command again goes on from its tape, not from there
+        _refuse_nothing_left(settings, resume, read_manifest(resume).snapshot)
+        refuse_unfit(resume, settings)
+    use_threads(threads)
+    say = logging.getLogger("atoll.syncer").warning
+    task = None if settings.model.name == CUSTOM else built(settings, allowed, say)
+    home = Home(directory, settings, task, keys=keys, resume=resume)
+    process = SyncerProcess(home, listen, credentials)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, process.leave)
+        if obey_stdin:
+            end_with_stdin(lambda: loop.call_soon_threadsafe(process.leave))
+        await process.run()
+
+    asyncio.run(main())
+
+
+def end_with_stdin(end: Callable[[], object]) -> None:
+    """A launcher holds the other end of our standard input: when it is gone, so are we."""
+
+    def watch() -> None:
+        for _ in sys.stdin:
+            pass
+        end()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def syncer(
+    recipe: Recipe = None,
+    listen: Annotated[str, typer.Option("--listen", help="HOST:PORT to listen on; port 0 picks one.")] = "127.0.0.1:7077",
+    directory: Annotated[Path, typer.Option("--dir", help="Where its state lives; started again there, it goes on.")] = Path(
+        "runs/syncer"
+    ),
+    preset: PresetOption = None,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    seed: SeedOption = None,
+    keys: KeysOption = None,
+    insecure: InsecureOption = False,
+    allow_model: AllowOption = None,
+    resume: Annotated[Path | None, typer.Option("--resume", help="A snapshot's folder to go on from.")] = None,
+    threads: ThreadsOption = 1,
+    obey_stdin: ObeyOption = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Warnings and errors only.")] = False,
+) -> None:
+    """Run the syncer: CPU only. It merges what learners send, stores it durably, and announces it."""
+    log_to_stderr(verbose=not quiet)
+    settings = settings_from(recipe, preset, learners, seed, set_)
+    _refuse_false_start(directory, listen, keys)
+    run_syncer(settings, directory, listen, keys, insecure, allow_model or [], resume, threads, obey_stdin)
+
+
+def _refuse_false_start(directory: Path, listen: str, keys: Path | None) -> None:
+    """What would stop a syncer only after it has loaded its data and filled its folder. One that goes on in its folder loses
+    nothing by starting in vain, and is told rather who holds that."""
+    refuse_unusable(directory, "--dir")
+    if keys is not None:  # before gRPC is loaded, or it tells nobody why a handshake failed
+        os.environ.setdefault("GRPC_VERBOSITY", "INFO")
+    from atoll.transport.keys import Tokens
+    from atoll.transport.wire import refuse_taken
+
+    if keys is not None and os.path.exists(keys / "token.key"):
+        Tokens.load(keys)
+    if not (directory / "run.tape").exists():
+        refuse_taken(listen)

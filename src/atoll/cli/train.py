@@ -1,0 +1,116 @@
+"""`atoll train`: train a model, as processes or in virtual time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from atoll import config
+from atoll.chaos import Plan, load_plan
+from atoll.cli.options import AllowOption, DeviceOption
+from atoll.cli.resume import snapshot_to_resume
+from atoll.cli.runs import run_live, run_on_tape, run_virtually
+from atoll.cli.shared import (
+    ChaosOption,
+    JsonOption,
+    LearnersOption,
+    OutOption,
+    PresetOption,
+    Recipe,
+    SeedOption,
+    SetOption,
+    ThreadsOption,
+    VirtualOption,
+    new_directory,
+    settings_from,
+    show,
+    write_summary,
+)
+from atoll.errors import UserError
+from atoll.tape.folder import refuse_used
+
+
+def train(
+    recipe: Recipe = None,
+    virtual: VirtualOption = False,
+    preset: PresetOption = None,
+    learners: LearnersOption = None,
+    set_: SetOption = None,
+    chaos: ChaosOption = None,
+    seed: SeedOption = None,
+    out_dir: OutOption = None,
+    as_json: JsonOption = False,
+    threads: ThreadsOption = 1,
+    twin: Annotated[bool, typer.Option("--twin", help="Then run it without faults, and say how the losses differ.")] = False,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", help="Go on from the newest snapshot of this run's folder, in a new run.")
+    ] = None,
+    snapshot: Annotated[int | None, typer.Option("--snapshot", help="With --resume: from this outer step's snapshot.")] = None,
+    device: DeviceOption = "cpu",
+    allow_model: AllowOption = None,
+    tape: Annotated[
+        Path | None,
+        typer.Option("--tape", help="Train on this history, in virtual time: a virtual run's folder, or of atoll simulate tape."),
+    ] = None,
+) -> None:
+    """Train a model: a syncer and learners as processes of this machine, or with --virtual in virtual time."""
+    if tape is not None:
+        others = (resume, snapshot, chaos, preset, learners)
+        if virtual or twin or device != "cpu" or any(other is not None for other in others):
+            raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads, --allow-model and --json only")
+        show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json, allow_model or []), as_json)
+        return
+    if virtual and (resume is not None or twin):
+        raise UserError("--virtual: goes with neither --resume nor --twin")
+    if snapshot is not None and resume is None:
+        raise UserError("--snapshot: says which snapshot --resume takes; give --resume RUN too")
+    if resume is not None:
+        recipe = _recipe_to_resume(resume, recipe)
+        _refuse_other_preset(resume, preset, f"--preset {preset}", "leave --preset out")
+    settings = settings_from(recipe, preset, learners, seed, set_)
+    if resume is not None:
+        named = f"recipe {recipe} is of preset {settings.preset!r}"
+        _refuse_other_preset(resume, settings.preset, named, "leave the recipe out, or give --preset too")
+    plan = load_plan(chaos, settings.learners) if chaos is not None else Plan()
+    allowed = allow_model or []
+    if twin and not plan.faults:
+        raise UserError("--twin: runs the same again without faults; give some with --chaos")
+    if virtual:
+        done = run_virtually(
+            settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json, device=device, allowed=allowed
+        )
+        show(done, as_json)
+        return
+    start = snapshot_to_resume(resume, snapshot, settings) if resume is not None else None
+    directory = out_dir or new_directory(settings.preset, settings.seed)
+    if twin:
+        refuse_used(_twin_of(directory))
+    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start)
+    if twin:
+        again = run_live(settings, Plan(), _twin_of(directory), threads, as_json, device, allowed, start)
+        summary = msgspec.structs.replace(summary, twin_loss=again.loss_final)
+        write_summary(directory, summary)
+    show(summary, as_json)
+
+
+def _recipe_to_resume(run: Path, recipe: Path | None) -> Path:
+    """The run's own config, unless a recipe is given: two machines' folders, brought together, need not have one."""
+    own = run / "config.toml"
+    if not run.is_dir() or (recipe is None and not own.is_file()):
+        raise UserError(f"--resume {run}: is no run's folder, it has no config.toml")
+    return recipe or own
+
+
+def _refuse_other_preset(run: Path, wanted: str | None, who: str, instead: str) -> None:
+    own = run / "config.toml"
+    if wanted is not None and own.is_file() and (was := config.load(own).preset) != wanted:
+        kept = f"the run in {run} is of preset {was!r}, and a resumed run keeps it"
+        raise UserError(f"{who}: {kept}; {instead}")
+
+
+def _twin_of(directory: Path) -> Path:
+    named = directory if directory.name not in ("", "..") else directory.resolve()  # --out . has no name to add to
+    return named.with_name(named.name + "-twin")

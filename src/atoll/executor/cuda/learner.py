@@ -1,0 +1,234 @@
+"""A learner's things on a GPU: what is staged, sent and on its way in, the stream it trains on, and the loss it reads.
+
+`TensorLearner` has one of these where its model lies on CUDA. All belongs to whoever holds the driver's lock, which is the
+training thread at a step boundary and the loop's thread while a step runs or the learner waits; a `StagedSend` belongs to
+whoever sends it, and is the only thing here that waits for a fragment's bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from atoll.codecs import Packet
+from atoll.errors import ConfigError, NotFinite
+from atoll.executor.cuda.staging import CudaStager, Incoming, StagedPacket
+from atoll.ids import FragmentId, OuterStep
+from atoll.protocol.interface import Payload
+from atoll.rules import shrunk
+from atoll.tensors.layout import Fragment
+
+Key = tuple[FragmentId, OuterStep]
+
+
+class StagedSend:
+    """The content of a `Blob` whose bytes the device may still be writing. Its memory is kept for as long as this object
+    lives, and for as long as anybody reads a view that was lent."""
+
+    def __init__(self, staged: StagedPacket) -> None:
+        self._staged = staged
+        self._hold_until_gone(self)
+
+    def resolve(self) -> tuple[Packet, Tensor] | None:
+        """Waits for the device: never for the thread that trains. None: it holds NaN or Inf, and there is nothing to send."""
+        try:
+            return self._staged.wait()
+        except NotFinite:
+            return None
+
+    def lend(self, view: memoryview) -> None:
+        if view.nbytes:
+            self._hold_until_gone(view.obj)
+
+    def _hold_until_gone(self, reader: Any) -> None:
+        weakref.finalize(reader, self._staged.hold().release).atexit = False
+
+
+class CudaSide:
+    def __init__(
+        self, device: torch.device, fragments: Sequence[Fragment], optimizer: torch.optim.Optimizer, micro_batches: int
+    ) -> None:
+        self.device = device
+        self.stager = CudaStager(device, max(f.numel for f in fragments))
+        self._compute = torch.cuda.current_stream(device)
+        self._staged: dict[Key, StagedPacket] = {}
+        self._unchecked: list[StagedPacket] = []
+        """Staged, and nobody has seen yet whether it is finite."""
+        self._sent: dict[FragmentId, StagedPacket] = {}
+        """With error feedback: what was sent last, whose residual counts once it is merged."""
+        self._incoming: dict[FragmentId, Incoming] = {}
+        self._losses = torch.empty(micro_batches, dtype=torch.float64, pin_memory=True)
+        self._forward_done = torch.cuda.Event(blocking=True)
+        # A hook, so that it is the same for a training loop that is not ours.
+        self.unhook = optimizer.register_step_pre_hook(lambda *_: self._before_step()).remove
+
+    # ------------------------------------------------------------ the stream that trains
+
+    def training_stream(self) -> AbstractContextManager[Any]:
+        """A learner that waits is served by the loop's thread, whose own current stream (and device) may be another."""
+        return torch.cuda.stream(self._compute)
+
+    def trains_here(self) -> None:
+        self._compute = torch.cuda.current_stream(self.device)
+
+    def _before_step(self) -> None:
+        self.trains_here()
+        self.stager.before_optimizer_step()
+
+    def told_loss(self, micro: int, loss: Tensor) -> None:
+        """Right after the forward pass: the number is on its way to the host while the rest of the step is launched."""
+        self._losses[micro].copy_(loss.detach().double(), non_blocking=True)
+        self._forward_done.record(torch.cuda.current_stream(self.device))
+
+    def loss(self, parts: Sequence[float]) -> float:
+        """Once the step is launched: waits for its last forward pass, so the device still has the backward pass and the
+        optimiser step to do while the host is at the boundary. Launches are never more than a step ahead."""
+        self._forward_done.synchronize()
+        total = 0.0
+        for loss, part in zip(self._losses.tolist(), parts, strict=True):  # one by one, as on the CPU
+            total += loss / part
+        return total
+
+    # ------------------------------------------------------------ staged copies
+
+    def put(self, key: Key, staged: StagedPacket) -> None:
+        self.drop(key)
+        self._staged[key] = staged
+        self._unchecked.append(staged.hold())
+
+    def drop(self, key: Key) -> None:
+        staged = self._staged.pop(key, None)
+        if staged is not None:
+            staged.release()
+
+    def poisons(self) -> list[str]:
+        """Where NaN or Inf was found among what was staged; each is said once. What the device has not finished is for
+        the next time."""
+        found: list[str] = []
+        unfinished: list[StagedPacket] = []
+        for staged in self._unchecked:
+            if not staged.is_ready():
+                unfinished.append(staged)
+                continue
+            if staged.poison():
+                found.append(staged.poison())
+            staged.release()
+        self._unchecked = unfinished
+        return found
+
+    def payload(self, keys: Sequence[Key], *, feedback: bool) -> Payload:
+        """Of the first key that is staged."""
+        staged = next((self._staged[key] for key in keys if key in self._staged), None)
+        if staged is None or staged.poison():
+            return Payload("packet", 0, None)
+        if feedback:
+            self._forget_sent(keys[0][0])
+            self._sent[keys[0][0]] = staged.hold()
+        return Payload("packet", staged.nbytes, StagedSend(staged))
+
+    def residual_of(self, p: FragmentId, *, merged: bool) -> Tensor | None:
+        """What the last packet sent did not carry. What was merged was sent, so this waits only where a newer copy was
+        sent in the meantime."""
+        try:
+            return self.residual_sent(p) if merged else None
+        finally:
+            self._forget_sent(p)
+
+    def residual_sent(self, p: FragmentId) -> Tensor | None:
+        """The same, while nobody knows yet whether it was merged."""
+        staged = self._sent.get(p)
+        if staged is None:
+            return None
+        try:
+            staged.wait()
+            return staged.residual
+        except NotFinite:
+            return None
+
+    def forget_work(self) -> None:
+        for key in list(self._staged):
+            self.drop(key)
+        for p in list(self._sent):
+            self._forget_sent(p)
+        for staged in self._unchecked:
+            staged.release()
+        self._unchecked.clear()
+
+    def _forget_sent(self, p: FragmentId) -> None:
+        before = self._sent.pop(p, None)
+        if before is not None:
+            before.release()
+
+    # ------------------------------------------------------------ what was announced
+
+    def bring(self, p: FragmentId, announced: Tensor, buffers: Tensor) -> tuple[Tensor, Tensor]:
+        """Starts it on its way; gives it in pinned memory."""
+        self._incoming[p] = self.stager.bring(announced, buffers)
+        return self._incoming[p].announced, buffers
+
+    def adopt(
+        self, fragment: Fragment, tensors: Mapping[str, Tensor], announced: Tensor, buffers: Tensor, alpha: float,
+        optimizer: torch.optim.Optimizer,
+    ) -> None:  # fmt: skip
+        incoming = self._incoming.pop(fragment.id, None)
+        if incoming is None or incoming.announced is not announced:  # it came with a peer's state
+            incoming = self.stager.bring(announced, buffers)
+        self.stager.adopt(fragment, tensors, incoming, alpha, optimizer)
+
+    # ------------------------------------------------------------ state that came from elsewhere
+
+    def pinned(self, value: Any) -> Any:
+        """Host tensors of a peer or a snapshot, where staging can read them without a wait."""
+        return _each_tensor(value, lambda tensor: self.stager.pin(tensor) if tensor.numel() else tensor)
+
+    def on_device(self, value: Any) -> Any:
+        return _each_tensor(value, lambda tensor: tensor.to(self.device))
+
+
+def cuda_device_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
+    """The GPU a model lies on, None if it lies on no GPU. Parts on several devices are refused."""
+    devices = {tensor.device for tensor in tensors.values()}
+    if not any(device.type == "cuda" for device in devices):
+        return None
+    if len(devices) > 1:
+        where = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"the model lies on {where}: a learner's parameters and buffers must all be on one device")
+    return devices.pop()
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """From pinned memory: a copy from pageable memory would wait for the step before. What holds no tensor stays as it is."""
+
+    def move(tensor: Tensor) -> Tensor:
+        here = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
+        return here.to(device, non_blocking=True)
+
+    return _each_tensor(batch, move, lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf)
+
+
+def leading(batch: Any, share: float, position: int) -> Any:
+    """The first samples of a batch, as many as the slices that are up can hold."""
+    return _each_tensor(batch, lambda tensor: tensor[: shrunk(tensor.shape[0], share, position)] if tensor.dim() else tensor)
+
+
+def on_host(value: Any) -> Any:
+    """A copy with all tensors on the host. Waits for the device: peers' recoveries and snapshots are rare."""
+    return _each_tensor(value, lambda tensor: tensor.detach().cpu() if tensor.is_cuda else tensor.detach().clone(), copy.deepcopy)
+
+
+def _each_tensor(value: Any, change: Any, other: Any = lambda leaf: leaf) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: _each_tensor(item, change, other) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_each_tensor(item, change, other) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_each_tensor(item, change, other) for item in value)
+    return other(value)

@@ -1,0 +1,90 @@
+"""Where a virtual run's tensors lie: on the host, or all of them on one device that its learners share.
+
+On a device a dense decoder's learners step as a fleet, their products batched and in bf16, the step compiled. Whatever a fleet
+cannot do (pictures, experts, data-parallel, other optimisers) steps one learner after the other, as on the host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from atoll.config import Config
+from atoll.errors import UserError
+from atoll.executor.fleet.executor import FleetExecutor
+from atoll.executor.fleet.optimizer import STACKED
+from atoll.executor.learner import TensorLearner
+from atoll.executor.syncer import TensorSyncer
+from atoll.ids import SYNCER, Incarnation, LearnerId, WorkerId
+from atoll.protocol.interface import Executor
+from atoll.store.memory_snapshots import MemorySnapshots
+from atoll.store.versions import MemoryVersions
+from atoll.tasks.task import Task, initial_versions
+
+REASON_MAX = 120
+"""Characters: where torch has more to say, it lists its backends."""
+
+
+def checked_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()  # read back, which a device of shapes alone (meta) cannot do
+    except (RuntimeError, AssertionError, ImportError) as error:
+        reason = str(error).partition("\n")[0]
+        why = f" ({reason})" if 0 < len(reason) <= REASON_MAX else ""
+        raise UserError(f"--device {name}: cannot be used here{why}; there is {', '.join(devices_here())}") from None
+    return device
+
+
+def devices_here() -> list[str]:
+    other = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if other is None else ["cpu", *(f"{other.type}:{i}" for i in range(torch.accelerator.device_count()))]
+
+
+def evaluated_on(task: Task, device: torch.device) -> Task:
+    """The same task, its held-out set measured there."""
+    if device.type == "cpu":
+        return task
+    accuracy = task.accuracy
+    return dataclasses.replace(
+        task, evaluate=lambda model: task.evaluate(model.to(device)),
+        accuracy=None if accuracy is None else lambda model: accuracy(model.to(device)),
+    )  # fmt: skip
+
+
+def is_fleet(config: Config) -> bool:
+    """What a fleet's step is written for."""
+    dense = config.model.name == "decoder" and not config.model.numbers.get("experts", 0)
+    plain = config.model.dtype == "float32" and config.protocol.contribution == "weights"
+    return dense and plain and config.inner.optimizer in STACKED
+
+
+class TensorExecutor:
+    """Hands for every worker of one virtual run. The disk and the shelf outlive the workers. `device`: where all tensors lie, the
+    syncer's too; by default the host."""
+
+    def __init__(
+        self, task: Task, disk: MemoryVersions | None = None, snapshots: MemorySnapshots | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self.task, self._device = task, device
+        self.disk = disk or MemoryVersions(initial_versions(task, device))
+        self.snapshots = snapshots or MemorySnapshots(self.disk)
+        self.learners: dict[LearnerId, TensorLearner] = {}
+
+    def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Executor:
+        if worker == SYNCER:
+            return TensorSyncer(self.task.config, self.task.layout.fragments, self.disk, self.snapshots)
+        resident = self._device is not None
+        self.learners[worker] = TensorLearner(self.task, worker, self.snapshots, device=self._device, resident=resident)
+        return self.learners[worker]
+
+
+def executor_on(task: Task, device: torch.device, learners: int) -> TensorExecutor | FleetExecutor:
+    """`learners`: the declared ones and those that a plan lets come. A device other than the host holds everything."""
+    if device.type == "cpu":
+        return TensorExecutor(task)
+    if is_fleet(task.config):
+        return FleetExecutor(task, device, learners=learners, compiled=device.type == "cuda")
+    return TensorExecutor(task, device=device)

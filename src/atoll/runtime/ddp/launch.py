@@ -1,0 +1,214 @@
+"""Data-parallel training by torch itself: the baseline, under the same launcher, data and report as everything else.
+
+`DistributedDataParallel`, one process a rank, rank r on stream r. What it trains is what the virtual `ddp` preset trains
+(gradient mean over ranks, the merged gradient clipped, the inner optimiser's step); only the order of summation differs.
+
+The parent and a rank talk through the rank's own pipes. Up its stdout come one JSON line a step and one at the end. Its
+stdin brings one byte when every rank is done, so nobody closes a socket that another still reads; and it ends when the
+parent dies, however that dies, and the rank with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from atoll.config import Config, to_toml
+from atoll.errors import AtollError, ConfigError, RunFailed, UserError
+from atoll.ids import LearnerId
+from atoll.runtime.ddp.rank import USERS_FAULT, main
+from atoll.runtime.ddp.report import DdpOutcome, Job, Looked, RankReport, Stepped, _Fold, _outcome
+from atoll.tape.folder import refuse_used
+from atoll.tape.heldout import HeldoutPoint, append_point, points_in
+
+STDERR_BYTES = 4096
+STDERR_LINES = 3
+
+Progress = Callable[[int, float | None], None]
+
+
+
+
+
+
+
+
+
+
+
+
+# ---------------------------------------------------------------- the parent
+
+
+def run_ddp(
+    config: Config, directory: Path, *, threads: int, device: str = "cpu", allowed: Sequence[str] = (),
+    progress: Progress | None = None, looked: Callable[[HeldoutPoint], None] = lambda point: None,
+) -> DdpOutcome:  # fmt: skip
+    """Train `config` by one process a learner and return when all have ended. `progress(steps done, mean train loss)`."""
+    check(config)
+    devices, backend = devices_for(device, config.learners)
+    _prepare(directory, config, Job(threads, backend, devices, tuple(allowed)))
+    fold = _Fold(config.learners)
+    with contextlib.ExitStack() as stack:
+        ranks = [stack.enter_context(_started(directory, rank)) for rank in range(config.learners)]
+        reports = _follow(ranks, directory, fold, progress, looked)
+    (directory / "rendezvous").unlink(missing_ok=True)
+    if len({report.theta_sha256 for report in reports}) > 1:
+        raise RunFailed("ddp: the ranks ended with different models, so an all-reduce did not do its work")
+    return _outcome(config, backend, fold, reports, points_in(directory))
+
+
+def check(config: Config) -> None:
+    """Whatever the virtual preset can do and torch's data-parallel cannot is refused by its key."""
+    p, sizes = config.protocol, config.data.samples_by_learner
+    for key, value, right, sentence in (
+        ("protocol.contribution", p.contribution, "gradient", "DistributedDataParallel averages gradients; use --preset ddp"),
+        ("protocol.fragments", p.fragments, 1, "DistributedDataParallel moves and clips the model as a whole; use 1"),
+        ("protocol.codec_up", p.codec_up, "fp32", "the all-reduce moves gradients as they are; use 'fp32'"),
+        ("protocol.codec_down", p.codec_down, "fp32", "the all-reduce moves gradients as they are; use 'fp32'"),
+        ("protocol.aggregation_weighting", p.aggregation_weighting, "uniform", "ranks are averaged plainly; use 'uniform'"),
+        ("protocol.elastic", p.elastic, False, "a dead rank ends a DistributedDataParallel run; use false"),
+        ("protocol.snapshot_interval", p.snapshot_interval, 0, "DistributedDataParallel takes no snapshots; use 0"),
+        ("data.samples_by_learner", sizes, sizes[:1] * len(sizes), "ranks are averaged plainly, so their batches must be equal"),
+    ):
+        if value != right:
+            raise ConfigError(f"key {key} = {value!r}: {sentence}")
+
+
+def devices_for(device: str, count: int) -> tuple[tuple[str, ...], str]:
+    """Each rank's device. `cuda` goes round the GPUs; ranks that share one cannot talk by nccl, and use gloo."""
+    kind, _, index = device.partition(":")
+    if device == "cpu":
+        return ("cpu",) * count, "gloo"
+    if kind != "cuda" or not (device == "cuda" or index.isdecimal()):
+        raise UserError(f"device {device!r}: must be cpu, cuda or cuda:N")
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there <= (int(index) if index else 0):
+        raise UserError(f"device {device!r}: torch {torch.__version__} finds {there} CUDA devices on this machine")
+    devices = tuple(device if index else f"cuda:{rank % there}" for rank in range(count))
+    return devices, "nccl" if len(set(devices)) == count else "gloo"
+
+
+def _prepare(directory: Path, config: Config, job: Job) -> None:
+    refuse_used(directory)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with (directory / "ddp.json").open("xb") as file:  # of two that start together one is told, here
+            file.write(msgspec.json.encode(job))
+        (directory / "config.toml").write_text(to_toml(config), encoding="utf8")
+    except OSError as error:
+        raise UserError(f"--out {directory}: cannot be written ({error.strerror})") from None
+
+
+@contextlib.contextmanager
+def _started(directory: Path, rank: LearnerId) -> Iterator[subprocess.Popen[bytes]]:
+    """A rank in a process group of its own: Ctrl-C reaches the parent alone, which ends the ranks itself."""
+    command = [sys.executable, "-m", __spec__.name, str(directory), str(rank)]
+    try:
+        with (directory / f"rank-{rank}.err").open("wb") as errors:
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, process_group=0, bufsize=0
+            )
+    except OSError as error:
+        raise RunFailed(f"ddp: rank {rank} could not be started ({error.strerror})") from None
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _follow(
+    ranks: Sequence[subprocess.Popen[bytes]], directory: Path, fold: _Fold, progress: Progress | None,
+    looked: Callable[[HeldoutPoint], None],
+) -> list[RankReport]:  # fmt: skip
+    """Read what the ranks say until all have ended well; the first that does not ends the run."""
+    rests = [b""] * len(ranks)
+    reports: dict[LearnerId, RankReport] = {}
+    with selectors.DefaultSelector() as selector:
+        for rank, process in enumerate(ranks):
+            assert process.stdout is not None
+            selector.register(process.stdout, selectors.EVENT_READ, rank)
+        while selector.get_map():
+            failed: list[tuple[int, LearnerId]] = []
+            for key, _ in selector.select():
+                rank = key.data
+                chunk = os.read(key.fd, 1 << 16)
+                if not chunk:
+                    selector.unregister(key.fileobj)
+                    if code := ranks[rank].wait() or (rank not in reports):
+                        failed.append((code, rank))
+                    continue
+                *lines, rests[rank] = (rests[rank] + chunk).split(b"\n")
+                for line in lines:
+                    said = msgspec.json.decode(line, type=Stepped | Looked | RankReport)
+                    if isinstance(said, RankReport):
+                        reports[rank] = said
+                    elif isinstance(said, Looked):
+                        append_point(directory, said.point)
+                        looked(said.point)
+                    elif (loss := fold.add(said)) is not None and progress is not None:
+                        progress(fold.steps, loss)
+                if len(reports) == len(ranks) and rank in reports:
+                    _release(ranks)
+            if failed:  # killed by a signal is a cause; an error in Python may be a lost peer's echo
+                raise _failure(directory, *min(failed))
+    return [reports[rank] for rank in sorted(reports)]
+
+
+def _release(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in ranks:
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died in this moment, and its stdout will say so
+            process.stdin.write(b".")
+
+
+def _failure(directory: Path, code: int, rank: LearnerId) -> AtollError:
+    with (directory / f"rank-{rank}.err").open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - STDERR_BYTES))
+        said = [line.strip() for line in file.read().decode("utf8", "replace").splitlines() if line.strip()]
+    if code == USERS_FAULT and said:
+        return UserError(said[-1])
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    last = f"; its last words: {' | '.join(said[-STDERR_LINES:])}" if said else " without a word"
+    return RunFailed(f"ddp: rank {rank} {how}, and data-parallel training cannot go on without it{last}")
+
+
+
+
+
+
+
+
+# ---------------------------------------------------------------- one rank
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+if __name__ == "__main__":
+    sys.exit(main())

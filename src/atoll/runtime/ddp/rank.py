@@ -1,0 +1,211 @@
+"""One rank of data-parallel training: a process with torch's own DistributedDataParallel."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from atoll.config import load
+from atoll.errors import AtollError, NotFinite, UserError
+from atoll.executor.cuda.learner import to_device
+from atoll.executor.environment import use_threads
+from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
+from atoll.ids import LearnerId, Nanos, seconds
+from atoll.runtime.ddp.report import Job, Looked, RankReport, Stepped
+from atoll.store.tokenizer_file import write_tokenizer_file
+from atoll.store.versions import digest
+from atoll.store.weights import save_weights
+from atoll.tape.heldout import HeldoutPoint
+from atoll.tasks.registry import task_for
+from atoll.tasks.task import Task
+from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers
+from atoll.tensors.merge import merge_buffers
+from atoll.workload.data.seeds import generator
+
+PATIENCE = timedelta(minutes=30)
+"""A dead rank is noticed by the parent at once; this ends a run whose ranks live and do not move."""
+
+
+USERS_FAULT = 2
+
+
+class _Clock:
+    """Of a rank. It stands still while rank 0 looks at the held-out loss and the others wait: that is no part of training."""
+
+    def __init__(self) -> None:
+        self._aside: Nanos = 0
+
+    def now(self) -> Nanos:
+        return time.monotonic_ns() - self._aside
+
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        began = time.monotonic_ns()
+        yield
+        self._aside += time.monotonic_ns() - began
+
+
+class _AllReduce:
+    """Torch's own all-reduce, with a clock on it. On CUDA the host runs ahead, so the stream's events are asked."""
+
+    def __init__(self, device: torch.device, clock: _Clock) -> None:
+        self._clock = clock
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
+        self._handed: Nanos = 0
+        self.gradient_bytes = 0
+
+    def start(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        assert dist.group.WORLD is not None
+        self.gradient_bytes += bucket.buffer().nbytes
+        self._handed = self._clock.now()  # buckets come in order: the last one's time stays
+        if self._events:
+            self._events[0].record()
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    def settle(self) -> tuple[Nanos, Nanos]:
+        """After the backward pass: when this rank's gradients were ready, and when everybody's were reduced."""
+        if not self._events:
+            return self._handed, self._clock.now()
+        self._events[1].record()
+        self._events[1].synchronize()
+        now = self._clock.now()
+        return now - round(1e6 * self._events[0].elapsed_time(self._events[1])), now
+
+
+def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO) -> tuple[RankReport, nn.Module]:
+    config, count = task.config, task.config.inner.accumulate
+    model = task.build().to(device)
+    loss_first = task.evaluate(model) if rank == 0 else None
+    tensors = named_tensors(model)
+    # As the syncer of the virtual preset does, the optimiser steps on fp32; bf16 weights are the cast of it.
+    masters = {n: nn.Parameter(t.detach().float()) for n, t in tensors.items() if t.requires_grad and t.dtype != torch.float32}
+    theta = tensors | masters
+    optimizer = build_optimizer(config, {n: t for n, t in theta.items() if t.requires_grad}, task.layout.fragments)
+    clock = _Clock()
+    reduction = _AllReduce(device, clock)
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # its new name is not in torch 2.11
+        parallel = DistributedDataParallel(model, broadcast_buffers=False)
+    parallel.register_comm_hook(reduction, lambda state, bucket: state.start(bucket))
+    tokens, waited, gathered = 0, 0, 0
+    _meet(device)  # the clock starts for all alike
+    first = ended = clock.now()
+    for step in range(config.total_steps):
+        began, total = ended, 0.0
+        torch.manual_seed(generator("inner step", config.seed, rank, step).initial_seed())
+        batches = [task.batch(rank, rank, step * count + micro) for micro in range(count)]
+        counts = [task.count(batch)[0] for batch in batches]
+        tokens += sum(counts)
+        for micro, (batch, part) in enumerate(zip(batches, divisors(counts), strict=True)):
+            with parallel.no_sync() if micro + 1 < count else contextlib.nullcontext():
+                loss = task.loss(parallel, to_device(batch, device))
+                (loss / part if count > 1 else loss).backward()
+            total += float(loss.detach()) / part
+        ready, reduced = reduction.settle()
+        if not math.isfinite(total):
+            raise NotFinite(f"the train loss of rank {rank} in step {step + 1}")
+        for name, master in masters.items():
+            grad, tensors[name].grad = tensors[name].grad, None
+            master.grad = None if grad is None else grad.float()
+        optimizer_step(config, optimizer, step)
+        with torch.no_grad():
+            for name, master in masters.items():
+                tensors[name].copy_(master)
+        gathered += _merge_buffers(task, tensors)
+        waited, ended = waited + reduced - ready, clock.now()
+        _say(channel, Stepped(step, began, ready, reduced, ended, total))
+        if config.data.heldout_every and (step + 1) % config.data.heldout_every == 0 and step + 1 < config.total_steps:
+            with clock.standing():
+                if rank == 0:
+                    _say(channel, Looked(HeldoutPoint(step + 1, task.evaluate(model))))
+                _meet(device)
+    params = [read_params(theta, fragment).cpu() for fragment in task.layout.fragments]
+    buffers = [read_buffers(theta, fragment).cpu() for fragment in task.layout.fragments]
+    sent = round(reduction.gradient_bytes * 2 * (config.learners - 1) / config.learners) + gathered
+    return RankReport(
+        rank, str(device), config.total_steps, tokens, seconds(ended - first - waited), seconds(waited), sent,
+        digest(params + buffers), loss_first, task.evaluate(model) if rank == 0 else None,
+        task.accuracy(model) if rank == 0 and task.accuracy is not None else None,
+    ), model  # fmt: skip
+
+
+def _meet(device: torch.device) -> None:
+    """Everybody is here when it returns, on the GPU too."""
+    dist.all_reduce(meeting := torch.zeros(1, device=device))
+    meeting.item()
+
+
+def _merge_buffers(task: Task, tensors: Mapping[str, Tensor]) -> int:
+    """Statistics of batch norm, merged after each step as the syncer of the virtual preset does. Returns the bytes sent."""
+    ranks, sent = task.config.learners, 0
+    for fragment in task.layout.fragments:
+        if fragment.buffers:
+            own = read_buffers(tensors, fragment)
+            everybodys = [torch.empty_like(own) for _ in range(ranks)]
+            dist.all_gather(everybodys, own)
+            write_buffers(tensors, fragment, merge_buffers(everybodys, [1.0] * ranks, fragment))
+            sent += own.numel() * own.element_size() * (ranks - 1)
+    return sent
+
+
+def _say(channel: BinaryIO, word: Stepped | Looked | RankReport) -> None:
+    channel.write(msgspec.json.encode(word) + b"\n")
+
+
+def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
+    job = msgspec.json.decode((directory / "ddp.json").read_bytes(), type=Job)
+    use_threads(job.threads)
+    config, device = load(directory / "config.toml"), torch.device(job.devices[rank])
+    task = task_for(config, job.allowed)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # All ranks are of this machine: the loopback needs no name to resolve. A file needs no port that is free.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    store = dist.FileStore(str(directory / "rendezvous"), config.learners)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        job.backend, store=store, rank=rank, world_size=config.learners, timeout=PATIENCE,
+        device_id=device if job.backend == "nccl" else None,
+    )  # fmt: skip
+    report, model = _train(task, rank, device, channel)
+    if rank == 0:
+        write_tokenizer_file(directory, task)
+        save_weights(directory / "theta.safetensors", named_tensors(model))
+    (directory / f"rank-{rank}.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+    _say(channel, report)
+
+
+def main() -> int:
+    """`python -m atoll.runtime.ddp.launch RUN_DIR RANK`, for the parent alone."""
+    released = threading.Event()
+
+    def watch() -> None:
+        if not os.read(0, 1):
+            os._exit(1)
+        released.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    channel = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever a library prints belongs to the words for people
+    try:
+        _rank(Path(sys.argv[1]), int(sys.argv[2]), channel)
+    except (AtollError, OSError) as error:  # a full disk is told by its file: these are the last words that are passed on
+        sys.stderr.write(f"{error}\n")
+        return USERS_FAULT if isinstance(error, UserError) else 1
+    released.wait()
+    dist.destroy_process_group()
+    return 0

@@ -1,0 +1,77 @@
+"""The executor of a user's own training loop: it changes their model and optimiser in place and leaves their choices alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from atoll.config import Config
+from atoll.executor.learner import TensorLearner
+from atoll.protocol.interface import Payload
+from atoll.protocol.vocabulary import Effect, Event, LoadState, Message, RecordState, Send, StateTransfer
+from atoll.runtime.join.checks import settle_numbers
+from atoll.tasks.task import Task
+from atoll.tensors.layout import Layout
+
+
+def task_of(config: Config, layout: Layout) -> Task:
+    """A loop of the user's own draws, trains and evaluates by itself: of a workbench only the layout is left."""
+
+    def never(*_: Any) -> NoReturn:
+        raise AssertionError("a loop of the user's own trains itself")
+
+    return Task(config, never, never, never, never, never, layout, "")
+
+
+class UserExecutor:
+    """A TensorLearner's hands on what a user brought. A peer gives its optimiser's state, never its learning rate or other
+    choices: those are the user's, and a scheduler's."""
+
+    def __init__(self, inner: TensorLearner, tensors: Mapping[str, Tensor]) -> None:
+        self._inner = inner
+        self._tensors = tensors
+
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
+        if isinstance(effect, RecordState):
+            settle_numbers(self._inner.optimizer)
+        if not isinstance(effect, LoadState):
+            return self._inner.execute(effect, payload)
+        chosen = [_choices(group) for group in self._inner.optimizer.param_groups]
+        events = self._inner.execute(effect, payload)
+        for group, own in zip(self._inner.optimizer.param_groups, chosen, strict=True):
+            group.update(own)
+        return events
+
+    def inspect(self, body: Message, payload: Payload) -> str:
+        """Learners may bring different optimisers. A state that does not fit costs the transfer only: the syncer then lets
+        this learner begin from Theta, with an optimiser state of its own."""
+        if isinstance(body, StateTransfer):
+            return _misfit(payload.content, self._tensors, self._inner.optimizer)
+        return self._inner.inspect(body, payload)
+
+    def payload_for(self, send: Send) -> Payload | None:
+        if isinstance(send.envelope.body, StateTransfer):
+            settle_numbers(self._inner.optimizer)
+        return self._inner.payload_for(send)
+
+
+def _choices(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _misfit(state: Any, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> str:
+    """Why a peer's state cannot be taken over; nothing, if it can."""
+    try:
+        shapes = {name: tuple(tensor.shape) for name, tensor in state["tensors"].items()}
+        groups = [(len(group["params"]), group.keys()) for group in state["optimizer"]["param_groups"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        return f"a state that is none ({error})"
+    if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
+        return "the state of another model"
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    if [count for count, _ in groups] != own or not all(optimizer.defaults.keys() <= keys for _, keys in groups):
+        return "the state of another optimiser"
+    return ""

@@ -1,0 +1,322 @@
+"""A live learner: one thread trains, a loop in another talks. Both drive the same machine, one event at a time.
+
+The training thread asks for its next inner step and reports it done; everything at a step boundary (adopting, staging,
+recording) happens there, between two steps. Messages that come in the middle of a step are noted, or answered from
+copies staged at the last boundary, by the loop's thread. Nothing here waits for the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from atoll.config import from_builtins
+from atoll.errors import RunFailed
+from atoll.ids import SYNCER, worker_name
+from atoll.protocol.causality import may_overtake
+from atoll.protocol.interface import Executor, Payload
+from atoll.protocol.learner import DONE, LearnerMachine
+from atoll.protocol.vocabulary import (
+    Connected,
+    ConnectionLost,
+    Effect,
+    Event,
+    InnerStep,
+    LeaveAsked,
+    Received,
+    Refuse,
+    Resumed,
+    Send,
+    Serve,
+    Started,
+    StepDone,
+    Ticket,
+)
+from atoll.runtime import payload as wire
+from atoll.runtime.clock import Clock
+from atoll.runtime.driver import Driver
+from atoll.runtime.learner.address import Address
+from atoll.runtime.learner.peers import Peers
+from atoll.runtime.learner.sender import GOODBYE_SECONDS, Sender
+from atoll.runtime.loop import Alarm, Mail
+from atoll.runtime.syncer.places import Placement
+from atoll.tape.format import TapeWriter
+from atoll.transport import Backoff, Limits, Link, LinkFailed, Refused, dial
+
+log = logging.getLogger("atoll.learner")
+
+STOOD_SECONDS = 0.5
+"""A connection that lasted no longer was cut for what was said on it, and the next one will be too."""
+
+
+
+
+
+
+
+
+class LiveLearner:
+    """`start`, then `next_step` and `step_done` in turn from one thread until `next_step` gives None."""
+
+    def __init__(
+        self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
+        resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop,
+    ) -> None:  # fmt: skip
+        self.placement = placement
+        self.config = from_builtins(placement.config)
+        self.machine = LearnerMachine(self.config, placement.learner, placement.incarnation)
+        self._address = address
+        self._executor = executor
+        self._resumed = resumed
+        self._loop = loop
+        self._clock = Clock(placement.epoch)
+        self._alarm = Alarm(loop, self._clock, self._deadline)
+        self._driver = Driver(
+            self.machine, placement.learner, self._clock, tape, self._carry_out, self._alarm.set, failed=self._failed
+        )
+        self._link: Link | None = None
+        self._sender = Sender(self._failed)
+        self._link_down = asyncio.Event()
+        self._mail: Mail | None = None
+        self._rng = random.Random(f"{placement.run} {placement.learner} {placement.incarnation}")
+        self._peers = Peers(self, address, placement, self._rng)
+        self._limits = Limits(connections=address.connections, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
+        self._turn = threading.Condition()
+        self._keeper: asyncio.Task[None] | None = None
+        self._next: InnerStep | None = None
+        self._over = False
+        self._error: Exception | None = None
+
+    # ------------------------------------------------------------ the training thread
+
+    def start(self) -> None:
+        self.happen(Started(self.placement.incarnation))  # before anybody can ask it to leave
+        if self._resumed is not None:
+            self.happen(self._resumed)
+        self._wait_for(self._start())
+
+    def next_step(self) -> InnerStep | None:
+        """The next inner step to take. None: the run is over, or this learner has left."""
+        with self._turn:
+            while self._next is None and not self._over:
+                self._turn.wait()
+            step, self._next = self._next, None
+            if self._error is not None:
+                raise self._error
+            return None if self._over else step
+
+    def step_done(self, done: StepDone) -> None:
+        self.happen(done)
+
+    def leave(self, reason: str) -> None:
+        """Politely: deliver what is due soonest, then go. Twice: go now. For any thread and for signal handlers: it takes no
+        lock here, because a handler may have interrupted whoever holds it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: it has left
+            self._loop.call_soon_threadsafe(self.happen, LeaveAsked(reason))
+
+    def close(self) -> None:
+        self._wait_for(self._close())
+        self._driver.close()
+        self._sender.close()
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    def rates(self) -> str:
+        link = self._link
+        if link is None:
+            return "not connected"
+        up, down = link.bulk_bytes_per_second_up, link.bulk_bytes_per_second_down
+        shown = [f"{way} {rate / 1e6:.1f} MB/s" for way, rate in (("up", up), ("down", down)) if rate is not None]
+        return ", ".join(shown) or "no transfer long enough to measure a rate"
+
+    def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # ------------------------------------------------------------ events
+
+    def happen(self, event: Event, payload: Payload | None = None) -> None:
+        self._driver.happen(event, payload)
+        if self.machine.phase == DONE and not self._over:
+            self._end(None)
+
+    def _end(self, error: Exception | None) -> None:
+        with self._turn:
+            self._over, self._error = True, error
+            self._turn.notify_all()
+        self._loop.call_soon_threadsafe(self._link_down.set)
+
+    def _deadline(self) -> None:
+        self._driver.deadline_passed()
+        if self.machine.phase == DONE and not self._over:
+            self._end(None)
+
+    # ------------------------------------------------------------ effects
+
+    def _carry_out(self, effect: Effect, payload: Payload | None) -> None:
+        match effect:
+            case Send():
+                self._send(effect)
+            case InnerStep():
+                with self._turn:
+                    self._next = effect
+                    self._turn.notify_all()
+            case Refuse(peer=peer, reason=reason, disconnect=True):
+                log.warning("refused what %s said: %s", worker_name(peer), reason)
+                if peer == SYNCER and self._link is not None:
+                    self._link.close(f"refused: {reason}")
+                elif peer != SYNCER:
+                    self._peers.cut(peer, f"refused: {reason}")
+            case _:
+                for event in self._executor.execute(effect, payload):
+                    self._driver.happen(event)
+
+    def _send(self, send: Send) -> None:
+        envelope = send.envelope
+        payload = self._executor.payload_for(send)
+        head = wire.to_head(envelope)
+        link, overtakes = self._link, may_overtake(envelope)
+        if envelope.receiver != SYNCER:
+            self._peers.send(envelope.receiver, head, wire.to_buffers(payload) if payload is not None else None)
+        elif link is not None:  # this very one: what was said on it must not be heard on the next
+
+            def job() -> None:
+                link.send(head, wire.to_buffers(payload) if payload is not None else None, may_overtake=overtakes)
+
+            self._sender.put(job, late=wire.is_late(payload), control=payload is None, overtakes=overtakes)
+
+    # ------------------------------------------------------------ the loop's thread
+
+    async def _start(self) -> None:
+        await self._peers.start()
+        self._keeper = self._loop.create_task(self._keep_connected())
+        self._keeper.add_done_callback(self._keeper_ended)
+
+    def _keeper_ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._end(error if isinstance(error, Exception) else RunFailed(str(error)))
+
+    async def _keep_connected(self) -> None:
+        """Dial, stay, and when the connection is gone dial again: the learner trains on meanwhile."""
+        backoff, said = Backoff(self._rng), ""
+        away_since = self._loop.time()
+        while not self._over:
+            self._link_down.clear()
+            try:
+                await dial(
+                    self._address.syncer, self, peer="syncer", metadata=self._metadata(), limits=self._limits,
+                    credentials=self._address.credentials,
+                )  # fmt: skip
+            except Refused as no:
+                if not no.retry:
+                    raise RunFailed(f"the syncer refuses this learner: {no.reason}") from None
+                why = no.reason
+            except LinkFailed as error:
+                why = str(error)
+            else:
+                since = self._loop.time()
+                await self._link_down.wait()
+                away_since = self._loop.time()
+                if away_since - since > STOOD_SECONDS:
+                    backoff.reset()
+                elif not self._over:  # cut at once: a syncer that finds fault with what it hears must not be stormed
+                    await asyncio.sleep(backoff.next())
+                continue
+            if self._loop.time() - away_since > self._address.give_up_seconds:
+                raise RunFailed(f"no syncer for {self._address.give_up_seconds:.0f} s: {why}")
+            if why != said:
+                log.info("not connected: %s", why)
+                said = why
+            await asyncio.sleep(backoff.next())
+
+    def _metadata(self) -> dict[str, str]:
+        p = self.placement
+        return {
+            "run": p.run, "learner": str(p.learner), "incarnation": str(p.incarnation), "key": p.key,
+            "advertise": self._peers.advertised,
+        }  # fmt: skip
+
+    def opened(self, link: Link) -> None:
+        self._link = link
+        self._mail = Mail(link, self._take, self._failed)
+        self.happen(Connected(SYNCER))
+
+    def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:
+        if self._mail is not None and link is self._link:
+            self._mail.put(head, data)
+
+    def closed(self, link: Link, reason: str) -> None:
+        if link is not self._link or self._mail is None:
+            return
+        if link.ended_here or self._over:
+            self._mail.over()
+            self._is_lost(link, reason)
+        else:
+            self._mail.hear_out(lambda: self._is_lost(link, reason))
+
+    def _is_lost(self, link: Link, reason: str) -> None:
+        if link is not self._link:
+            return
+        self._link = None
+        if not self._over:
+            log.info("connection to the syncer closed: %s", reason)
+            try:
+                self.happen(ConnectionLost(SYNCER, reason[:300]))
+            finally:
+                self._link_down.set()
+        self._link_down.set()
+
+    async def _take(self, link: Link, head: bytes, data: memoryview | None) -> None:
+        parcel = wire.from_head(head)
+        body = parcel.envelope.body
+        if isinstance(body, Ticket):
+            self._peers.learn_address(body.peer, parcel.address, body.ticket, parcel.key, body.patience)
+        elif isinstance(body, Serve):
+            self._peers.expect(body.ticket, body.newcomer, parcel.key)
+        await self.take(parcel.envelope, data, lambda: link is self._link)
+
+    async def take(self, envelope: Any, data: memoryview | None, still: Callable[[], bool]) -> None:
+        """Read the bytes beside a message outside the loop, then let it happen, unless its connection is gone by then."""
+        payload = None
+        if data is not None:
+            payload = await self._loop.run_in_executor(None, wire.from_buffer, envelope.body, data)
+            flaw = self._executor.inspect(envelope.body, payload)
+            if flaw:
+                raise RunFailed(f"{worker_name(envelope.sender)} sent what does not fit: {flaw}")
+        if still() and not self._over:
+            self.happen(Received(envelope, data.nbytes if data is not None else 0), payload)
+
+    def _failed(self, error: BaseException) -> None:
+        self._end(error if isinstance(error, Exception) else RunFailed(str(error)))
+
+    async def _close(self) -> None:
+        self._over = True
+        self._link_down.set()
+        self._alarm.stop()
+        if self._keeper is not None:
+            self._keeper.cancel()
+            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._link is not None:
+            try:
+                async with asyncio.timeout(GOODBYE_SECONDS):
+                    await self._loop.run_in_executor(None, self._sender.drain)
+                    await self._link.drain()
+            except TimeoutError:
+                log.warning("the last words did not get through in %.0f s", GOODBYE_SECONDS)
+            link, self._link = self._link, None
+            link.close("over", patience=GOODBYE_SECONDS)
+            await link.gone()
+        if self._mail is not None:
+            self._mail.over()
+        await self._peers.stop()
+
+
+
+

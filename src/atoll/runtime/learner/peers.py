@@ -1,0 +1,180 @@
+"""Learner to learner: serving a peer's recovery, and asking a peer for its state. Both need a ticket of the syncer.
+
+A newcomer dials the address that came with its ticket and shows the ticket's key; the peer was told of the same key by
+the syncer. Nobody else is answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from atoll.errors import DataError
+from atoll.ids import SECOND, LearnerId, Nanos
+from atoll.protocol.vocabulary import ConnectionLost, Event, StateRequest, StateTransfer
+from atoll.runtime import payload as wire
+from atoll.runtime.loop import Mail
+from atoll.runtime.syncer.places import Placement
+from atoll.transport import Backoff, Limits, Link, LinkFailed, Refused, Server, dial
+
+if TYPE_CHECKING:
+    from atoll.runtime.learner.address import Address
+
+log = logging.getLogger("atoll.learner")
+
+STATE_BYTES_MAX = 1 << 44
+"""Weights, anchors and moments of any model there is. A syncer's ticket vouches for who sends it."""
+
+
+class Learner(Protocol):
+    def happen(self, event: Event) -> None: ...
+    async def take(self, envelope: Any, data: memoryview | None, still: Callable[[], bool]) -> None: ...
+
+
+class Peers:
+    def __init__(self, learner: Learner, address: Address, placement: Placement, rng: random.Random) -> None:
+        self._learner = learner
+        self._address = address
+        self._placement = placement
+        self._rng = rng
+        self._server: Server | None = None
+        self._keys: OrderedDict[int, tuple[LearnerId, str]] = OrderedDict()
+        self._tickets: dict[LearnerId, tuple[str, int, str, Nanos]] = {}
+        self._links: dict[LearnerId, Mail] = {}
+        self._dialling: dict[LearnerId, asyncio.Task[None]] = {}
+        self.advertised = address.advertise
+
+    async def start(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        if self._address.listen:
+            # a newcomer sends a request of a few bytes; what it is sent is a whole state
+            limits = Limits(payload_bytes_max=1 << 20, queue_bytes_max=STATE_BYTES_MAX)
+            self._server = Server(self, self._admit, limits, self._address.server_credentials)
+            bound = await self._server.start(self._address.listen)
+            self.advertised = self._address.advertise or bound
+
+    async def stop(self) -> None:
+        for task in self._dialling.values():
+            task.cancel()
+        await asyncio.gather(*self._dialling.values(), return_exceptions=True)
+        for mail in list(self._links.values()):
+            mail.link.close("over")
+            mail.over()
+        if self._server is not None:
+            await self._server.stop(1.0)
+
+    # ------------------------------------------------------------ what the syncer says
+
+    def expect(self, ticket: int, newcomer: LearnerId, key: str) -> None:
+        self._keys[ticket] = (newcomer, key)
+        if len(self._keys) > 64:
+            self._keys.popitem(last=False)
+
+    def learn_address(self, peer: LearnerId, address: str, ticket: int, key: str, patience: Nanos) -> None:
+        self._tickets[peer] = (address, ticket, key, patience)
+
+    # ------------------------------------------------------------ sending, from any thread
+
+    def send(self, peer: LearnerId, head: bytes, data: wire.Buffers | None) -> None:
+        self._loop.call_soon_threadsafe(self._send, peer, head, data)
+
+    def cut(self, peer: LearnerId, reason: str) -> None:
+        mail = self._links.get(peer)
+        if mail is not None:
+            mail.link.close(reason)
+
+    def _send(self, peer: LearnerId, head: bytes, data: wire.Buffers | None) -> None:
+        mail = self._links.get(peer)
+        if mail is not None:
+            mail.link.send(head, data)
+        elif peer in self._tickets and data is None:
+            before = self._dialling.pop(peer, None)
+            if before is not None:
+                before.cancel()
+            self._dialling[peer] = self._loop.create_task(self._dial(peer, head))
+        else:
+            self._learner.happen(ConnectionLost(peer, "nobody answers"))
+
+    async def _dial(self, peer: LearnerId, head: bytes) -> None:
+        address, ticket, key, patience = self._tickets[peer]
+        why = "it serves no peers"
+        backoff, until = Backoff(self._rng), self._loop.time() + patience / SECOND
+        while address:
+            try:
+                me = self._placement
+                link = await dial(
+                    address, self, peer=str(peer), credentials=self._address.peer_credentials,
+                    limits=Limits(payload_bytes_max=STATE_BYTES_MAX),
+                    metadata={"run": me.run, "ticket": str(ticket), "key": key, "learner": str(me.learner)},
+                )  # fmt: skip
+                link.send(head)
+                return
+            except Refused as no:
+                why = no.reason
+                if not no.retry:
+                    break
+            except LinkFailed as error:
+                why = str(error)
+            if self._loop.time() > until:
+                break
+            await asyncio.sleep(backoff.next())
+        self._learner.happen(ConnectionLost(peer, why[:300]))
+
+    # ------------------------------------------------------------ links
+
+    def _admit(self, metadata: Mapping[str, str]) -> str:
+        if metadata.get("run") != self._placement.run:
+            raise Refused("another run", retry=False)
+        ticket = metadata.get("ticket", "")
+        newcomer, key = self._keys.get(int(ticket) if ticket.isdecimal() else -1, (-1, ""))
+        if not key:
+            raise Refused("this ticket is not known here yet", retry=True)
+        if not hmac.compare_digest(key, metadata.get("key", "")) or metadata.get("learner") != str(newcomer):
+            raise Refused("wrong ticket", retry=False)
+        return str(newcomer)
+
+    def opened(self, link: Link) -> None:
+        peer = int(link.peer)
+        before = self._links.pop(peer, None)
+        if before is not None:
+            before.link.close("replaced by a newer connection")
+            before.over()
+        self._links[peer] = Mail(link, self._take, lambda error: self._bad(link, error))
+
+    def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:
+        mail = self._links.get(int(link.peer))
+        if mail is not None and mail.link is link:
+            mail.put(head, data)
+
+    def closed(self, link: Link, reason: str) -> None:
+        mail = self._links.get(int(link.peer))
+        if mail is None or mail.link is not link:
+            return
+        if link.ended_here:
+            mail.over()
+            self._lost(mail, reason)
+        else:  # a state that came whole is worth reading, whatever became of whoever sent it
+            mail.hear_out(lambda: self._lost(mail, reason))
+
+    def _lost(self, mail: Mail, reason: str) -> None:
+        peer = int(mail.link.peer)
+        if self._links.get(peer) is mail:
+            del self._links[peer]
+            self._learner.happen(ConnectionLost(peer, reason[:300]))
+
+    async def _take(self, link: Link, head: bytes, data: memoryview | None) -> None:
+        envelope = wire.from_head(head).envelope
+        if envelope.sender != int(link.peer) or not isinstance(envelope.body, StateRequest | StateTransfer):
+            raise DataError(f"{type(envelope.body).__name__} of worker {envelope.sender} is not for a peer")
+        mail = self._links.get(int(link.peer))
+        await self._learner.take(envelope, data, lambda: mail is not None and self._links.get(int(link.peer)) is mail)
+
+    def _bad(self, link: Link, error: BaseException) -> None:
+        """What a peer sends may cost its connection, never this learner."""
+        log.warning("peer %s: refused: %s", link.peer, error)
+        link.close(f"refused: {error}")

@@ -1,0 +1,146 @@
+"""A learner's process: ask the syncer for a place and the whole config, build what is trained, and train."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+import torch
+
+from atoll.config import CUSTOM, Config, from_builtins
+from atoll.errors import UserError
+from atoll.executor.environment import code_version, cpu_capability, use_threads
+from atoll.executor.learner import TensorLearner
+from atoll.executor.virtual_run import checked_device
+from atoll.ids import SECOND
+from atoll.protocol.vocabulary import Resumed, StepDone
+from atoll.runtime.learner.address import Address, ask_for_place, own_directory
+from atoll.runtime.learner.live import LiveLearner
+from atoll.runtime.learner.snapshots import LearnerSnapshots, learner_state_of
+from atoll.runtime.loop import Loop
+from atoll.runtime.syncer.places import Placement
+from atoll.store.tokenizer_file import said
+from atoll.tape.format import Header, TapeWriter
+from atoll.tasks.registry import task_for
+from atoll.tasks.task import Task
+
+log = logging.getLogger("atoll.learner")
+
+SAY_EVERY_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    address: Address
+    wants: int = -1
+    out: Path | None = None
+    device: str = "cpu"
+    threads: int = 1
+    allowed: Collection[str] = ()
+    resume: Path | None = None
+    """This learner's part of a snapshot."""
+    obey_stdin: bool = False
+    """A launcher holds the other end: it says `slow FACTOR`, and when it is gone so are we."""
+
+
+def run_worker(options: WorkerOptions) -> None:
+    """Returns when the run is over or this learner was asked to leave."""
+    use_threads(options.threads)
+    device = checked_device(options.device)
+    loop = Loop()
+    try:
+        placement: Placement = loop.run(ask_for_place(options.address, options.wants, random.Random()))
+        config = from_builtins(placement.config)
+        log.info("learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
+        task = _build_task(config, placement, options.allowed)
+        directory = own_directory(options.out, placement)
+        snapshots = LearnerSnapshots(directory, placement.run, config, options.resume)
+        executor = TensorLearner(task, placement.learner, snapshots, device=device)
+        header = _header(placement, config, task, device)
+        tape = TapeWriter.create(directory / f"{placement.incarnation}.tape", header, flush_each=True)
+        resumed = Resumed(*learner_state_of(options.resume)) if options.resume is not None else None
+        live = LiveLearner(options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop)
+        try:
+            _train(live, executor, Brake(options.obey_stdin, lambda: live.leave("its launcher is gone")))
+        finally:
+            live.close()
+            snapshots.close()
+    finally:
+        loop.stop()
+
+
+def _build_task(config: Config, placement: Placement, allowed: Collection[str]) -> Task:
+    if config.model.name == CUSTOM:
+        raise UserError("this run's model is brought by its learners: join it from your own loop with atoll.join(...)")
+    task = task_for(config, allowed)
+    if task.layout.fingerprint != placement.layout:
+        raise UserError("the model built here has other tensors than the syncer's: install the same atoll and torch")
+    if task.tokenizer is not None and placement.tokenizer not in ("", task.tokenizer.fingerprint):
+        raise UserError(
+            f"{said(config.data)} gives another tokenizer here than at the syncer, so tokens would mean something else: "
+            "bring the same text or file to both"
+        )
+    if task.fingerprint != placement.data_fingerprint:
+        log.warning("the data here is not the syncer's (another Python or corpus): training goes on, replay will not")
+    return task
+
+
+def _header(placement: Placement, config: Config, task: Task, device: torch.device) -> Header:
+    return Header(
+        config=msgspec.to_builtins(config), code_version=code_version(), data_fingerprint=task.fingerprint,
+        threads=torch.get_num_threads(), dtype=config.model.dtype, device=str(device), torch_version=str(torch.__version__),
+        cpu_capability=cpu_capability(), tensors=True, run=placement.run, worker=placement.learner, epoch=placement.epoch,
+    )  # fmt: skip
+
+
+class Brake:
+    """What a launcher's chaos does to a learner's speed: every step takes `factor` times as long."""
+
+    def __init__(self, obey_stdin: bool, orphaned: Callable[[], None]) -> None:
+        self.factor = 1.0
+        self._never = threading.Event()
+        self._orphaned = orphaned
+        if obey_stdin:
+            threading.Thread(target=self._listen, name="launcher", daemon=True).start()
+
+    def _listen(self) -> None:
+        for line in sys.stdin:
+            word, _, value = line.partition(" ")
+            if word == "slow":
+                self.factor = float(value)
+        self._orphaned()
+
+    def hold(self, nanos: int) -> None:
+        if self.factor > 1.0:
+            self._never.wait((self.factor - 1.0) * nanos / SECOND)
+
+
+def _train(live: LiveLearner, executor: TensorLearner, brake: Brake) -> None:
+    """Report, adopt what is due, inner step; for ever. The first two are the machine's, between two steps."""
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        live.leave(f"asked to stop by {signal.Signals(number).name}")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, asked)
+    live.start()
+    said_at = time.monotonic()
+    while (step := live.next_step()) is not None:
+        began = time.monotonic_ns()
+        (done,) = executor.execute(step, None)
+        assert isinstance(done, StepDone)
+        brake.hold(time.monotonic_ns() - began)
+        live.step_done(msgspec.structs.replace(done, nanos=time.monotonic_ns() - began))
+        if time.monotonic() - said_at > SAY_EVERY_SECONDS:
+            said_at = time.monotonic()
+            loss = f"loss {done.loss:.4f}" if done.loss is not None else ""
+            log.info("local step %d, outer step %d, %s; %s", step.local_step, step.outer_step, loss, live.rates())

@@ -1,0 +1,61 @@
+"""Sends a learner's messages in order, waiting for the device off the event loop."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+GOODBYE_SECONDS = 5.0
+"""How long the last messages may take to be sent."""
+
+
+class Sender:
+    """Sends in the order in which it was said. What waits for the device (a packet that a GPU is still encoding) waits in
+    a thread of its own, and what was said after it waits behind it: but a control message that may overtake does, unless
+    another control message is waiting."""
+
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
+        self._failed = failed
+        self._turn = threading.Condition()
+        self._waiting: deque[tuple[Callable[[], None], bool]] = deque()
+        """What to do, and whether it is a control message. The first is being done."""
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, job: Callable[[], None], *, late: bool, control: bool, overtakes: bool) -> None:
+        with self._turn:
+            passes = overtakes and not any(is_control for _, is_control in self._waiting)
+            if not late and (passes or not self._waiting):
+                job()
+                return
+            self._waiting.append((job, control))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="sender", daemon=True)
+                self._thread.start()
+            self._turn.notify_all()
+
+    def drain(self) -> None:
+        with self._turn:
+            self._turn.wait_for(lambda: not self._waiting, GOODBYE_SECONDS)
+
+    def close(self) -> None:
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._turn:
+                self._turn.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting:
+                    return
+                job = self._waiting[0][0]
+            try:
+                job()
+            except Exception as error:
+                self._failed(error)
+            del job  # its bytes are the link's now
+            with self._turn:
+                self._waiting.popleft()
+                self._turn.notify_all()

@@ -1,0 +1,337 @@
+"""A whole live run on one machine: a syncer's process, a process a learner, and the faults of a plan carried out on them.
+
+Killed is SIGKILL, paused is SIGSTOP, and links fail in a proxy between the processes. The clock of a plan starts with the
+first round. What happened is on the tapes; this only starts, hurts and watches.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Scavenge, Slow, describe
+from atoll.config import Config, to_toml
+from atoll.errors import RunFailed, UserError
+from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
+from atoll.protocol.vocabulary import Finished, FixParticipants
+from atoll.runtime.local.fault_proxies import FaultProxies
+from atoll.runtime.local.forkserver import Child, ForkServer
+from atoll.tape.folder import refuse_used
+from atoll.tape.format import Record, Tape
+from atoll.tape.heldout import HELDOUT_FILE, HeldoutPoint, points_in
+from atoll.tape.tail import Tail
+
+TICK_SECONDS = 0.05
+START_SECONDS = 120.0
+RESTARTS_MAX = 3
+"""Deaths of one worker that nobody ordered."""
+END_SECONDS = 25.0
+"""How long learners have to end after the syncer did."""
+REFUSES = "atoll: "
+EVALUATOR_LOG = "heldout.log"
+
+
+@dataclass
+class _Worker:
+    worker: WorkerId
+    argv: list[str]
+    log: Path
+    child: Child | None = None
+    died: int = 0
+    back_at: float | None = None
+    """When it is to be started again."""
+    slowed: list[float] = field(default_factory=list)
+
+    def start(self, fork_server: ForkServer) -> None:
+        self.back_at = None
+        self.child = fork_server.spawn(self.argv, self.log)
+
+    def signal(self, number: int) -> None:
+        if self.child is not None:
+            self.child.signal(number)
+
+    def code(self) -> int | None:
+        return self.child.poll() if self.child is not None else None
+
+    def last_words(self) -> str:
+        return " | ".join(line for line in self._lines()[-3:] if line.strip())
+
+    def refusal(self) -> str:
+        """The sentence for the user, which the command line begins so; what it logged before is not part of it."""
+        said = [line for line in self._lines() if line.startswith(REFUSES)]
+        return said[-1].removeprefix(REFUSES) if said else f"{worker_name(self.worker)} refused its input, see {self.log}"
+
+    def _lines(self) -> list[str]:
+        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+
+
+class LocalCluster:
+    def __init__(
+        self, config: Config, directory: Path, plan: Plan, *, threads: int = 1, device: str = "cpu",
+        allowed: Sequence[str] = (), resume: tuple[Path, int] | None = None,
+        watch: Callable[[Record], None] | None = None, say: Callable[[str], None] = lambda text: None,
+        looked: Callable[[HeldoutPoint], None] = lambda point: None,
+    ) -> None:  # fmt: skip
+        """`resume`: another run's folder and which of its snapshots. `watch` is told of the syncer's records, `looked` of the
+        held-out losses on the way."""
+        self.config = config
+        self.directory = directory
+        self._plan = plan
+        self._watch = watch or (lambda record: None)
+        self._say = say
+        self._looked = looked
+        self._points_shown = self._looks_bytes = 0
+        self._evaluator: Child | None = None
+        self._fault_proxies = FaultProxies(plan, config.learners)
+        self._agenda: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self._clock0: float | None = None
+        self._finished = False
+        self._pause = threading.Event()
+        self._address = ""
+        self.struck: list[str] = []
+        common = ["--threads", str(threads), "--obey-stdin"]
+        models = [word for name in allowed for word in ("--allow-model", name)]
+        self._workers: dict[WorkerId, _Worker] = {}
+        self._syncer_options = ["--dir", str(directory / "syncer"), *common, *models, *_resume_syncer(resume)]
+        self._learner_options = [*common, *models, "--device", device]
+        self._evaluator_argv = ["eval", str(directory), "--follow", "--obey-stdin", *models, "--device", device]
+        self._resume = resume
+
+    # ------------------------------------------------------------ running
+
+    def run(self) -> None:
+        """Until the syncer says it is over. Whatever happens, no process is left behind."""
+        self._prepare()
+        self._fork_server = ForkServer()
+        try:
+            self._start_all()
+            while not self._syncer_is_done():
+                self._tick()
+            self._wait_for_learners()
+        finally:
+            self._fork_server.close()
+            self._fault_proxies.stop()
+
+    def _prepare(self) -> None:
+        refuse_used(self.directory)
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf8")
+            (self.directory / "plan.toml").write_text(self._plan.to_toml(), encoding="utf8")
+        except OSError as error:
+            raise UserError(f"--out {self.directory}: cannot be used ({error.strerror})") from None
+
+    def _start_all(self) -> None:
+        self._workers[SYNCER] = _Worker(SYNCER, self._syncer_argv("127.0.0.1:0"), self.directory / "syncer.log")
+        self._workers[SYNCER].start(self._fork_server)
+        self._address = self._wait_for_address()
+        self._workers[SYNCER].argv = self._syncer_argv(self._address)  # learners know this one, should it die
+        self._fault_proxies.start(self._address)
+        for learner in range(self.config.learners):
+            self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
+            self._workers[learner].start(self._fork_server)
+        self._tail = Tail(Tape(self.directory / "syncer" / "run.tape"))
+        if self.config.data.heldout_every:
+            self._evaluator = self._fork_server.spawn(self._evaluator_argv, self.directory / EVALUATOR_LOG)
+
+    @property
+    def fork_server(self) -> ForkServer:
+        """More processes may be started beside those of the run."""
+        return self._fork_server
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def syncer_child(self) -> Child:
+        child = self._workers[SYNCER].child
+        assert child is not None
+        return child
+
+    def _log_of(self, learner: LearnerId) -> Path:
+        return self.directory / "learners" / str(learner) / "log"
+
+    def _syncer_argv(self, listen: str) -> list[str]:
+        return ["syncer", str(self.directory / "config.toml"), "--listen", listen, *self._syncer_options]
+
+    def _learner_argv(self, learner: LearnerId) -> list[str]:
+        out = self.directory / "learners" / str(learner)
+        argv = [
+            "learner", "--syncer", self._fault_proxies.syncer_address(learner, self._address),
+            "--token", str(self.directory / "syncer" / "token"), "--id", str(learner), "--out", str(out),
+            *self._fault_proxies.listen_options(learner), *self._learner_options,
+        ]  # fmt: skip
+        return argv + _resume_learner(self._resume, learner, out)
+
+    def _wait_for_address(self) -> str:
+        path = self.directory / "syncer" / "address"
+        until = time.monotonic() + START_SECONDS
+        syncer = self._workers[SYNCER]
+        while not path.exists():
+            code = syncer.code()
+            if code is not None:
+                self._fail_as(syncer, code)
+            if time.monotonic() > until:
+                raise RunFailed(f"the syncer did not start within {START_SECONDS:.0f} s: {syncer.last_words()}")
+            self._pause.wait(TICK_SECONDS)
+        return path.read_text(encoding="ascii").strip()
+
+    def _tick(self) -> None:
+        self._pause.wait(TICK_SECONDS)
+        for record in self._tail.more():
+            if self._clock0 is None and any(isinstance(e, FixParticipants) for e in record.effects):
+                self._begin_plan()
+            self._finished = self._finished or any(isinstance(e, Finished) for e in record.effects)
+            self._watch(record)
+        now = time.monotonic()
+        while self._agenda and self._agenda[0][0] <= now:
+            heapq.heappop(self._agenda)[2]()
+        for worker in self._workers.values():
+            self._tend(worker, now)
+        if self._evaluator is not None:
+            self._listen_to(self._evaluator)
+
+    def _listen_to(self, evaluator: Child) -> None:
+        """It is not of the run: should it die, fewer losses are told, and that is said."""
+        path = self.directory / HELDOUT_FILE
+        size = path.stat().st_size if path.exists() else 0
+        if size > self._looks_bytes:
+            self._looks_bytes, points = size, points_in(self.directory)
+            for point in points[self._points_shown :]:
+                if point.outer_step < self.config.total_steps:  # the last is the run's own end, which the verdict tells
+                    self._looked(point)
+            self._points_shown = len(points)
+        if code := evaluator.poll():
+            self._evaluator = None
+            log = self.directory / EVALUATOR_LOG
+            self._say(f"warning: the evaluator exited with code {code}, so no more held-out losses follow; see {log}")
+
+    def _tend(self, w: _Worker, now: float) -> None:
+        if self._finished and w.worker != SYNCER:
+            return  # who comes back now is told that it is over
+        if w.back_at is not None:
+            if now >= w.back_at:
+                w.start(self._fork_server)
+            return
+        code = w.code()
+        if code is None or code == 0:
+            return
+        w.died += 1
+        if code == 2 or w.died > RESTARTS_MAX:
+            self._fail_as(w, code)
+        self._say(f"{worker_name(w.worker)} died by itself ({code}); it is started again: {w.last_words()}")
+        w.back_at = now + 1.0
+
+    def _fail_as(self, w: _Worker, code: int) -> None:
+        if code == 2:
+            raise UserError(w.refusal())
+        raise RunFailed(f"{worker_name(w.worker)} died ({code}); its log {w.log} ends: {w.last_words()}")
+
+    def _syncer_is_done(self) -> bool:
+        w = self._workers[SYNCER]
+        return w.back_at is None and w.code() == 0
+
+    def _wait_for_learners(self) -> None:
+        for record in self._tail.more():
+            self._watch(record)
+        until = time.monotonic() + END_SECONDS
+        learners = [w for w in self._workers.values() if w.worker != SYNCER and w.back_at is None]
+        for w in learners:
+            w.signal(signal.SIGCONT)
+        while time.monotonic() < until and any(w.code() is None for w in learners):
+            self._pause.wait(TICK_SECONDS)
+            if time.monotonic() > until - END_SECONDS + 5.0:
+                for w in learners:
+                    w.signal(signal.SIGTERM)
+
+    # ------------------------------------------------------------ faults
+
+    def _begin_plan(self) -> None:
+        self._clock0 = time.monotonic()
+        for fault in self._plan.faults:
+            self._at(fault.at, partial(self.strike, fault))
+
+    def _at(self, seconds: float, call: Callable[[], None]) -> None:
+        assert self._clock0 is not None
+        self._count += 1
+        heapq.heappush(self._agenda, (self._clock0 + seconds, self._count, call))
+
+    def strike(self, fault: Fault) -> None:
+        """Now, whatever its `at` says."""
+        began = time.monotonic() - (self._clock0 or time.monotonic())
+        self.struck.append(describe(fault).strip())
+        self._say(f"chaos: {self.struck[-1]}")
+        match fault:
+            case Kill(learner=learner, lasts=lasts):
+                self._kill(self._workers[learner], lasts)
+            case KillSyncer(lasts=lasts):
+                self._kill(self._workers[SYNCER], lasts)
+            case Pause(learner=learner, lasts=lasts):
+                self._workers[learner].signal(signal.SIGSTOP)
+                self._at(began + lasts, lambda: self._workers[learner].signal(signal.SIGCONT))
+            case Slow(learner=learner, factor=factor, lasts=lasts):
+                self._slow(learner, factor)
+                self._at(began + lasts, lambda: self._slow(learner, -factor))
+            case Partition() | Clog() | Corrupt():
+                self._fault_proxies.strike(fault)
+            case Scavenge(learner=learner, lasts=lasts):
+                w = self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
+                w.start(self._fork_server)
+                self._at(began + lasts, lambda: w.signal(signal.SIGTERM))  # it leaves politely, or at the end of its patience
+
+    def _kill(self, w: _Worker, lasts: float) -> None:
+        if w.back_at is not None:
+            return  # it is dead already
+        w.signal(signal.SIGKILL)
+        if w.child is not None:
+            w.child.wait()
+        w.slowed.clear()
+        w.back_at = time.monotonic() + lasts
+
+    def _slow(self, learner: LearnerId, factor: float) -> None:
+        """Below zero: that slowness is over."""
+        w = self._workers[learner]
+        if factor > 0:
+            w.slowed.append(factor)
+        elif -factor in w.slowed:
+            w.slowed.remove(-factor)
+        total = 1.0
+        for each in w.slowed:
+            total *= each
+        if w.child is not None:
+            w.child.say(f"slow {total}\n")
+
+
+def _resume_syncer(resume: tuple[Path, int] | None) -> list[str]:
+    if resume is None:
+        return []
+    run, snapshot = resume
+    return ["--resume", str(run / "syncer" / "snapshots" / str(snapshot))]
+
+
+def _resume_learner(resume: tuple[Path, int] | None, learner: LearnerId, out: Path) -> list[str]:
+    """Its own part, where it has one; linked into the new run, so that a replay finds what it began with. A learner that was
+    not of the snapshot joins as a newcomer."""
+    if resume is None:
+        return []
+    run, snapshot = resume
+    part = run / "learners" / str(learner) / "snapshots" / str(snapshot)
+    if not (part / "manifest.json").exists():
+        return []
+    start = out / "start"
+    start.mkdir(parents=True)
+    for path in part.iterdir():
+        try:
+            os.link(path, start / path.name)
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(path, start / path.name)
+    return ["--resume", str(start)]

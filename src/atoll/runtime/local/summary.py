@@ -1,0 +1,75 @@
+"""What a live run came to, folded from its tapes and the versions its syncer stored. Nothing is measured twice: the tapes
+are fed to new machines on the way, so a verdict is also a replay of every decision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from atoll.config import Config
+from atoll.errors import RunFailed
+from atoll.executor.virtual_run import TensorExecutor
+from atoll.ids import LearnerId, OuterStep
+from atoll.protocol.interface import Machine
+from atoll.store.durable import DurableVersions
+from atoll.store.memory_snapshots import MemorySnapshots
+from atoll.store.snapshots import load_learner
+from atoll.store.versions import MemoryVersions
+from atoll.tape.format import Record
+from atoll.tape.heldout import points_in
+from atoll.tape.replay import replay
+from atoll.tape.weave import open_run
+from atoll.tasks.registry import task_for
+from atoll.tasks.task import Task, initial_versions
+from atoll.views.run import RunView, Summary, summarise
+
+
+def verdict(
+    config: Config, directory: Path, *, faults: Sequence[str] = (), task: Task | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Summary:  # fmt: skip
+    view = RunView(config.learners, from_first_step=True)
+
+    def observe(record: Record, machine: Machine) -> None:
+        view(record.now, record.worker, record.event, record.effects)
+
+    outcome = replay(open_run(directory), progress=progress, observe=observe)
+    if outcome.fates is None or not outcome.fates.add_up():
+        raise RunFailed(f"the fates of tokens in {directory} do not add up: {outcome.fates}")
+    task = task or task_for(config)
+    disk = DurableVersions.open(directory / "syncer", read_only=True)
+    first = task.evaluate_theta(*_start(directory, task).theta())
+    on_the_way = [point for point in points_in(directory) if point.outer_step < config.total_steps]
+    return summarise(
+        config, view, outcome.fates, loss_first=first, loss_final=task.evaluate_theta(*disk.theta()),
+        theta_sha256=disk.theta_sha256(), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory), clock="wall",
+        faults=faults, accuracy=task.accuracy_of_theta(*disk.theta()), points=on_the_way,
+    )  # fmt: skip
+
+
+def _start(directory: Path, task: Task) -> MemoryVersions:
+    """What the run began with: version 0, or the snapshot it was resumed from."""
+    start = directory / "syncer" / "start"
+    if not start.exists():
+        return MemoryVersions(initial_versions(task))
+    stored = DurableVersions.open(start, read_only=True)
+    disk = MemoryVersions(())
+    disk.versions = [{v: stored.at(p, v) for v in kept} for p, kept in enumerate(stored.kept())]
+    return disk
+
+
+class _StartSnapshots(MemorySnapshots):
+    """A resumed run's learners began with their parts of the snapshot, which lie beside their tapes."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__()
+        self._directory = directory
+
+    def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any:
+        return load_learner(self._directory / "learners" / str(learner) / "start").state
+
+
+def executor_for_replay(directory: Path) -> Callable[[Task], TensorExecutor]:
+    """Hands that train a live run again from what it began with."""
+    return lambda task: TensorExecutor(task, _start(directory, task), _StartSnapshots(directory))

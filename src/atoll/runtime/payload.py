@@ -1,0 +1,120 @@
+"""Between the protocol's words and bytes: envelopes as msgpack, and what travels beside them.
+
+    payload of a contribution or announcement:
+    offset  size  field
+    0       1     1: a codec's packet, 2: plain fp32
+    1       8     bytes of the first part, unsigned, little-endian
+    9       n     the packet, or the numbers
+    9+n     ...   the fragment's buffers, fp32
+
+A peer's state is `executor/state.py`'s. Whatever arrives is checked before it is believed.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from atoll.codecs import Packet
+from atoll.errors import DataError
+from atoll.executor.cuda.learner import StagedSend
+from atoll.protocol.interface import Payload
+from atoll.protocol.vocabulary import Envelope, Message, StateTransfer
+from atoll.store.tensor_files import pack, unpack
+
+Buffers = list[bytes | bytearray | memoryview]
+
+_PREFIX: Final = struct.Struct("<BQ")
+_PACKET, _PLAIN = 1, 2
+
+
+class Parcel(msgspec.Struct, frozen=True, array_like=True):
+    """An envelope on the wire. With a Ticket or a Serve travel the peer's address and the ticket's key: of the transport,
+    not of the protocol, and never on a tape."""
+
+    envelope: Envelope
+    address: str = ""
+    key: str = ""
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Parcel).decode
+
+
+def to_head(envelope: Envelope, address: str = "", key: str = "") -> bytes:
+    return _encode(Parcel(envelope, address, key))
+
+
+def from_head(head: bytes) -> Parcel:
+    try:
+        return _decode(head)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise DataError(f"no message: {error}") from None
+
+
+def raw(tensor: Tensor) -> memoryview:
+    """The bytes of a CPU tensor, without a copy where it is contiguous."""
+    flat = tensor.detach().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
+
+
+def is_late(payload: Payload | None) -> bool:
+    """Whether `to_buffers` would wait for the device."""
+    return payload is not None and isinstance(payload.content, StagedSend)
+
+
+def to_buffers(payload: Payload) -> Buffers | None:
+    """Views of the tensors, which are values: nobody changes them, nor gives their memory away while they are read."""
+    staged = payload.content
+    if not isinstance(staged, StagedSend):
+        return _payload(payload.kind, staged)
+    views = _payload(payload.kind, staged.resolve())
+    for view in views or ():
+        if isinstance(view, memoryview):
+            staged.lend(view)
+    return views
+
+
+def _payload(kind: str, content: Any) -> Buffers | None:
+    if content is None:
+        return []  # nothing that may be sent: it still arrives as what it is, and the syncer says what is wrong
+    if kind == "state":
+        return list(pack(content))
+    first, buffers = content
+    if isinstance(first, Packet):
+        header = replace(first, codes=first.codes[:0], scales=None).to_bytes()
+        parts = [raw(first.codes)] if first.scales is None else [raw(first.codes), raw(first.scales)]
+        return [_PREFIX.pack(_PACKET, len(header) + first.nbytes), header, *parts, raw(buffers)]
+    numbers = raw(first)
+    return [_PREFIX.pack(_PLAIN, numbers.nbytes), numbers, raw(buffers)]
+
+
+def from_buffer(body: Message, data: memoryview) -> Payload:
+    """The blob a message brought; DataError says why its bytes cannot be one."""
+    size = data.nbytes
+    if isinstance(body, StateTransfer):
+        return Payload("state", size, unpack(data))
+    if size < _PREFIX.size:
+        raise DataError(f"payload of {size} bytes is too short" if size else "it is empty: the learner found NaN or Inf in it")
+    tag, length = _PREFIX.unpack_from(data)
+    rest = data[_PREFIX.size :]
+    if tag not in (_PACKET, _PLAIN) or length > rest.nbytes or (rest.nbytes - length) % 4:
+        raise DataError(f"payload with tag {tag} and {length} of {rest.nbytes} bytes is no fragment")
+    buffers = _numbers(rest[length:])
+    if tag == _PACKET:
+        return Payload("packet", size, (Packet.from_bytes(rest[:length]), buffers))
+    if length % 4:
+        raise DataError(f"payload of {length} bytes is no fp32 vector")
+    return Payload("fragment", size, (_numbers(rest[:length]), buffers))
+
+
+def _numbers(data: memoryview) -> Tensor:
+    """A copy of its own: a received buffer begins where it begins, which need not be aligned."""
+    if not data.nbytes:
+        return torch.empty(0)
+    return torch.frombuffer(bytearray(data), dtype=torch.float32)

@@ -1,0 +1,235 @@
+"""A syncer's directory, opened: its tape, versions, places and machine. One syncer at a time (a lock), and everything a
+killed one needs to go on is here.
+
+    run.tape          every event and what was decided; fsynced before anything is announced
+    versions/         Theta, outer state and announced bytes, a file for each version of each fragment
+    snapshots/        the syncer's part of snapshots
+    start/            what a resumed run began with
+    model.upload       a model that a learner brought
+    places.jsonl      which incarnations were given away        run.secret, token.key, token   private
+    address           where it listens
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from atoll.config import CUSTOM, Config, from_builtins, to_toml
+from atoll.errors import DataError, UserError
+from atoll.executor.environment import code_version, cpu_capability
+from atoll.executor.syncer import TensorSyncer
+from atoll.ids import SYNCER, Nanos
+from atoll.protocol.syncer import SyncerMachine
+from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
+from atoll.runtime.clock import Clock, wall
+from atoll.runtime.syncer.places import Places, new_run_id, write_private
+from atoll.runtime.syncer.resume import TAPE, doubts, refuse_other_data, refuse_unfit
+from atoll.runtime.syncer.snapshots import SyncerSnapshots
+from atoll.store.durable import DurableVersions, lock_directory
+from atoll.store.model_upload import named_tensors_of, unpack_model
+from atoll.store.snapshots import link_versions, load_syncer
+from atoll.store.tensor_files import write_file
+from atoll.store.tokenizer_file import refuse_other_tokenizer, write_tokenizer_file
+from atoll.store.versions import Version
+from atoll.store.weights import save_weights
+from atoll.tape.format import Header, Tape, TapeWriter
+from atoll.tasks.task import Task, initial_versions
+from atoll.tensors.layout import Layout
+from atoll.tensors.outer import initial_state, outer_rule
+from atoll.transport.keys import Tokens, make_token, random_token_secret
+
+log = logging.getLogger("atoll.syncer")
+
+UPLOAD_FILE = "model.upload"
+
+
+class Home:
+    def __init__(
+        self, directory: Path, config: Config, task: Task | None, *, keys: Path | None = None,
+        resume: Path | None = None, plan: Sequence[dict[str, object]] = (),
+    ) -> None:  # fmt: skip
+        """`bench` is None for a custom model: learners have its code, we do not. `resume` is the syncer's part of a
+        snapshot."""
+        assert (task is None) == (config.model.name == CUSTOM)
+        self.directory = directory
+        self.config = config
+        self.stopping = threading.Event()
+        self.machine = SyncerMachine(config)
+        self.tape_path = directory / TAPE
+        self.data_fingerprint = task.fingerprint if task else ""
+        self.tokenizer_fingerprint = task.tokenizer.fingerprint if task and task.tokenizer else ""
+        self.layout: Layout | None = task.layout if task else None
+        self.executor: TensorSyncer | None = None
+        self._locks = contextlib.ExitStack()
+        self._locks.enter_context(lock_directory(directory))
+        self._books: SyncerState | None = None
+        self._starts = 0
+        self._task = task
+        if resume is not None:
+            self._clear_false_start()
+        if self.tape_path.exists():
+            self._reopen()
+        else:
+            self._create(resume, list(plan))
+        self.places = Places(directory, self.run, self._tokens(keys), config.limits.members_max, self._is_here, time.monotonic())
+
+    # ------------------------------------------------------------ opening
+
+    def _clear_false_start(self) -> None:
+        """A resumed run that failed before its first event (a port in use) has not begun: begin it anew."""
+        if self.tape_path.exists():
+            if any(not isinstance(r.event, Started) for r in Tape(self.tape_path).records()):
+                return
+            self.tape_path.unlink()
+        for folder in ("versions", "start"):
+            shutil.rmtree(self.directory / folder, ignore_errors=True)
+
+    def _create(self, resume: Path | None, plan: list[dict[str, object]]) -> None:
+        self.run, self.epoch = new_run_id(), wall()
+        if resume is not None:
+            self._books = self._take_snapshot(resume)
+        elif self._task is not None:
+            self._furnish(DurableVersions.create(self.directory, initial_versions(self._task)))
+        (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf8")
+        if self._task is not None:
+            write_tokenizer_file(self.directory, self._task)
+        header = Header(
+            config=msgspec.to_builtins(self.config), code_version=code_version(), data_fingerprint=self.data_fingerprint,
+            threads=torch.get_num_threads(), dtype=self.config.model.dtype, torch_version=str(torch.__version__),
+            cpu_capability=cpu_capability(), tensors=self._task is not None, plan=plan, run=self.run, worker=SYNCER,
+            epoch=self.epoch,
+        )  # fmt: skip
+        self.tape = TapeWriter.create(self.tape_path, header, flush_each=True)
+        self.tape.sync()
+        self.clock = Clock(self.epoch)
+
+    def _take_snapshot(self, part: Path) -> SyncerState:
+        syncer_state = refuse_unfit(part, self.config)
+        if self._task is not None:
+            refuse_other_data(part, self._task)
+        for doubt in doubts(part, self.config, self._task):
+            log.warning(doubt)
+        snapshot = load_syncer(part)
+        if self._task is None:
+            uploaded = part / UPLOAD_FILE
+            if not uploaded.exists():
+                raise DataError(f"snapshot {part}: holds no {UPLOAD_FILE}, which a custom model needs")
+            (self.directory / UPLOAD_FILE).write_bytes(uploaded.read_bytes())
+            self.layout, _, _ = unpack_model(self.config, memoryview(uploaded.read_bytes()))
+        link_versions(snapshot.disk, self.directory)
+        link_versions(snapshot.disk, self.directory / "start")
+        disk = DurableVersions.open(self.directory)
+        self._check_sizes(disk)
+        self._furnish(disk)
+        return syncer_state
+
+    def _check_sizes(self, disk: DurableVersions) -> None:
+        assert self.layout is not None
+        for fragment, version in zip(self.layout.fragments, disk.newest(), strict=True):
+            if version.theta.numel() != fragment.numel:
+                raise UserError(
+                    f"snapshot: fragment {fragment.id} has {version.theta.numel()} parameters and the recipe's model "
+                    f"{fragment.numel}; resume with the same model"
+                )
+
+    def _reopen(self) -> None:
+        """Feed the tape to the machine: that is the state. What lies on disk besides is made to agree with it."""
+        tape = Tape(self.tape_path)
+        self.run, self.epoch = tape.header.run, tape.header.epoch
+        if from_builtins(tape.header.config) != self.config:  # as values: JSON knows no tuples, so plain ones never match
+            raise UserError(
+                f"directory {self.directory}: holds run {self.run} with another config; give the same recipe or another folder"
+            )
+        if self._task is not None:
+            refuse_other_tokenizer(self.directory, self._task)
+        if tape.header.data_fingerprint != self.data_fingerprint:
+            log.warning("the text is not what the run began with: training goes on, replay will not")
+            self.data_fingerprint = tape.header.data_fingerprint
+        last: Nanos = 0
+        for record in tape.records():
+            self.machine.on(record.event, record.now)
+            self._starts += isinstance(record.event, Started)
+            last = record.now
+        if not tape.cut:
+            raise UserError(f"directory {self.directory}: run {self.run} is over; choose another directory")
+        self.tape = TapeWriter.go_on(tape)
+        self.clock = Clock(self.epoch, floor=last)
+        uploaded = self.directory / UPLOAD_FILE
+        if self._task is None and uploaded.exists():
+            self.layout, _, _ = unpack_model(self.config, memoryview(uploaded.read_bytes()))
+        if self.layout is not None:
+            disk = DurableVersions.open(self.directory)
+            disk.retain(self.machine.versions.all_kept_versions())
+            self._furnish(disk)
+
+    def _furnish(self, disk: DurableVersions) -> None:
+        assert self.layout is not None
+        self.disk = disk
+        snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
+        self.executor = TensorSyncer(self.config, self.layout.fragments, disk, snapshots)
+
+    def _tokens(self, keys: Path | None) -> Tokens:
+        """From `atoll keys`, or the run's own."""
+        if keys is not None and (keys / "token.key").exists():
+            return Tokens.load(keys)
+        path = self.directory / "token.key"
+        if not path.exists():
+            secret = random_token_secret()
+            write_private(self.directory / "token", make_token(secret).encode())
+            write_private(path, secret)
+        return Tokens.load(self.directory)
+
+    # ------------------------------------------------------------ while it runs
+
+    def first_events(self) -> list[Event]:
+        restored = [Restored(self._books)] if self._books is not None else []
+        return [Started(self._starts), *restored]
+
+    def _is_here(self, learner: int) -> bool:
+        member = self.machine.roster.get(learner)
+        return member is not None and member.connected
+
+    @property
+    def layout_digest(self) -> str:
+        return self.layout.fingerprint if self.layout is not None else ""
+
+    def payload_bytes_max(self) -> int:
+        """Nobody may send more than a fragment in full."""
+        if self.layout is None:
+            return 1 << 20
+        return 4096 + max(8 * f.numel + 4 * f.buffer_numel for f in self.layout.fragments)
+
+    def take_model(self, data: memoryview) -> None:
+        layout, params, buffers = unpack_model(self.config, data)
+        rule = outer_rule(self.config)
+        versions = [
+            Version(theta, extra, initial_state(rule, theta.numel()) if rule else None, None, theta, None)
+            for theta, extra in zip(params, buffers, strict=True)
+        ]
+        shutil.rmtree(self.directory / "versions", ignore_errors=True)  # of a model whose bringing was cut short
+        # The offer last: killed between the two, the syncer has no model yet and the next learner brings it again.
+        disk = DurableVersions.create(self.directory, versions)
+        write_file(self.directory / UPLOAD_FILE, [bytes(data)])
+        self.layout = layout
+        self._furnish(disk)
+
+    def write_address(self, address: str) -> None:
+        """Whole or not at all: a launcher may be waiting for it."""
+        write_file(self.directory / "address", [address.encode()])
+
+    def close(self, *, complete: bool) -> None:
+        self.stopping.set()
+        if complete:
+            if self.layout is not None:
+                save_weights(self.directory / "theta.safetensors", named_tensors_of(self.layout, *self.disk.theta()))
+            self.tape.close()
+        self._locks.close()

@@ -1,0 +1,403 @@
+"""The syncer's disk, on a disk: one file for each version of each fragment, and only the newest in memory.
+
+    versions/0003-000000042.safetensors    fragment 3 as of outer step 42
+
+    theta, buffers                    always
+    announced                         where it is another tensor than theta, equal or not: a merge asks which
+    outer.momentum, outer.pending     where the outer optimiser keeps them
+    packet.codes, packet.scales       where announcements are differences
+    inner/...                         the inner optimiser's tensors, data-parallel only
+
+Metadata `atoll` is JSON: whose version it is, the counts, and a SHA-256 of each tensor with its name; metadata `sha256` is
+that of the JSON. So one number stands for all of the file, and a single tensor can be read and still be checked.
+
+A file never changes once it has its name, so a snapshot is a set of hard links. Files are written under a temporary name,
+synced and renamed; a crash leaves files that nobody knows of, which `retain` clears.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import hashlib
+import io
+import os
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Final
+
+import msgspec
+import torch
+from torch import Tensor
+
+from atoll.codecs import Packet
+from atoll.errors import DataError, UserError
+from atoll.ids import FragmentId, OuterStep
+from atoll.store import tensor_files as state
+from atoll.store.tensor_files import PARTIAL, Chunk, Entry, StorageFailed, free_bytes
+from atoll.store.versions import Version, digest
+from atoll.tensors.outer import OuterState
+
+__all__ = ["DurableVersions", "StorageFailed", "check_version", "free_bytes", "lock_directory", "newest_step", "version_sha256"]
+
+FORMAT: Final = "atoll-version-1"
+FOLDER: Final = "versions"
+_NAME: Final = re.compile(r"(\d{4,})-(\d{9,})\.safetensors")
+_Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: str
+    fragment: _Natural
+    fragments: _Natural
+    version: _Natural
+    outer_count: _Natural | None
+    codec: str | None
+    numel: _Natural | None
+    """Elements that the packet stands for."""
+    inner: str | None
+    digests: dict[str, str]
+
+
+# ---------------------------------------------------------------- one file
+
+
+def _encode(p: FragmentId, fragments: int, v: OuterStep, version: Version) -> tuple[list[Chunk], str]:
+    tensors = {"theta": version.theta, "buffers": version.buffers}
+    if version.announced is not version.theta:
+        tensors["announced"] = version.announced
+    outer, packet = version.outer, version.packet
+    if outer is not None:
+        tensors |= {f"outer.{n}": t for n, t in (("momentum", outer.momentum), ("pending", outer.pending)) if t is not None}
+    if packet is not None:
+        tensors |= {f"packet.{n}": t for n, t in (("codes", packet.codes), ("scales", packet.scales)) if t is not None}
+    inner = None
+    if version.inner is not None:
+        structure, more = state.flatten(version.inner, "inner")
+        inner = base64.b64encode(structure).decode("ascii")
+        tensors |= more
+    facts = _Facts(
+        FORMAT, p, fragments, v, outer.count if outer else None, packet.codec if packet else None,
+        packet.numel if packet else None, inner, {n: _tensor_sha256(n, t) for n, t in sorted(tensors.items())},
+    )  # fmt: skip
+    text = msgspec.json.encode(facts)
+    root = hashlib.sha256(text).hexdigest()
+    return state.tensor_chunks(tensors, {"atoll": text.decode(), "sha256": root}), root
+
+
+def _tensor_sha256(name: str, tensor: Tensor) -> str:
+    sha = hashlib.sha256(_label(name, tensor.dtype, tuple(tensor.shape)))
+    sha.update(state.tensor_bytes(tensor))
+    return sha.hexdigest()
+
+
+def _label(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    return f"{name} {dtype} {shape} ".encode()
+
+
+def _read_facts(stream: io.RawIOBase, size: int, path: Path) -> tuple[_Facts, dict[str, Entry], str]:
+    entries, metadata = state.read_header(stream, size, str(path))
+    text, root = metadata.get("atoll", ""), metadata.get("sha256", "")
+    if hashlib.sha256(text.encode()).hexdigest() != root:
+        raise DataError(f"{path} is damaged, or no version of a fragment: its metadata do not have the SHA-256 they claim")
+    try:
+        facts = msgspec.json.decode(text, type=_Facts)
+    except msgspec.MsgspecError as error:
+        raise DataError(f"{path} was not written by this Atoll: {error}") from None
+    if facts.format != FORMAT or set(facts.digests) != set(entries):
+        raise DataError(f"{path} has format {facts.format!r}; this Atoll reads {FORMAT!r}")
+    if path.name != _file_name(facts.fragment, facts.version):
+        raise DataError(f"{path} holds version {facts.version} of fragment {facts.fragment}: it has another file's name")
+    return facts, entries, root
+
+
+def _load(path: Path, wanted: Callable[[str], bool]) -> tuple[_Facts, dict[str, Tensor]]:
+    """The tensors asked for, each checked."""
+
+    def use(stream: io.RawIOBase, size: int) -> tuple[_Facts, dict[str, Tensor]]:
+        facts, entries, _ = _read_facts(stream, size, path)
+        start = stream.tell()
+        tensors = {}
+        for name, entry in entries.items():
+            if wanted(name):
+                stream.seek(start + entry.data_offsets[0])
+                tensors[name] = state.read_tensor(stream, entry, str(path))
+                if _tensor_sha256(name, tensors[name]) != facts.digests[name]:
+                    raise DataError(f"{path} is damaged: tensor {name} does not have its SHA-256")
+        return facts, tensors
+
+    loaded: tuple[_Facts, dict[str, Tensor]] = state.reading(path, use)
+    return loaded
+
+
+def version_sha256(path: Path) -> str:
+    """The number that stands for the file, from its header alone."""
+    return str(state.reading(path, lambda stream, size: _read_facts(stream, size, path)[2]))
+
+
+def check_version(path: Path) -> str:
+    """The same, after reading every byte through a small buffer. DataError names the file and the tensor."""
+
+    def use(stream: io.RawIOBase, size: int) -> str:
+        facts, entries, root = _read_facts(stream, size, path)
+        buffer = memoryview(bytearray(2**20))
+        for name, entry in entries.items():
+            sha = hashlib.sha256(_label(name, entry.torch_dtype, entry.shape))
+            left = entry.data_offsets[1] - entry.data_offsets[0]
+            while left:
+                part = buffer[: min(left, len(buffer))]
+                state.fill(stream, part, str(path))
+                sha.update(part)
+                left -= len(part)
+            if sha.hexdigest() != facts.digests[name]:
+                raise DataError(f"{path} is damaged: tensor {name} does not have its SHA-256")
+        return root
+
+    return str(state.reading(path, use))
+
+
+def _version(path: Path, facts: _Facts, tensors: dict[str, Tensor]) -> Version:
+    try:
+        theta = tensors["theta"]
+        outer = inner = None
+        if facts.outer_count is not None:
+            outer = OuterState(tensors.get("outer.momentum"), tensors.get("outer.pending"), facts.outer_count)
+        if facts.inner is not None:
+            inner = state.rebuild(state.from_base64(facts.inner, str(path)), tensors, str(path))
+        return Version(theta, tensors["buffers"], outer, inner, tensors.get("announced", theta), _packet(facts, tensors))
+    except KeyError as error:
+        raise DataError(f"{path} was not written by this Atoll: tensor {error} is missing") from None
+
+
+def _packet(facts: _Facts, tensors: dict[str, Tensor]) -> Packet | None:
+    if facts.codec is None or facts.numel is None or "packet.codes" not in tensors:
+        return None
+    return Packet(facts.codec, facts.numel, tensors["packet.codes"], tensors.get("packet.scales"))
+
+
+def _file_name(p: FragmentId, v: OuterStep) -> str:
+    return f"{p:04d}-{v:09d}.safetensors"
+
+
+# ---------------------------------------------------------------- all of them
+
+
+class DurableVersions:
+    """What survives a killed syncer; `executor.syncer.Disk` with files.
+
+    In memory: the newest version of each fragment without its packet, and a sixth of the fragments' older announcements.
+    """
+
+    def __init__(self, directory: Path, fragments: int, *, read_only: bool = False) -> None:
+        """`read_only` for a snapshot's: those versions do not change."""
+        self.directory = directory
+        self._folder = directory / FOLDER
+        self._read_only = read_only
+        self._index: list[set[OuterStep]] = [set() for _ in range(fragments)]
+        self._top: dict[FragmentId, tuple[OuterStep, Version]] = {}
+        self._older: OrderedDict[tuple[FragmentId, OuterStep], Tensor] = OrderedDict()
+        self._older_max = fragments // 6
+
+    @staticmethod
+    def create(directory: Path, initial: Sequence[Version]) -> DurableVersions:
+        """A run's first versions. After a crash in here it may be called again; on top of a run it refuses. They are not held:
+        whoever merges reads them, and then frees in its own thread what it allocated there. torch's allocator on ARM gets
+        back what another thread frees only when the first allocates again, which a thread that was done here never does."""
+        disk = DurableVersions(directory, len(initial))
+        disk._folder.mkdir(parents=True, exist_ok=True)
+        if any(v > 0 for _, v in _scan(disk._folder)):
+            raise UserError(f"directory {directory} already holds a run's versions: open it, or choose another")
+        disk.put(0, dict(enumerate(initial)))
+        disk._top.clear()
+        return disk
+
+    @staticmethod
+    def open(directory: Path, *, read_only: bool = False) -> DurableVersions:
+        """What lies there, unread: call `retain` with what the tape says was kept. A version is checked when it is read."""
+        found = _scan(directory / FOLDER)
+        if not found:
+            raise DataError(f"directory {directory} holds no versions of fragments")
+        anyone = directory / FOLDER / _file_name(*found[0])
+        fragments = int(state.reading(anyone, lambda stream, size: _read_facts(stream, size, anyone)[0].fragments))
+        disk = DurableVersions(directory, fragments, read_only=read_only)
+        for p, v in found:
+            if p >= fragments:
+                raise DataError(f"{disk.path(p, v)}: the run has {fragments} fragments")
+            disk._index[p].add(v)
+        for p, kept in enumerate(disk._index):
+            if not kept:
+                raise DataError(f"directory {directory / FOLDER} holds no version of fragment {p}")
+        return disk
+
+    # ------------------------------------------------------------ reading
+
+    def path(self, p: FragmentId, v: OuterStep) -> Path:
+        return self._folder / _file_name(p, v)
+
+    def has(self, p: FragmentId, v: OuterStep) -> bool:
+        return v in self._index[p]
+
+    def kept(self) -> list[list[OuterStep]]:
+        return [sorted(versions) for versions in self._index]
+
+    def at(self, p: FragmentId, v: OuterStep) -> Version:
+        """All of it. The newest shares its tensors with this disk and reads its packet; an older one is read anew, whole:
+        where one part is enough, `announced` and `packet` are cheaper."""
+        self._require(p, v)
+        if v == max(self._index[p]):
+            return replace(self._on_top(p, v), packet=self.packet(p, v))
+        return _version(self.path(p, v), *_load(self.path(p, v), lambda name: True))
+
+    def packet(self, p: FragmentId, v: OuterStep) -> Packet | None:
+        self._require(p, v)
+        return _packet(*_load(self.path(p, v), lambda name: name.startswith("packet.")))
+
+    def announced(self, p: FragmentId, v: OuterStep) -> Tensor:
+        """The anchor of a contribution: one tensor for all who ask while it is remembered."""
+        self._require(p, v)
+        if v == max(self._index[p]):
+            return self._on_top(p, v).announced
+        if (p, v) not in self._older:
+            _, tensors = _load(self.path(p, v), lambda name: name == "announced")
+            if not tensors:
+                _, tensors = _load(self.path(p, v), lambda name: name == "theta")
+            (tensor,) = tensors.values()
+            self._remember(p, v, tensor)
+            return tensor
+        self._older.move_to_end((p, v))
+        return self._older[p, v]
+
+    def newest(self) -> list[Version]:
+        """Without packets: those would be another part of the model in memory. `at` has them."""
+        return [self._on_top(p, max(self._index[p])) for p in range(len(self._index))]
+
+    def theta(self) -> tuple[list[Tensor], list[Tensor]]:
+        newest = self.newest()
+        return [v.theta for v in newest], [v.buffers for v in newest]
+
+    def theta_sha256(self) -> str:
+        params, buffers = self.theta()
+        return digest(params + buffers)
+
+    def _on_top(self, p: FragmentId, v: OuterStep) -> Version:
+        """Version v, which was the newest when it was asked for: another thread may put a newer one meanwhile, and its bytes
+        must not go under this one's name."""
+        top = self._top.get(p)
+        if top is None or top[0] != v:
+            facts, tensors = _load(self.path(p, v), lambda name: not name.startswith("packet."))
+            if facts.fragment != p or facts.fragments != len(self._index):
+                raise DataError(f"{self.path(p, v)} is of a run with {facts.fragments} fragments, not {len(self._index)}")
+            top = (v, _version(self.path(p, v), facts, tensors))
+            if v == max(self._index[p]):
+                self._top[p] = top
+        return top[1]
+
+    def _require(self, p: FragmentId, v: OuterStep) -> None:
+        if v not in self._index[p]:
+            raise DataError(f"{self.path(p, v)} is not kept: fragment {p} has versions {sorted(self._index[p])}")
+
+    def _remember(self, p: FragmentId, v: OuterStep, announced: Tensor) -> None:
+        self._older[p, v] = announced
+        while len(self._older) > self._older_max:
+            self._older.popitem(last=False)
+
+    # ------------------------------------------------------------ writing
+
+    def put(self, t: OuterStep, versions: Mapping[FragmentId, Version]) -> None:
+        """All of them or none, durable when it returns. StorageFailed leaves everything as it was; try again then."""
+        assert not self._read_only
+        fresh = {p: versions[p] for p in sorted(versions)}
+        with contextlib.ExitStack() as stack:
+            staged: list[tuple[Path, Path]] = []
+            size = 0
+            for p, version in fresh.items():
+                path = self.path(p, t)
+                chunks, root = _encode(p, len(self._index), t, version)
+                if path.exists():
+                    if check_version(path) != root:
+                        raise DataError(f"{path} holds another version {t} of fragment {p} than the one to be stored")
+                    continue
+                staged.append((state.stage(path, chunks), path))
+                stack.callback(state.discard, staged[-1][0])  # once renamed there is nothing left to discard
+                size += sum(map(len, chunks))
+            self._publish(staged, size)
+        for p, version in fresh.items():
+            previous = self._top.get(p)
+            if previous is not None and previous[0] < t:
+                self._remember(p, previous[0], previous[1].announced)
+            self._index[p].add(t)
+            if t == max(self._index[p]):
+                self._top[p] = (t, replace(version, packet=None))
+
+    def _publish(self, staged: Sequence[tuple[Path, Path]], size: int) -> None:
+        """Rename them all, then sync the directory once. Half of an outer step must not stay: commits are whole."""
+        renamed: list[Path] = []
+        try:
+            for temporary, path in staged:
+                os.replace(temporary, path)
+                renamed.append(path)
+            state.sync_directory(self._folder)
+        except OSError as error:
+            for path in renamed:
+                state.discard(path)
+            raise state.storage_failed(self._folder, size, error) from error
+
+    def forget(self, p: FragmentId, v: OuterStep) -> None:
+        """Not synced: a file that comes back after a crash is cleared by `retain`."""
+        assert not self._read_only
+        if v not in self._index[p]:
+            return
+        assert len(self._index[p]) > 1, f"fragment {p} would have no version left"
+        self._index[p].remove(v)
+        self._older.pop((p, v), None)
+        state.discard(self.path(p, v))
+
+    def retain(self, kept: Sequence[Sequence[OuterStep]]) -> None:
+        """Make the directory what the tape says it is. Every listed file is read and checked before anything is deleted."""
+        assert not self._read_only
+        if len(kept) != len(self._index) or not all(kept):
+            raise DataError(f"directory {self._folder} has {len(self._index)} fragments, not {len(kept)} with a version each")
+        names = {_file_name(p, v) for p, versions in enumerate(kept) for v in versions}
+        for name in sorted(names):
+            check_version(self._folder / name)
+        for path in self._folder.iterdir():
+            if path.name not in names and _NAME.fullmatch(path.name.removesuffix(PARTIAL)):  # a user's notes are not ours
+                state.discard(path)
+        state.sync_directory(self._folder)
+        self._index = [set(versions) for versions in kept]
+        self._top = {p: top for p, top in self._top.items() if top[0] in self._index[p]}
+        self._older.clear()
+
+
+def _scan(folder: Path) -> list[tuple[FragmentId, OuterStep]]:
+    names = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted((int(name[1]), int(name[2])) for name in names if name)
+
+
+def newest_step(directory: Path) -> OuterStep:
+    """By the files' names alone: cheap to ask again and again while a run goes on."""
+    return max((v for _, v in _scan(directory / FOLDER)), default=0)
+
+
+@contextlib.contextmanager
+def lock_directory(directory: Path) -> Iterator[None]:
+    """One syncer per directory. The kernel lets go when the process ends, however it ends; the file stays."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / "lock").open("a+", encoding="ascii")
+    except OSError as error:
+        raise UserError(f"directory {directory}: cannot be used ({error.strerror}); choose a folder of your own") from None
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(f"directory {directory}: another syncer (pid {file.read(20).strip() or '?'}) holds it") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

@@ -1,0 +1,185 @@
+"""What is trained: the model, its fragments, the data and the held-out set, built once from a config.
+
+A `Workbench` is a plain value of functions, so that a test, an example or a user's own task can bring its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from atoll.config import Config
+from atoll.errors import ConfigError
+from atoll.ids import LearnerId
+from atoll.rules import samples_max, samples_of
+from atoll.store.versions import Version
+from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers, write_params
+from atoll.tensors.layout import Layout, build_layout
+from atoll.tensors.outer import initial_state, outer_rule
+from atoll.workload.data.bpe import Tokenizer
+from atoll.workload.data.corpus import Progress
+from atoll.workload.data.seeds import generator
+from atoll.workload.data.stream import Stream, heldout_batches
+from atoll.workload.data.tokens import text_data
+from atoll.workload.evaluation.evaluate import heldout_loss
+from atoll.workload.models.decoder import SIZES, build_model, language_model_loss, logits_of
+
+DECODER: Final = "decoder"
+"""The language model of ours; another name is code of the user's."""
+
+
+@dataclass(frozen=True)
+class Task:
+    config: Config
+    build: Callable[[], nn.Module]
+    """A new model with the initial weights, the same every time."""
+    batch: Callable[[LearnerId, LearnerId, int], Any]
+    """(learner, stream, micro-batch position) -> a batch; a pure function."""
+    loss: Callable[[nn.Module, Any], Tensor]
+    count: Callable[[Any], tuple[int, int]]
+    """(tokens, samples) of a batch."""
+    evaluate: Callable[[nn.Module], float]
+    layout: Layout
+    fingerprint: str
+    accuracy: Callable[[nn.Module], float] | None = None
+    """The share of held-out answers that are right, where a task has right answers."""
+    notes: tuple[str, ...] = ()
+    """What the user should know of the data: each a sentence, such as what was left out."""
+    tokenizer: Tokenizer | None = None
+
+    def evaluate_theta(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> float:
+        """Held-out loss of the outer parameters, not of a replica."""
+        return self.evaluate(self.model_of(params, buffers))
+
+    def accuracy_of_theta(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> float | None:
+        return None if self.accuracy is None else self.accuracy(self.model_of(params, buffers))
+
+    def model_of(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
+        model = self.build()
+        tensors = named_tensors(model)
+        for fragment, flat, values in zip(self.layout.fragments, params, buffers, strict=True):
+            write_params(tensors, fragment, flat)
+            write_buffers(tensors, fragment, values)
+        return model
+
+
+def layout_for(config: Config, model: nn.Module) -> Layout:
+    p = config.protocol
+    try:
+        layout = build_layout(
+            model, p.fragmentation, p.fragments, layers_per_fragment=p.layers_per_fragment, order=p.layer_order,
+            embedding_glob=p.embedding_glob or None, outer_scope=config.outer.apply_outer_optimizer_to,
+        )  # fmt: skip
+    except ConfigError as error:  # that room speaks of its arguments; the user knows keys
+        raise ConfigError(f"section protocol: {error}") from None
+    if len(layout.fragments) != p.fragments:
+        found = len(layout.fragments)
+        raise ConfigError(f"key protocol.fragments = {p.fragments}: this model has {found} by {p.fragmentation!r}")
+    return layout
+
+
+def language_task(config: Config, allowed: Collection[str] = (), progress: Progress | None = None) -> Task:
+    """The default task: next-token prediction on real text. A model of the user's own is named package.module:function,
+    is imported only where it was `allowed`, and maps a batch of tokens to logits as the decoder does."""
+    _model_maker(config.model.name, allowed)  # a name that is refused is told before the text is read
+    d = config.data
+    text = text_data(d, progress)
+    data, tokenizer = text.tokens, text.tokenizer
+    build = model_builder(config, tokenizer, allowed)
+    layout = layout_for(config, model := build())
+    if config.model.name != DECODER:
+        _check_own(config, model)
+    stream = Stream(data, config.seed, config.learners, samples_max(config), d.seq_len)
+    heldout = heldout_batches(data, d.batch_size, d.seq_len, d.heldout_batches)
+
+    def batch(learner: LearnerId, stream_id: LearnerId, position: int) -> Tensor:
+        return stream.batch(stream_id, position)[: samples_of(config, learner)]
+
+    return Task(
+        config, build, batch, language_model_loss, lambda b: (b.shape[0] * (b.shape[1] - 1), b.shape[0]),
+        lambda model: heldout_loss(model, heldout), layout, data.fingerprint, notes=text.notes, tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def model_builder(config: Config, tokenizer: Tokenizer, allowed: Collection[str] = ()) -> Callable[[], nn.Module]:
+    """Makes the language model a config names, with its initial weights. A decoder without a size of its own is `nano`; code of
+    the user's has sizes of its own, by names of its own."""
+    maker = _model_maker(config.model.name, allowed)
+    usual = SIZES["nano"] if config.model.name == DECODER else {}
+    numbers = usual | {"vocab": tokenizer.vocab_size, "context": config.data.seq_len} | config.model.numbers
+    if int(numbers["vocab"]) < tokenizer.vocab_size:
+        raise ConfigError(f"key model.numbers.vocab = {numbers['vocab']}: the tokenizer has {tokenizer.vocab_size} entries")
+    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    return lambda: maker(numbers, config.seed).to(dtype)
+
+
+def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, int | float | bool], int], nn.Module]:
+    if name == DECODER:
+        return lambda numbers, seed: build_model(DECODER, dict(numbers), seed)
+    module, _, function = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), function)):
+        known = "'decoder', 'lenet5', 'resnet18', 'vlm', 'custom'"
+        raise ConfigError(f"key model.name = {name!r}: must be {known} or package.module:function")
+    if name not in allowed:
+        raise ConfigError(f"key model.name = {name!r}: is code of yours; allow it here with --allow-model {name}")
+    try:
+        made = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"key model.name = {name!r}: cannot be imported ({error})") from None
+    if not callable(made):
+        kind = type(made).__name__
+        raise ConfigError(f"key model.name = {name!r}: is of type {kind}, and must be a function that returns the model")
+
+    def make(numbers: Mapping[str, int | float | bool], seed: int) -> nn.Module:
+        _check_takes(name, made, numbers)
+        torch.manual_seed(generator("model", seed).initial_seed())
+        model = made(**numbers)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"key model.name = {name!r}: returned {type(model).__name__}, not a torch.nn.Module")
+        return model
+
+    return make
+
+
+def _check_takes(name: str, made: Callable[..., Any], numbers: Mapping[str, int | float | bool]) -> None:
+    """By the signature, where there is one to read: a TypeError from within is the function's own."""
+    try:
+        signature = inspect.signature(made)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**numbers)
+    except TypeError as error:
+        called = f"is called with vocab, context and what model.numbers says ({error})"
+        raise ConfigError(f"key model.name = {name!r}: {called}; it must take these by name") from None
+
+
+def _check_own(config: Config, model: nn.Module) -> None:
+    """Before any process starts to train it. On tensors without content, so that it costs nothing; what cannot do without is
+    found out by its first batch."""
+    tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            logits_of(model.eval().to("meta"), tokens)
+    except ConfigError as error:
+        raise ConfigError(f"key model.name = {config.model.name!r}: {error}") from None
+    except Exception:
+        return
+
+
+def initial_versions(task: Task, device: torch.device | None = None) -> list[Version]:
+    """Version 0 of every fragment: the model as it is built. `device`: for runs whose tensors all stay there."""
+    tensors = named_tensors(task.build())
+    rule = outer_rule(task.config)
+    versions = []
+    for fragment in task.layout.fragments:
+        theta = read_params(tensors, fragment).to(device)
+        outer = initial_state(rule, fragment.numel, device=device) if rule else None
+        versions.append(Version(theta, read_buffers(tensors, fragment).to(device), outer, None, theta, None))
+    return versions

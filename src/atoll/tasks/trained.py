@@ -1,0 +1,306 @@
+"""A run that has trained, as its model: Theta from its folder, in the model its config names; to export, or to ask questions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import nn
+
+from atoll.config import CUSTOM, Config, load
+from atoll.errors import ConfigError, DataError, UserError
+from atoll.ids import OuterStep
+from atoll.store.durable import FOLDER, DurableVersions
+from atoll.store.tokenizer_file import read_tokenizer_file, said, tokenizer_of
+from atoll.store.versions import digest
+from atoll.store.weights import save_weights
+from atoll.tasks.task import layout_for, model_builder
+from atoll.tasks.vision import VISION_MODELS
+from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers, write_params
+from atoll.workload.data.bpe import BpeTokenizer, ByteTokenizer, Tokenizer
+from atoll.workload.data.stream import heldout_batches
+from atoll.workload.data.tokenizer_json import JsonTokenizer
+from atoll.workload.data.tokens import named_tokenizer, text_data
+from atoll.workload.evaluation import benchmarks
+from atoll.workload.evaluation.benchmarks import TASKS, Result
+from atoll.workload.evaluation.evaluate import heldout_loss
+from atoll.workload.evaluation.export import (
+    END_TEXT,
+    hf_config,
+    hf_generation_config,
+    hf_tensors,
+    hf_tokenizer,
+    hf_tokenizer_config,
+    refuse_unexportable,
+    token_text,
+)  # fmt: skip
+from atoll.workload.evaluation.likelihood import likelihoods
+from atoll.workload.models.decoder import Decoder
+
+HELDOUT = "heldout"
+"""The held-out loss, named among the tasks."""
+
+
+class _Summary(msgspec.Struct, frozen=True):
+    total_steps: int
+    """As many as there were, where the config says how many there should be."""
+    theta_sha256: str | None = None
+
+
+@dataclass(frozen=True)
+class Trained:
+    run: Path
+    config: Config
+    model: nn.Module
+    tokenizer: Tokenizer
+    outer_step: OuterStep
+    """The newest that is in the weights."""
+
+    @property
+    def early(self) -> str | None:
+        """What whoever takes the model must be told, where the run is not at its end."""
+        if self.outer_step >= self.config.total_steps:
+            return None
+        reached = f"outer step {self.outer_step} of {self.config.total_steps}"
+        return f"run {self.run}: ended early or still runs; its newest weights are of {reached}"
+
+    @property
+    def longest(self) -> int:
+        return self.model.shape.context if isinstance(self.model, Decoder) else self.config.data.seq_len
+
+
+def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
+    """A virtual run's folder, a live one's, or that of a syncer started alone. What a live run had stored when it ended early
+    counts too, `early` then says so; the weights that a run began with are no model of its making."""
+    config = config_of(run)
+    if config.model.name == CUSTOM:
+        raise UserError(f"run {run}: model.name = 'custom' is code of yours, and only it can load theta.safetensors")
+    if config.model.name in VISION_MODELS:
+        raise UserError(f"run {run}: model.name = {config.model.name!r} reads pictures; this takes language models")
+    home = next((h for h in (run, run / "syncer") if (h / "theta.safetensors").is_file() or (h / FOLDER).is_dir()), None)
+    if home is None:
+        cut = "a run that was cut short in virtual time or under torch's DDP"
+        raise UserError(f"run {run}: holds no weights (atoll sim leaves none, nor does {cut})")
+    ended = (home / "theta.safetensors").is_file()
+    told = _summary_of(run) if ended else None
+    if ended:  # theta.safetensors is written after the last step; but a tape may have been cut, and only the summary knows
+        outer_step = told.total_steps if told is not None else config.total_steps
+    else:
+        outer_step = _newest(DurableVersions.open(home, read_only=True))
+    if outer_step == 0:
+        began = f"holds only the weights it began with (outer step 0 of {config.total_steps})"
+        raise UserError(f"run {run}: {began}; name a run that stored an outer step")
+    found = read_tokenizer_file(run)
+    tokenizer = tokenizer_of(*found, config.data) if found else named_tokenizer(config.data) or text_data(config.data).tokenizer
+    model = model_builder(config, tokenizer, allowed)()
+    if ended:
+        _load(home / "theta.safetensors", model)
+        if told is not None and told.theta_sha256 is not None:
+            _refuse_damaged(home / "theta.safetensors", run, told.theta_sha256, config, model)
+    else:  # opened again: if the run still goes on, the versions of a moment ago may be gone
+        disk = DurableVersions.open(home, read_only=True)
+        outer_step = _newest(disk)
+        _load_versions(disk, config, model)
+    return Trained(run, config, model, tokenizer, outer_step)
+
+
+def config_of(run: Path) -> Config:
+    path = run / "config.toml"
+    if not path.is_file():
+        raise UserError(f"run {run}: is no run's folder, it has no config.toml")
+    try:
+        return load(path)
+    except ConfigError as error:  # which speaks of keys; whoever named the run has perhaps never seen its config
+        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from None
+
+
+def _newest(disk: DurableVersions) -> OuterStep:
+    """Fragments take turns, so most are older."""
+    return max(max(kept) for kept in disk.kept())
+
+
+def _summary_of(run: Path) -> _Summary | None:
+    """None: a syncer started alone writes none."""
+    path = run / "summary.json"
+    if not path.is_file():
+        return None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Summary)
+    except (msgspec.MsgspecError, OSError) as error:
+        raise DataError(f"{path} is not a run's summary: {error}") from None
+
+
+def _load(path: Path, model: nn.Module) -> None:
+    try:
+        path.open("rb").close()  # safetensors says of every file it cannot open that there is none
+        found = load_file(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
+    tensors = named_tensors(model)
+    for name in sorted(set(found) | set(tensors)):
+        if name not in found or name not in tensors or found[name].shape != tensors[name].shape:
+            raise DataError(
+                f"{path} is not of the model that config.toml names: tensor {name} is missing on one side or has another shape"
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(found[name])
+
+
+def _refuse_damaged(path: Path, run: Path, sha256: str, config: Config, model: nn.Module) -> None:
+    """A flipped bit loads like any other. The summary's digest is of fp32 vectors: where the file holds casts of them (bf16,
+    whole numbers) there is nothing to compare."""
+    tensors, fragments = named_tensors(model), layout_for(config, model).fragments
+    if any(slot.dtype != torch.float32 for fragment in fragments for slot in (*fragment.params, *fragment.buffers)):
+        return
+    vectors = [read_params(tensors, f) for f in fragments] + [read_buffers(tensors, f) for f in fragments]
+    if digest(vectors) != sha256:
+        differs = f"its numbers are not those of theta_sha256 in {run / 'summary.json'}"
+        raise DataError(f"{path} is damaged or of another run: {differs}; bring the run's own back, or train again")
+
+
+def _load_versions(disk: DurableVersions, config: Config, model: nn.Module) -> None:
+    layout = layout_for(config, model)
+    tensors = named_tensors(model)
+    params, buffers = disk.theta()
+    if [f.numel for f in layout.fragments] != [p.numel() for p in params]:
+        raise DataError(f"{disk.directory / FOLDER} is not of the model that config.toml names: fragments differ in size")
+    for fragment, flat, values in zip(layout.fragments, params, buffers, strict=True):
+        write_params(tensors, fragment, flat)
+        write_buffers(tensors, fragment, values)
+
+
+# ---------------------------------------------------------------- export
+
+
+def open_to_export(run: Path) -> Trained:
+    """As `open_trained`. A model of the user's own is told by its name: to build it, only to refuse it, would take its code."""
+    name = config_of(run).model.name
+    if ":" in name:
+        raise _without_architecture(run, name)
+    return open_trained(run)
+
+
+def _without_architecture(run: Path, name: str) -> UserError:
+    return UserError(f"run {run}: model.name = {name!r} has no Hugging Face architecture; 'decoder' has")
+
+
+def export_hf(trained: Trained, directory: Path) -> list[Path]:
+    """config.json, generation_config.json, model.safetensors and the tokenizer's two files."""
+    model, config = trained.model, trained.config
+    if not isinstance(model, Decoder):
+        raise _without_architecture(trained.run, config.model.name)
+    refuse_unexportable(model.shape)
+    end = trained.tokenizer.end_of_document
+    files: dict[str, Any] = {
+        "config.json": hf_config(model.shape, model.embedding.weight.dtype, end),
+        "generation_config.json": hf_generation_config(end),
+    } | _tokenizer_files(trained, model.shape.context)
+    written = [directory / name for name in (*files, "model.safetensors")]
+    try:
+        if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+            raise UserError(f"--hf {directory}: exists and is not an empty folder; choose another")
+        with _whole_or_nothing(directory, written):
+            for path, content in zip(written, files.values(), strict=False):
+                raw = content if isinstance(content, bytes) else msgspec.json.format(msgspec.json.encode(content))
+                path.write_bytes(raw)
+            save_weights(written[-1], hf_tensors(model.shape, named_tensors(model)), {"format": "pt"})
+    except OSError as error:
+        raise UserError(f"--hf {directory}: cannot be written ({error.strerror})") from None
+    return written
+
+
+@contextmanager
+def _whole_or_nothing(directory: Path, files: Sequence[Path]) -> Iterator[None]:
+    """Half a model is no model, and would keep the same command from working once there is room."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        with suppress(OSError):
+            for path in files:
+                path.unlink(missing_ok=True)
+            for path in missing:
+                path.rmdir()
+        raise
+
+
+def _tokenizer_files(trained: Trained, context: int) -> dict[str, Any]:
+    tokenizer = trained.tokenizer
+    if isinstance(tokenizer, ByteTokenizer | BpeTokenizer):
+        return {"tokenizer.json": hf_tokenizer(tokenizer), "tokenizer_config.json": hf_tokenizer_config(context, END_TEXT)}
+    assert isinstance(tokenizer, JsonTokenizer)
+    end = token_text(tokenizer.content, tokenizer.end_of_document)
+    return {"tokenizer.json": tokenizer.exported, "tokenizer_config.json": hf_tokenizer_config(context, end)}
+
+
+# ---------------------------------------------------------------- questions
+
+
+def check_tasks(names: Sequence[str], data: Path | None, limit: int | None) -> list[tuple[str, Path | None]]:
+    """Each task with its file, before anything is loaded."""
+    for name in names:
+        if name != HELDOUT and name not in TASKS:
+            raise UserError(f"--tasks {name}: no such task; there are {', '.join((*TASKS, HELDOUT))}")
+    wanted = list(dict.fromkeys(names))
+    if not wanted:
+        raise UserError(f"--tasks: name at least one of {', '.join((*TASKS, HELDOUT))}")
+    if data is None and wanted != [HELDOUT]:
+        raise UserError("--data: say in which folder the benchmarks' JSON lines are")
+    found = [(name, None if name == HELDOUT or data is None else benchmarks.find_file(name, data)) for name in wanted]
+    for name, path in found:
+        if path is not None:
+            benchmarks.read_items(name, path, limit)
+    return found
+
+
+def evaluate_run(
+    trained: Trained, tasks: Sequence[tuple[str, Path | None]], limit: int | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[Result]:  # fmt: skip
+    """`progress(task, queries done, queries)`."""
+    return [
+        _heldout(trained, limit) if path is None else _benchmark(trained, task, path, limit, progress or _silent)
+        for task, path in tasks
+    ]
+
+
+def _heldout(trained: Trained, limit: int | None) -> Result:
+    """What training told of Theta, on the same batches. An example is a sequence: a batch is as large as memory allows. The first
+    `limit` of them are of the text's beginning."""
+    d = trained.config.data
+    text, found = text_data(d), read_tokenizer_file(trained.run)
+    if found is not None and text.tokenizer.fingerprint != found[1].tokenizer:
+        raise UserError(f"--tasks {HELDOUT}: {said(d)} gives run {trained.run} another tokenizer now; leave this task out")
+    if found is not None and text.tokens.fingerprint != found[1].data:
+        raise UserError(f"--tasks {HELDOUT}: the text of run {trained.run} ({d.corpus}) is not what it was; leave this task out")
+    batches = heldout_batches(text.tokens, d.batch_size, d.seq_len, d.heldout_batches)
+    if limit is not None:
+        batches = list(torch.cat(batches)[:limit].split(d.batch_size))
+    return Result(task=HELDOUT, examples=sum(map(len, batches)), loss=heldout_loss(trained.model, batches))
+
+
+def _benchmark(
+    trained: Trained, task: str, path: Path, limit: int | None, progress: Callable[[str, int, int], None]
+) -> Result:
+    items = benchmarks.read_items(task, path, limit)
+    queries = [query for item in items for query in item.queries]
+    scores = likelihoods(
+        trained.model, queries, trained.tokenizer, longest=trained.longest, vocab=trained.tokenizer.vocab_size,
+        progress=lambda done: progress(task, done, len(queries)),
+    )  # fmt: skip
+    return benchmarks.result(task, path.name, items, scores)
+
+
+def _silent(task: str, done: int, of: int) -> None:
+    pass

@@ -1,0 +1,107 @@
+"""The tasks on pictures: image classification, and questions answered by a vision-language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from atoll.config import Config
+from atoll.errors import ConfigError
+from atoll.ids import LearnerId
+from atoll.rules import samples_max, samples_of
+from atoll.tasks.task import Task, layout_for
+from atoll.workload.data.bpe import BYTE_VOCAB
+from atoll.workload.data.images import ImageStream, Scale, heldout_images, load_images, spread
+from atoll.workload.data.questions import UNASKED, Asked, Encoded, QuestionStream, load_questions
+from atoll.workload.evaluation.evaluate import heldout_classes
+from atoll.workload.models.decoder import SIZES, Number, build_model
+from atoll.workload.models.vision import LeNet5, ResNet, classification_loss
+from atoll.workload.models.vlm import answer_loss, heldout_answers, patches_of, vision_language
+
+VISION_MODELS: Final[Mapping[str, Callable[..., nn.Module]]] = {
+    "lenet5": LeNet5,
+    "resnet18": ResNet,
+    "vlm": vision_language,
+}
+"""Builders by name, as `MODELS` of workload/model.py."""
+
+
+def vision_task(config: Config) -> Task:
+    return _questions(config) if config.model.name == "vlm" else _classes(config)
+
+
+def _classes(config: Config) -> Task:
+    """Image classification. A picture is one sample and one token, so that both ways of weighing learners mean the same."""
+    d, name = config.data, config.model.name
+    data = load_images(d.corpus)
+    _, channels, size, _ = data.train.pixels.shape
+    if name == "resnet18" and min(d.samples_by_learner or (d.batch_size,)) < 2:
+        raise ConfigError("key data.batch_size = 1: batch normalisation needs at least 2 pictures to compare")
+    numbers: dict[str, Number] = {"channels": channels, "classes": data.classes}
+    if name == "lenet5":
+        numbers["size"] = size
+    build = _builder(config, numbers)
+    stream = ImageStream(data, config.seed, config.learners, samples_max(config), d.augment)
+
+    def measured(model: nn.Module) -> tuple[float, float]:
+        return heldout_classes(model, heldout_images(data, d.batch_size, d.heldout_batches))
+
+    return Task(
+        config, build, _by_learner(config, stream.batch), classification_loss, lambda b: (b[1].numel(), b[1].numel()),
+        lambda model: measured(model)[0], layout_for(config, build()), data.fingerprint, lambda model: measured(model)[1],
+    )  # fmt: skip
+
+
+def _questions(config: Config) -> Task:
+    """Questions about pictures. The tokens that count are the answers': nothing else is learnt."""
+    d = config.data
+    if d.augment != "none":
+        raise ConfigError(f"key data.augment = {d.augment!r}: a mirrored picture has other answers; it must be 'none'")
+    data = load_questions(d.corpus)
+    _, channels, size, _ = data.train.pixels.shape
+    patch, vocab = int(config.model.numbers.get("patch", 4)), config.model.numbers.get("vocab", BYTE_VOCAB)
+    if vocab < BYTE_VOCAB:
+        raise ConfigError(f"key model.numbers.vocab = {vocab}: the tokenizer has {BYTE_VOCAB} entries")
+    context = patches_of(size, max(patch, 1)) + d.seq_len
+    build = _builder(config, SIZES["nano"] | {"channels": channels, "size": size, "context": context})
+    stream = QuestionStream(data, config.seed, config.learners, samples_max(config), d.seq_len)
+    held = Encoded(data.heldout, Scale(data.train.pixels), d.seq_len)
+    parts = spread(len(held), d.batch_size, d.heldout_batches)
+
+    def measured(model: nn.Module) -> tuple[float, float]:
+        return heldout_answers(model, map(held.batch, parts))
+
+    def count(batch: Asked) -> tuple[int, int]:
+        return int((batch.targets != UNASKED).sum()), batch.targets.shape[0]
+
+    return Task(
+        config, build, _by_learner(config, stream.batch), answer_loss, count, lambda model: measured(model)[0],
+        layout_for(config, build()), data.fingerprint, lambda model: measured(model)[1],
+    )  # fmt: skip
+
+
+def _builder(config: Config, derived: Mapping[str, Number]) -> Callable[[], nn.Module]:
+    """What the data says of the model, and what the recipe says of the rest."""
+    for key in ("channels", "size", "classes"):
+        if key in config.model.numbers and config.model.numbers[key] != derived.get(key):
+            raise ConfigError(f"key model.numbers.{key} = {config.model.numbers[key]}: is the data's to say; leave it out")
+    numbers = dict(derived) | config.model.numbers
+    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
+    return lambda: build_model(config.model.name, numbers, config.seed, VISION_MODELS).to(dtype)
+
+
+def _by_learner(config: Config, draw: Callable[[int, int], Any]) -> Callable[[LearnerId, LearnerId, int], Any]:
+    """A learner's share of a batch, where learners' batches differ in size."""
+
+    def batch(learner: LearnerId, stream: LearnerId, position: int) -> Any:
+        return _first(draw(stream, position), samples_of(config, learner))
+
+    return batch
+
+
+def _first(batch: tuple[Tensor, ...], samples: int) -> tuple[Tensor, ...]:
+    parts = [part[:samples] for part in batch]
+    return Asked(*parts) if isinstance(batch, Asked) else tuple(parts)

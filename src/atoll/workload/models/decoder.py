@@ -1,0 +1,316 @@
+"""The decoder-only transformer Atoll trains out of the box, and the registry of models a recipe can name.
+
+The decoder has RMSNorm, rotary positions, a gated MLP, and norms on queries and keys, as Qwen3 has. It keeps q, k, v, o and
+gate, up, down as separate matrices (eleven tensors a block with the four norms), so that every fragmentation has something
+to cut and four blocks already make 44 tensors. With `experts` every block's MLP is a mixture of them (`moe`). At small sizes each
+tensor operation costs more in overhead than in arithmetic, so the rotary tables are computed once and the forward pass is short.
+
+No constructor here draws from torch's global generator: the weights come from `build_*`'s own seed alone, so that two
+learners built in different processes, or in a different order, start from the same bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.errors import ConfigError
+from atoll.workload.data.seeds import generator
+from atoll.workload.models.mlp import BatchNormMlp, Mlp, unset_linear
+from atoll.workload.models.moe import ALIGNED, ExpertMlp
+
+INIT_STD: Final = 0.02
+ROPE_BASE: Final = 10_000.0
+NORM_EPS: Final = 1e-6
+Z_LOSS: Final = 1e-4
+"""Weight of the squared log of the softmax's denominator: it keeps logits from drifting, and is no part of held-out loss."""
+
+Number: TypeAlias = int | float | bool
+
+
+@dataclass(frozen=True)
+class DecoderShape:
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    mlp: int
+    tied: bool = False
+    context: int = 1024
+    """The longest sequence the rotary tables cover. No weight depends on it."""
+    experts: int = 0
+    """0: a dense model. Otherwise `mlp` is the hidden width of one expert."""
+    top_k: int = 2
+    """Experts that a token goes through."""
+    shared: int = 0
+    """Further experts that every token goes through; a Hugging Face export has no place for them."""
+    balance: float = 0.01
+    """Weight of the load-balancing loss, the mean over the blocks, in training."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "width", "layers", "heads", "mlp", "context"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"model.numbers.{name} = {getattr(self, name)}: must be at least 1")
+        if self.width % (2 * self.heads):
+            raise ConfigError(
+                f"model.numbers.width = {self.width} with model.numbers.heads = {self.heads}: "
+                f"the width must be a multiple of 2 x heads = {2 * self.heads} (rotary positions turn pairs)"
+            )
+        if self.experts:
+            self._check_experts()
+        else:
+            self._check_dense()
+
+    def _check_dense(self) -> None:
+        """A number that nothing reads is a mistake: most often the experts themselves were forgotten."""
+        for name in ("top_k", "shared", "balance"):
+            if getattr(self, name) != getattr(DecoderShape, name):
+                why = "is of a model with experts, and model.numbers.experts is 0; leave it out, or give experts"
+                raise ConfigError(f"model.numbers.{name} = {getattr(self, name)}: {why}")
+
+    def _check_experts(self) -> None:
+        if not 2 <= self.top_k <= self.experts:
+            raise ConfigError(
+                f"model.numbers.top_k = {self.top_k} of model.numbers.experts = {self.experts}: must be 2 to the number of "
+                f"experts (one expert's normalised probability is always 1, and its router would learn nothing)"
+            )
+        for name, value in (("width", self.width), ("mlp", self.mlp)):
+            if value % ALIGNED:
+                raise ConfigError(f"model.numbers.{name} = {value}: must be a multiple of {ALIGNED} in a model with experts")
+
+
+SIZES: Final[dict[str, dict[str, Number]]] = {
+    "nano": {"width": 32, "layers": 4, "heads": 2, "mlp": 64},
+    "tiny": {"width": 64, "layers": 4, "heads": 4, "mlp": 128},
+    "small": {"width": 256, "layers": 8, "heads": 4, "mlp": 768},
+    "moe_nano": {"width": 32, "layers": 4, "heads": 2, "mlp": 32, "experts": 4, "top_k": 2},
+    "moe_35M": {"width": 512, "layers": 6, "heads": 8, "mlp": 688, "tied": True, "experts": 8, "top_k": 2},
+    "35M": {"width": 512, "layers": 6, "heads": 8, "mlp": 1368, "tied": True},
+    "100M": {"width": 768, "layers": 9, "heads": 12, "mlp": 2048, "tied": True},
+    "200M": {"width": 1024, "layers": 12, "heads": 16, "mlp": 2736, "tied": True},
+    "300M": {"width": 1280, "layers": 15, "heads": 20, "mlp": 3416, "tied": True},
+    "500M": {"width": 1536, "layers": 18, "heads": 24, "mlp": 4096, "tied": True},
+    "1B": {"width": 2048, "layers": 24, "heads": 32, "mlp": 5464, "tied": True},
+    "4B": {"width": 3072, "layers": 36, "heads": 48, "mlp": 8192, "tied": True},
+}
+"""Decoder sizes by name, all but the vocabulary, which is the tokenizer's to say. Those from 35M on are Streaming DiLoCo's
+(arXiv 2501.18512, Table 2): a gated MLP has three matrices where theirs has two, so its hidden width is two thirds of the
+listed one, rounded up to a multiple of 8, and the sizes match. The moe ones are named by the dense size whose parameters a token
+meets in them: two of eight experts of half the hidden width."""
+
+
+class RmsNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.weight, NORM_EPS)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.q = unset_linear(shape.width, shape.width)
+        self.k = unset_linear(shape.width, shape.width)
+        self.v = unset_linear(shape.width, shape.width)
+        self.o = unset_linear(shape.width, shape.width)
+        self.q_norm = RmsNorm(shape.width // shape.heads)
+        self.k_norm = RmsNorm(shape.width // shape.heads)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        samples, time, width = x.shape
+        # One product for three matrices, one rotation for two: gluing the weights costs less than the calls saved.
+        qkv = F.linear(x, torch.cat((self.q.weight, self.k.weight, self.v.weight)))
+        q, k, v = qkv.view(samples, time, 3 * self.heads, -1).chunk(3, dim=2)
+        q, k = _rotate(torch.cat((self.q_norm(q), self.k_norm(k)), dim=2), cos, sin).chunk(2, dim=2)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
+        return cast(Tensor, self.o(y.transpose(1, 2).reshape(samples, time, width)))
+
+
+class GatedMlp(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.gate = unset_linear(shape.width, shape.mlp)
+        self.up = unset_linear(shape.width, shape.mlp)
+        self.down = unset_linear(shape.mlp, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = F.linear(x, torch.cat((self.gate.weight, self.up.weight))).chunk(2, dim=-1)
+        return cast(Tensor, self.down(F.silu(gate) * up))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: DecoderShape) -> None:
+        super().__init__()
+        self.norm1 = RmsNorm(shape.width)
+        self.attention = Attention(shape)
+        self.norm2 = RmsNorm(shape.width)
+        self.mlp = _expert_mlp(shape) if shape.experts else GatedMlp(shape)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return self.with_balance(x, cos, sin)[0]
+
+    def with_balance(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stream after this block, and how unevenly its experts were used."""
+        x = x + self.attention(self.norm1(x), cos, sin)
+        y = self.mlp(self.norm2(x))
+        return (x + y[0], y[1]) if isinstance(y, tuple) else (x + y, None)
+
+
+def _expert_mlp(shape: DecoderShape) -> ExpertMlp:
+    shared = GatedMlp(replace(shape, mlp=shape.mlp * shape.shared)) if shape.shared else None
+    return ExpertMlp(shape.width, shape.mlp, shape.experts, shape.top_k, shared)
+
+
+def _rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
+    """cos and sin, [context, 1, head width]; sin carries the rotation's sign, which saves a negation and a cat."""
+    half = shape.width // shape.heads // 2
+    rates = ROPE_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = torch.arange(shape.context, dtype=torch.float64)[:, None] * rates
+    cos = torch.cat((angles.cos(), angles.cos()), dim=1)
+    sin = torch.cat((-angles.sin(), angles.sin()), dim=1)
+    return cos[:, None, :].float(), sin[:, None, :].float()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(a, b) -> (a cos - b sin, b cos + a sin), where a and b are the halves of a head: rolling swaps them."""
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
+
+
+class Decoder(nn.Module):
+    """tokens [batch, time] -> logits [batch, time, vocab]. Build it with `build_decoder`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, shape: DecoderShape, seed: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab, shape.width, _weight=torch.empty(shape.vocab, shape.width))
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = RmsNorm(shape.width)
+        self.head = unset_linear(shape.width, shape.vocab)
+        if shape.tied:
+            self.head.weight = self.embedding.weight
+        cos, sin = _rotary_tables(shape)
+        # Derived from the shape, so neither state nor payload: non-persistent buffers are never merged.
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self._initialise(seed)
+
+    @torch.no_grad()
+    def _initialise(self, seed: int) -> None:
+        chance = generator("decoder", seed)
+        # Two writes to the residual stream a layer: without the factor its variance grows with depth.
+        residual_std = INIT_STD / math.sqrt(2 * self.shape.layers)
+        for name, parameter in self.named_parameters():  # tied weights appear once
+            if parameter.dim() >= 2:
+                onto_residual = name.endswith(("attention.o.weight", "down.weight", "mlp.down"))
+                parameter.normal_(0.0, residual_std if onto_residual else INIT_STD, generator=chance)
+
+    def forward(self, tokens: Tensor, *, with_balance: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """`with_balance`, in a model with experts: the logits, and the mean over the blocks of their experts' unevenness."""
+        time = tokens.shape[1]
+        if time > self.shape.context:
+            raise ConfigError(
+                f"a sequence of {time} tokens is longer than model.numbers.context = {self.shape.context}: "
+                f"set model.numbers.context to at least {time}"
+            )
+        cos, sin = self.cos[:time], self.sin[:time]
+        x = self.embedding(tokens)
+        uneven: list[Tensor] = []
+        for block in self.blocks:
+            x, by_block = cast(Block, block).with_balance(x, cos, sin)
+            uneven += [] if by_block is None else [by_block]
+        logits = cast(Tensor, self.head(self.norm(x)))
+        return (logits, torch.stack(uneven).mean()) if with_balance else logits
+
+
+def build_decoder(shape: DecoderShape, seed: int) -> Decoder:
+    return Decoder(shape, seed)
+
+
+def language_model_loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean cross entropy of each next token, the z-loss, and with experts the load-balancing loss of this batch; batch is
+    [samples, time + 1]."""
+    inside = _unwrapped(model)  # what wraps it must be called itself, but hides the shape
+    if not (isinstance(inside, Decoder) and inside.shape.experts):
+        return token_losses(logits_of(model, batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).mean()
+    logits, balance = cast(tuple[Tensor, Tensor], model(batch[:, :-1], with_balance=True))
+    return token_losses(logits.flatten(0, 1), batch[:, 1:].flatten()).mean() + inside.shape.balance * balance
+
+
+def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """[samples, time, entries]. A model may be code of the user's, and many give their logits in a tuple or an object."""
+    logits = model(tokens)
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != tokens.shape:
+        given = f"tensor of the shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        asked = list(tokens.shape)
+        right = f"it must give logits, [{asked[0]}, {asked[1]}, entries]"
+        raise ConfigError(f"the model gives a {given} for tokens of the shape {asked}: {right}")
+    return logits
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Out of DistributedDataParallel's `module` and torch.compile's `_orig_mod`, however nested."""
+    for name in ("module", "_orig_mod"):
+        inside = getattr(model, name, None)
+        if isinstance(inside, nn.Module):
+            return _unwrapped(inside)
+    return model
+
+
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """What is trained on, for each row of logits. One logsumexp serves both terms."""
+    logits = logits.float()
+    log_z = torch.logsumexp(logits, dim=-1)
+    at_target = logits.gather(-1, targets[:, None]).squeeze(-1)
+    return log_z - at_target + Z_LOSS * log_z.square()
+
+
+def _decoder(
+    seed: int, *, vocab: int, width: int, layers: int, heads: int, mlp: int, tied: bool = False, context: int = 1024,
+    experts: int = 0, top_k: int = 2, shared: int = 0, balance: float = 0.01,
+) -> Decoder:  # fmt: skip
+    return build_decoder(DecoderShape(vocab, width, layers, heads, mlp, tied, context, experts, top_k, shared, balance), seed)
+
+
+MODELS: Final[dict[str, Callable[..., nn.Module]]] = {"decoder": _decoder, "mlp": Mlp, "batchnorm_mlp": BatchNormMlp}
+"""Builders by name: called with the seed and with numbers by keyword. The signature is the list of allowed numbers."""
+
+
+def build_model(
+    name: str, numbers: Mapping[str, Number], seed: int, models: Mapping[str, Callable[..., nn.Module]] = MODELS
+) -> nn.Module:
+    """The model a recipe names. Its numbers are checked here, once, so that a builder can trust its types."""
+    if name not in models:
+        raise ConfigError(f"model.name = {name!r}: there is no such model; there are {', '.join(sorted(models))}")
+    allowed = {key: p for key, p in inspect.signature(models[name]).parameters.items() if key != "seed"}
+    unknown = sorted(set(numbers) - set(allowed))
+    if unknown:
+        raise ConfigError(f"model {name!r} has no number {', '.join(unknown)}; it takes {', '.join(allowed)}")
+    missing = [key for key, p in allowed.items() if p.default is inspect.Parameter.empty and key not in numbers]
+    if missing:
+        raise ConfigError(f"model {name!r} also needs {', '.join(missing)}; it takes {', '.join(allowed)}")
+    for key, value in numbers.items():
+        _check_number(key, value, allowed[key])
+    return models[name](seed, **numbers)
+
+
+def _check_number(key: str, value: Number, parameter: inspect.Parameter) -> None:
+    wanted = getattr(parameter.annotation, "__name__", parameter.annotation)
+    if type(value).__name__ != wanted and not (wanted == "float" and type(value) is int):
+        right = {"bool": "true or false", "float": "a number"}.get(wanted, "a whole number")
+        raise ConfigError(f"model.numbers.{key} = {value!r}: must be {right}")
+    least = 0 if parameter.default == 0 or wanted == "float" else 1
+    if wanted != "bool" and value < least:
+        raise ConfigError(f"model.numbers.{key} = {value}: must be at least {least}")

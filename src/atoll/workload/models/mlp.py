@@ -1,0 +1,52 @@
+"""Two small models for tests, and the Linear that all models here are made of."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from atoll.workload.data.seeds import generator
+
+
+def unset_linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+    """A Linear with unset memory, for its owner to fill: torch's own filling would advance the global generator."""
+    return cast(nn.Linear, nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias))
+
+
+class Mlp(nn.Module):
+    """x [batch, inputs] -> [batch, outputs]: the smallest thing that trains."""
+
+    def __init__(self, seed: int, *, inputs: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.first = unset_linear(inputs, hidden, bias=True)
+        self.second = unset_linear(hidden, outputs, bias=True)
+        _initialise(self, seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.second(F.relu(self.first(x))))
+
+
+class BatchNormMlp(nn.Module):
+    """A classifier with batch normalisation: float buffers (mean, variance) and an integer one (batches seen)."""
+
+    def __init__(self, seed: int, *, inputs: int, hidden: int, outputs: int) -> None:
+        super().__init__()
+        self.first = unset_linear(inputs, hidden, bias=True)
+        self.norm = nn.BatchNorm1d(hidden)
+        self.second = unset_linear(hidden, outputs, bias=True)
+        _initialise(self, seed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.second(F.relu(self.norm(self.first(x)))))
+
+
+@torch.no_grad()
+def _initialise(model: nn.Module, seed: int) -> None:
+    chance = generator("mlp", seed)
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.normal_(0.0, module.in_features**-0.5, generator=chance)
+            module.bias.zero_()

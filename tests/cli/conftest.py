@@ -1,0 +1,27 @@
+"""For tests of commands: a folder of one's own, and nothing built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Default run folders go here; the log of this process stays as pytest has it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("atoll.cli.building.logging.basicConfig", lambda **_: None)
+    return tmp_path
+
+
+@pytest.fixture
+def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data and model are out of reach: whoever gets as far has refused too late."""
+
+    def never(*_: Any) -> None:
+        raise AssertionError("built before it was refused")
+
+    for where in ("atoll.cli.building._build_task", "atoll.sim.run.task_for"):
+        monkeypatch.setattr(where, never)

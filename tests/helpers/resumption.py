@@ -1,0 +1,195 @@
+"""Runs that stop and go on from a snapshot: null hands with a shelf, and the newest sealed picture of a run that was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from atoll.chaos import Plan
+from atoll.config import Config, load
+from atoll.executor.null import NullDisk, NullLearner, NullSyncer
+from atoll.ids import SYNCER, Incarnation, LearnerId, OuterStep, WorkerId
+from atoll.protocol.interface import Executor, Payload
+from atoll.protocol.vocabulary import (
+    Effect,
+    Event,
+    InnerStep,
+    LoadSnapshot,
+    RecordInFlight,
+    RecordState,
+    RecordSyncer,
+    Reissue,
+    SealSnapshot,
+    Started,
+    StepDone,
+)
+from atoll.sim.checkers import Liveness, Safety
+from atoll.sim.cluster import Cluster, ExecutorFor
+from atoll.store.memory_snapshots import MemorySnapshot, MemorySnapshots
+
+Batch = tuple[LearnerId, int]
+
+
+class ShelvingDisk(NullDisk):
+    def copy(self) -> ShelvingDisk:
+        made = ShelvingDisk(0)
+        made.versions = [dict(versions) for versions in self.versions]
+        return made
+
+
+class ShelvingLearner(NullLearner):
+    def __init__(self, config: Config, learner: LearnerId, snapshots: MemorySnapshots) -> None:
+        super().__init__(config, learner)
+        self._me, self._snapshots = learner, snapshots
+
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
+        if isinstance(effect, RecordState):
+            self._snapshots.put_learner(effect.snapshot, self._me, effect.learner_state, list(self.anchors))
+        elif isinstance(effect, LoadSnapshot):
+            self.anchors = list(self._snapshots.learner_state(effect.snapshot, self._me))
+        return super().execute(effect, payload)
+
+
+class ShelvingSyncer(NullSyncer):
+    def __init__(self, config: Config, disk: NullDisk, snapshots: MemorySnapshots) -> None:
+        super().__init__(config, disk)
+        self._snapshots = snapshots
+
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
+        match effect:
+            case RecordSyncer():
+                self._snapshots.begin(effect.snapshot, effect.syncer_state)
+            case RecordInFlight():
+                self._snapshots.put_in_flight(effect.snapshot, effect.envelope, payload)
+            case SealSnapshot():
+                self._snapshots.seal(effect.snapshot, effect.learners, effect.complete)
+            case _:
+                pass
+        return super().execute(effect, payload)
+
+
+class RecordingExecutor:
+    """Digests in the place of weights, and a shelf for snapshots of them."""
+
+    def __init__(self, config: Config, disk: ShelvingDisk | None = None, snapshots: MemorySnapshots | None = None) -> None:
+        self.config = config
+        self.disk = disk or ShelvingDisk(config.protocol.fragments)
+        self.snapshots = snapshots or MemorySnapshots(self.disk)
+
+    def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Executor:
+        if worker == SYNCER:
+            return ShelvingSyncer(self.config, self.disk, self.snapshots)
+        return ShelvingLearner(self.config, worker, self.snapshots)
+
+
+class Drawn:
+    """Which batches were trained to their end, by whom, in order; and which units were handed out again."""
+
+    def __init__(self) -> None:
+        self.by: dict[LearnerId, list[Batch]] = {}
+        self.reissued: set[tuple[int, int]] = set()
+        self._drawing: dict[LearnerId, Batch] = {}
+        self._recorded: dict[tuple[LearnerId, OuterStep], int] = {}
+
+    def __call__(self, now: int, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        if isinstance(event, StepDone):
+            self.by.setdefault(worker, []).append(self._drawing.pop(worker))
+        if isinstance(event, Started):
+            self._drawing.pop(worker, None)
+        for effect in effects:
+            if isinstance(effect, InnerStep):
+                self._drawing[worker] = (effect.stream, effect.batch)
+            elif isinstance(effect, RecordState):
+                self._recorded[worker, effect.snapshot] = len(self.by.get(worker, ()))
+            elif isinstance(effect, Reissue):
+                self.reissued.update((u.stream, u.index) for u in effect.units)
+
+    def all(self) -> list[Batch]:
+        return [batch for batches in self.by.values() for batch in batches]
+
+    def until_recorded(self, snapshot: OuterStep) -> dict[LearnerId, list[Batch]]:
+        """What each learner had trained when it recorded its state."""
+        return {m: self.by.get(m, [])[:count] for (m, marker), count in self._recorded.items() if marker == snapshot}
+
+
+class Run:
+    """One virtual run with every invariant watched, whole or up to an outer step."""
+
+    def __init__(
+        self, config: Config, executor: ExecutorFor, *, resume: MemorySnapshot | None = None, plan: Plan | None = None
+    ) -> None:
+        self.config, self.executor = config, executor
+        self.drawn = Drawn()
+        self.log: list[tuple[int, WorkerId, Event, Sequence[Effect]]] = []
+        safety = Safety(config)
+        watching = [safety, self.drawn, self._see]
+        self.cluster = Cluster(config, plan=plan, executor_for=executor, observers=watching, resume=resume)
+        safety.attach(self.cluster)
+
+    def _see(self, now: int, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        self.log.append((now, worker, event, effects))
+
+    def until(self, done: Callable[[Cluster], bool]) -> Run:
+        """Then it is killed, syncer and learners at once."""
+        self.cluster.start()
+        while not done(self.cluster):
+            assert self.cluster.world.step()
+        return self
+
+    def until_outer_step(self, outer_step: OuterStep) -> Run:
+        return self.until(lambda cluster: cluster.syncer.outer_step >= outer_step)
+
+    def whole(self) -> Run:
+        self.cluster.run(until_seconds=60 * self.config.total_steps + 2000)
+        return self
+
+    def effects(self, *kinds: type) -> list[Effect]:
+        return [e for _, _, _, effects in self.log for e in effects if isinstance(e, kinds)]
+
+
+def newest_sealed(snapshots: MemorySnapshots) -> MemorySnapshot:
+    sealed = [t for t, picture in snapshots.pictures.items() if picture.sealed is not None]
+    assert sealed, "no snapshot was sealed"
+    return snapshots.pictures[max(sealed)]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "decoupled": {"fragments": 6, "local_steps_per_round": 6},
+    "streaming": {"fragments": 3, "local_steps_per_round": 6, "fragmentation": "balanced"},
+    "diloco": {"local_steps_per_round": 6},
+    "async_diloco": {"local_steps_per_round": 6, "overlap": 6},
+    "fedavg": {"local_steps_per_round": 6},
+    "ddp": {},
+}
+
+
+def config_for(preset: str, learners: int, *, every: int = 10, total_steps: int = 60, **cluster: Any) -> Config:
+    return load(preset_name=preset, overrides={
+        "learners": learners, "total_steps": total_steps, "protocol": CASES[preset] | {"snapshot_interval": every},
+        "cluster": {"slow_share": 0.34} | cluster, "data": {"batch_size": 2, "seq_len": 16, "max_bytes": 400_000},
+        "model": {"numbers": {"width": 16, "mlp": 32}}, "limits": {"start_wait_seconds": 20.0},
+    })  # fmt: skip
+
+
+class Story:
+    """Two runs: one killed at an outer step, one that goes on from its newest snapshot."""
+
+    def __init__(self, preset: str, learners: int, *, had: int = 4, stop: int = 37, plan: Plan | None = None, **cluster: Any):
+        first = config_for(preset, had, **cluster)
+        executor = RecordingExecutor(first)
+        self.before = Run(first, executor).until_outer_step(stop)
+        self.picture = newest_sealed(executor.snapshots)
+        assert self.picture.syncer_state is not None
+        self.snapshot = self.picture.syncer_state.outer_step
+        config = config_for(preset, learners, **cluster)
+        again = RecordingExecutor(config, self.picture.versions.copy(), executor.snapshots)
+        self.after = Run(config, again, resume=self.picture, plan=plan).whole()
+        Liveness(self.after.cluster).check_end()
+
+    def trained_before(self) -> set[tuple[int, int]]:
+        return {batch for batches in self.before.drawn.until_recorded(self.snapshot).values() for batch in batches}
+
+    def may_repeat(self) -> set[tuple[int, int]]:
+        """Batches of units that were handed out again: some of them were trained before, and not known to be merged."""
+        steps = self.after.config.protocol.local_steps_per_round
+        return {(stream, index * steps + k) for stream, index in self.after.drawn.reissued for k in range(steps)}

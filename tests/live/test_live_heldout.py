@@ -1,0 +1,85 @@
+"""Looks at Theta while a live run trains: by an onlooker of its own, whose death costs nothing but looks."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from harness import judge, run, small
+
+from atoll.protocol.vocabulary import Stored
+from atoll.runtime.local.cluster import LocalCluster
+from atoll.runtime.local.summary import verdict
+from atoll.tape.format import Record
+from atoll.tape.heldout import points_in
+
+EVERY = 30
+
+
+def evaluators_of(directory: Path) -> list[int]:
+    """Of the processes that fork from a nursery: by the log that their output goes to."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/2"):
+        try:
+            if os.readlink(path) == str(directory / "heldout.log"):
+                found.append(int(path.parts[2]))
+        except OSError:  # it ended while we looked, or is not ours
+            continue
+    return found
+
+
+def test_losses_on_the_way_are_told_and_kept(tmp_path: Path) -> None:
+    config = small(2, total_steps=500, data={"heldout_every": EVERY})
+    run(tmp_path, config)
+    judge(tmp_path, config)
+    points = [point for point in points_in(tmp_path) if point.outer_step < 500]
+    steps = [point.outer_step for point in points]
+    assert steps, (tmp_path / "heldout.log").read_text()
+    assert len({step // EVERY for step in steps}) == len(steps), "at most one for each multiple"
+    summary = verdict(config, tmp_path)
+    assert summary.heldout == points and summary.loss_first is not None and summary.loss_final is not None
+    losses = [summary.loss_first, *(point.loss or 0.0 for point in points), summary.loss_final]
+    assert all(0 < loss <= 1.05 * summary.loss_first for loss in losses) and losses[-1] < 0.9 * losses[0]
+
+
+def test_a_run_does_not_care_for_an_onlooker_that_is_killed(tmp_path: Path) -> None:
+    config = small(2, total_steps=300, data={"heldout_every": EVERY})
+    killed: list[int] = []
+
+    def strike(cluster: LocalCluster, record: Record) -> None:
+        if not killed and isinstance(record.event, Stored) and record.event.outer_step > 60:
+            killed.extend(evaluators_of(tmp_path))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+
+    run(tmp_path, config, watch=strike)
+    judge(tmp_path, config)
+    assert len(killed) == 1 and all(point.outer_step < 300 for point in points_in(tmp_path))
+
+
+def atoll(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "atoll", *words], capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_following_by_hand_tells_the_end_of_a_run_that_is_over_and_what_it_cannot_follow(tmp_path: Path) -> None:
+    config = small(2, total_steps=40)
+    run(tmp_path / "run", config)
+    done = atoll("eval", str(tmp_path / "run"), "--follow", "--every", "10", "--json")
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["outer_step"] == 40
+    assert json.loads(line)["loss"] == verdict(config, tmp_path / "run").loss_final
+    for words, sentence in (
+        ([], "has data.heldout_every = 0; say --every so many outer steps"),
+        (["--every", "10", "--tasks", "piqa"], "--follow: tells the held-out loss"),
+    ):
+        refused = atoll("eval", str(tmp_path / "run"), "--follow", *words)
+        assert refused.returncode == 2 and sentence in refused.stderr, refused.stderr
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.toml").write_bytes((tmp_path / "run" / "config.toml").read_bytes())
+    refused = atoll("eval", str(tmp_path / "empty"), "--follow", "--every", "5")
+    assert refused.returncode == 2 and "--follow takes a live run's folder" in refused.stderr, refused.stderr

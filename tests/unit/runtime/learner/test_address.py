@@ -1,0 +1,94 @@
+"""Whose model is it: a learner's is held against what the syncer was brought."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from atoll.errors import ConfigError
+from atoll.runtime.join import upload as join_upload
+from atoll.runtime.learner.address import Address
+from atoll.runtime.syncer.places import Placement
+from atoll.tensors.access import named_tensors
+from atoll.tensors.inventory import frozen_digest, with_frozen
+from atoll.tensors.layout import Layout, build_layout
+
+
+def placed(layout: str) -> Placement:
+    return Placement(learner=1, incarnation=0, key="", run="r", epoch=0, config={}, data_fingerprint="", layout=layout)
+
+
+def model_of(backbone: float, *, frozen: bool = True) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    nn.init.constant_(model[0].weight, backbone)
+    nn.init.zeros_(model[0].bias)
+    if frozen:
+        model[0].requires_grad_(False)
+    return model
+
+
+def agree(here: nn.Module, there: str) -> None:
+    address = Address(syncer="127.0.0.1:1", token="t", run="", listen="", advertise="")
+    asyncio.run(join_upload.agree_on_model(address, placed(there), layout_of(here), named_tensors(here), frozen_digest(here)))
+
+
+def layout_of(model: nn.Module) -> Layout:
+    return build_layout(model, "whole")
+
+
+def fingerprint(model: nn.Module) -> str:
+    return with_frozen(layout_of(model).fingerprint, frozen_digest(model))
+
+
+def test_learner_is_let_in_where_what_trains_is_alike_and_the_frozen_part_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    for frozen in (False, True):
+        agree(model_of(0.5, frozen=frozen), fingerprint(model_of(0.5, frozen=frozen)))
+    agree(model_of(0.5, frozen=False), fingerprint(model_of(0.25, frozen=False)))  # its weights do not matter: they are brought
+    assert not caplog.records
+
+
+def test_learner_with_another_frozen_part_is_told_so_and_what_would_be_right() -> None:
+    with pytest.raises(ConfigError, match=r"frozen part .*requires_grad=False.*load the same weights.*on every learner"):
+        agree(model_of(0.5), fingerprint(model_of(0.25)))
+
+
+def test_learner_that_has_no_frozen_part_where_the_run_has_one_is_told_so() -> None:
+    head = nn.Sequential(nn.Identity(), nn.Linear(4, 1))
+    assert fingerprint(model_of(0.5)).startswith(fingerprint(head)), "what trains is the same"
+    with pytest.raises(ConfigError, match="frozen part"):
+        agree(head, fingerprint(model_of(0.5)))
+
+
+def test_learner_with_other_tensors_is_told_that_and_not_of_its_frozen_part() -> None:
+    for there in (model_of(0.5, frozen=False), nn.Linear(3, 2).requires_grad_(True)):
+        with pytest.raises(ConfigError, match="other names, shapes or dtypes"):
+            agree(model_of(0.5), fingerprint(there))
+
+
+def test_run_that_was_never_told_of_its_frozen_part_is_joined_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """An older Atoll brought the model or keeps it: such a run must not become one that nobody can come back to."""
+    with caplog.at_level(logging.WARNING):
+        agree(model_of(0.5), layout_of(model_of(0.5)).fingerprint)
+    assert ["not compared" in r.getMessage() for r in caplog.records] == [True]
+
+
+def test_first_learner_offers_the_fingerprint_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    uploaded: list[Layout] = []
+    model = model_of(0.5)
+
+    async def answer(*_: object) -> bytes:
+        return fingerprint(model).encode()
+
+    monkeypatch.setattr(join_upload, "pack_model", lambda layout, *_: uploaded.append(layout))
+    monkeypatch.setattr(join_upload, "_offer", answer)
+    torch.manual_seed(0)
+    address = Address(syncer="127.0.0.1:1", token="t", run="", listen="", advertise="")
+    place = Placement(
+        learner=0, incarnation=0, key="", run="r", epoch=0, config={}, data_fingerprint="", layout="", needs_model=True
+    )
+    asyncio.run(join_upload.agree_on_model(address, place, layout_of(model), named_tensors(model), frozen_digest(model)))
+    assert [layout.fingerprint for layout in uploaded] == [fingerprint(model)]
