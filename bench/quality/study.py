@@ -34,8 +34,8 @@ SETTINGS: dict[str, Any] = {
     "outer": {2: (0.7, 0.5), 4: (1.0, 0.5), 8: (1.0, 0.5)},
     "runs": {"async_diloco_m8_h30": ["outer.outer_optimizer=sgd", "outer.outer_learning_rate=0.5"]},
 }
-"""What the sweeps found (docs/results.md): keys of `inner` for all; the inner rate, and (rate, momentum) of the outer Nesterov,
-by the number of learners; and for single runs, by name, --set lines that lie over these."""
+"""Found by the sweeps (docs/research/results.md): keys of `inner` for all; the inner rate, and (rate, momentum) of the outer
+Nesterov, by the number of learners; and for single runs, by name, --set lines that lie over these."""
 EVERY_12 = ("protocol.local_steps_per_round=12", "protocol.fragments=12", "protocol.codec_down=int8")
 """Twice as often as every 24 steps, and at int4 up, int8 down still 3.1 % of bf16 data-parallel's bytes."""
 IN_PIECES = ("protocol.fragmentation=sub_tensor",)

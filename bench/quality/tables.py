@@ -13,7 +13,7 @@ One row a name; the newest line of a name and seed counts.
 * peak: the highest load on a learner's link, the busier direction, if each exchange is spread evenly over the time that its
   method leaves for it: tau steps from the pull to the adoption (H of Async DiLoCo), and one step where tau is 0. Up and down each
   have all of that time. Everybody takes part in every round.
-* hours at 1 Gbit/s: the run's steps, at the step time, over the utilisation that the simulators (docs/simulators.md) find on
+* hours at 1 Gbit/s: the run's steps, at the step time, over the simulated utilisation (docs/planning/simulators.md) on
   links of 1 Gbit/s: the graph, where a reduction takes as long as the larger of what goes up and down, bits as the codecs have
   them; for decoupled presets the machines, and of computing time and schedule kept the smaller. No failures, no latency.
 """

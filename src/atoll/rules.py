@@ -1,6 +1,6 @@
 """The protocol's arithmetic on plain numbers: schedule, weight, freshness, grace, pacing, moving averages.
 
-Symbols (docs/presets.md): P fragments, H interval, tau overlap, K quorum, T outer steps.
+Symbols (docs/research/presets.md): P fragments, H interval, tau overlap, K quorum, T outer steps.
 """
 
 from __future__ import annotations

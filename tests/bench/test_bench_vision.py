@@ -80,7 +80,7 @@ def test_committed_lines_are_of_the_rows_as_they_are(task: Any, committed: dict[
 
 
 def test_docs_have_the_tables_of_the_committed_lines(task: Any, committed: dict[str, dict[str, Any]]) -> None:
-    text = (ROOT / "docs" / "vision.md").read_text(encoding="utf8")
+    text = (ROOT / "docs" / "research" / "vision.md").read_text(encoding="utf8")
     assert task.comparison(committed) in text
     assert task.sweep(committed) in text
 

@@ -23,7 +23,7 @@ from atoll.planner.score import Candidate, Judge
 
 def plan(
     cluster_file: Annotated[
-        Path, typer.Argument(metavar="CLUSTER.toml", readable=False, help="Model, sites and links: see docs/planner.md.")
+        Path, typer.Argument(metavar="CLUSTER.toml", readable=False, help="Model, sites and links: see docs/planning/planner.md.")
     ],
     recipe_file: Annotated[Path | None, typer.Option("--out", help="Write the plan as a recipe for `atoll train`.")] = None,
     candidates: Annotated[int, typer.Option("--candidates", min=0, max=1000, help="How many runners-up to show.")] = 0,

@@ -1,7 +1,7 @@
 """A run as one frozen value, checked once, here. Below this room code trusts its types.
 
 A preset is a function that returns a complete `Config`; a recipe (TOML) and `--set key=value` lay keys over it.
-Every algorithm of the family is a choice of numbers and policies in `Protocol` and `Outer`: see docs/presets.md.
+Every algorithm of the family is a choice of numbers and policies in `Protocol` and `Outer`: see docs/research/presets.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The family as functions that return a complete `Config`: docs/presets.md has them as a table."""
+"""The family as functions that return a complete `Config`: docs/research/presets.md has them as a table."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def streaming() -> Config:
 
 
 FULL = Outer(outer_learning_rate=1.0, outer_momentum=0.5)
-"""With a mean, what the decoupled presets have where `inner.optimizer` is Muon (docs/results.md): what its learners agree on is
+"""With a mean: the decoupled presets where `inner.optimizer` is Muon (docs/research/results.md): what its learners agree on is
 stepped in full. It is what was compared at scale; at COOLER, made for RDA, a mean falls behind RDA with Muon too."""
 COOLER = Outer(outer_learning_rate=0.4, outer_momentum=0.7)
-"""The better of the two tried at 35M with RDA and AdamW (docs/results.md). RDA restores the norm that a mean of M learners
+"""The better of two tried at 35M with RDA and AdamW (docs/research/results.md). RDA restores the norm that a mean of M learners
 loses, so that the published 0.7 / 0.9 steps further than with a mean: too far in runs of some thousand steps."""
 
 

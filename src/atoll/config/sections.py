@@ -106,7 +106,7 @@ class Inner(_Section, frozen=True):
 
 class Model(_Section, frozen=True):
     name: str = "decoder"
-    """`decoder`; `lenet5`, `resnet18`, `vlm` on pictures (docs/vision.md); `custom`: whatever the first learner brings
+    """`decoder`; `lenet5`, `resnet18`, `vlm` on pictures (docs/research/vision.md); `custom`: whatever the first learner brings
     (atoll.join); or package.module:function, which each learner and the syncer must allow by --allow-model."""
     numbers: dict[str, int | float | bool] = {}
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -115,7 +115,7 @@ class Model(_Section, frozen=True):
 class Data(_Section, frozen=True):
     corpus: str = "stdlib"
     """`stdlib`: the running interpreter's standard-library sources; or text: a file (plain, JSON lines, Parquet; .xz, .gz,
-    .zst), a folder, a glob, or several separated by commas. See docs/data.md."""
+    .zst), a folder, a glob, or several separated by commas. See docs/research/data.md."""
     field: str = "text"
     """Of JSON lines and Parquet: where the text is."""
     heldout: str = ""

@@ -1,6 +1,6 @@
 """What a candidate needs: bytes, memory of a learner, memory, cores and disk of the syncer.
 
-Rates of the syncer are those of docs/benchmarks.md (bench/syncer_load.py and bench/syncer_memory.py, one Neoverse-N1 core).
+The syncer's rates are those of docs/planning/benchmarks.md (bench/syncer_load.py, bench/syncer_memory.py; one Neoverse-N1 core).
 """
 
 from __future__ import annotations

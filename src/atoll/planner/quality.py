@@ -7,7 +7,7 @@
 `base` and the two exponents are the least-squares fit of the published table (Streaming DiLoCo, table 5: two replicas, 35M to
 4B). g is 1 at two learners and grows by a constant with each doubling, through the published +0.7 % and +3.9 % of 2 and 8
 decoupled learners at 35M. `slope` is how loss falls with compute from size to size in the same table: what it takes to make
-up for a loss. The rest is ours; docs/planner.md argues each number.
+up for a loss. The rest is ours; docs/planning/planner.md argues each number.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Failures(_Section, frozen=True):
 
 
 class Quality(_Section, frozen=True):
-    """Constants of the quality model; docs/planner.md has their sources. Losses are per cent over data-parallel."""
+    """Constants of the quality model; docs/planning/planner.md has their sources. Losses are per cent over data-parallel."""
 
     base_percent: NonNegative = 0.73
     """Two synchronous learners, H = 30, 35M parameters."""
@@ -246,7 +246,7 @@ def _explain(error: str, raw: Any) -> str:
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]
     if "matching regex" in what:
-        what = "must be fp32, bf16, int8, int4, e3m0 or another codec of docs/presets.md"
+        what = "must be fp32, bf16, int8, int4, e3m0 or another codec of docs/research/presets.md"
     if what.startswith("Invalid enum value"):
         what = "must be ddp, diloco, async_diloco, streaming or decoupled"
     what = re.sub(r"Expected `(\w+)(?: \| null)?` ", lambda m: f"must be {_WORDS.get(m[1], m[1])} ", what)

@@ -2,7 +2,7 @@
 
 Why it is here: averaging learners keeps what their updates have in common. AdamW's update of a small batch is mostly noise
 scaled to full size, so M learners share little; an orthogonal factor spends the step on all directions of the gradient alike, and
-learners that saw different text agree far better (docs/results.md has the figures). K. Jordan et al. 2024; the factor 0.2 is that
+learners that saw different text agree far better (docs/research/results.md). K. Jordan et al. 2024; the factor 0.2 is that
 of J. Liu et al. 2025 (arXiv 2502.16982): updates as large as AdamW's, so one learning rate serves both.
 """
 

@@ -3,7 +3,7 @@
 A step of L layers is 3L-1 equal nodes: forward 1..L, then from L down to 1 backward-to-activations (layer 1 has none) and
 backward-to-parameters. A layer's reduction is released when its backward-to-parameters ends, and crosses one serial link
 first in, first out. The forward of layer l in step t+1+tau waits for the reduction of layer l issued in step t. That is the
-simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1), read as docs/simulators.md says.
+simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1), read as docs/planning/simulators.md says.
 
 Every time is an array over bandwidths: one walk through the graph gives a whole curve.
 """
