@@ -33,10 +33,15 @@ class Protocol(_Section, frozen=True):
     local_steps_per_round: Annotated[int, Meta(ge=1, le=10**6)] = 24
     """H: completed inner optimiser steps between two synchronisations of the same fragment."""
     fragmentation: Literal["whole", "layer", "tensor", "balanced", "sub_tensor"] = "balanced"
+    """How the model is divided into fragments: `whole`: one fragment; `layer`: groups of blocks, and one fragment for all other
+    tensors; `tensor`: tensor i goes to fragment i mod P; `balanced`: tensors by size, each into the smallest fragment so far;
+    `sub_tensor`: as `balanced`, with large tensors cut along their first axis."""
     fragments: Annotated[int, Meta(ge=0, le=10**5)] = 24
     """P. 0 lets `layer` derive it from the number of blocks."""
     layers_per_fragment: Positive = 3
+    """Blocks of one fragment; read only where `fragments` is 0."""
     layer_order: Literal["strided", "sequential"] = "strided"
+    """Which blocks `layer` groups: `strided`: every g-th block; `sequential`: neighbours."""
     overlap: Natural = 2
     """tau: inner steps between the pull of a fragment and its adoption; rounds that may be in flight."""
     overlap_by_learner: tuple[Natural, ...] = ()
@@ -44,75 +49,115 @@ class Protocol(_Section, frozen=True):
     quorum: Positive | Literal["all"] = 1
     """K: the least number of learners whose reports count towards one outer step. "all": every member in sync."""
     grace: Literal["none", "adaptive"] = "adaptive"
+    """`adaptive`: a round with a quorum waits for more learners while the overlap hides the wait; `none`: it does not wait."""
     grace_gamma: Share = 0.8
+    """Share of the slack that the adaptive grace window may use."""
     ema_weight: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.1
+    """Weight of the newest value in the moving averages of step, pull, round and sync times."""
     pace: NonNegative = 1.0
     """Least time between outer steps, in median step times (so between two rounds of P <= H: pace * H*step/P)."""
     contribution: Literal["weights", "gradient"] = "weights"
+    """What a learner sends: the change of its `weights` since the anchor, or a `gradient` (`ddp` alone)."""
     aggregation_weighting: Literal["uniform", "num_samples", "tokens"] = "tokens"
+    """Weight of a learner in a merge: `uniform`; `num_samples`: its samples since it last adopted the fragment; `tokens`: its
+    tokens since then, times its tokens per step."""
     merge: Literal["mean", "rda"] = "rda"
+    """How the learners' outer gradients become one: their weighted `mean`, or radial-directional averaging (`rda`)."""
     embedding_merge: Literal["mean", "rda"] = "mean"
+    """The same for embeddings."""
     merge_norm: Literal["tensor", "row", "fragment"] = "tensor"
+    """What RDA takes as one vector: each tensor, each row of a tensor, or the whole fragment."""
     embedding_glob: str = ""
+    """Glob of parameter names that count as embeddings; empty: weights of `nn.Embedding` and tensors tied to them."""
     alpha: Share = 0.0
     """Mixing on adoption: alpha * own + (1 - alpha) * Theta."""
     anchor: Literal["adopted", "present", "round_start"] = "present"
+    """What the outer gradient is taken against: the version the learner last `adopted`, the syncer's `present` Theta, or the
+    learner's own weights at the `round_start` (the one-round delay of `async_diloco`)."""
     adopt: Literal["exact", "arrival"] = "arrival"
+    """When a learner takes a new version over: `exact`: tau inner steps after the pull, waiting if it must; `arrival`: at the
+    first step boundary after the version arrives, never waiting."""
     lead: Annotated[int, Meta(ge=-1)] = -1
     """Local steps a learner may run past its last due adoption. -1: tau where K = M, unlimited elsewhere."""
     codec_up: CodecName = "int4"
+    """Codec of contributions, learner to syncer."""
     codec_down: CodecName = "bf16"
+    """Codec of announced versions, syncer to learner. Lossy ones send the difference to the version announced before."""
     error_feedback: bool = False
+    """A learner adds what `codec_up` rounded away to its next contribution of the same fragment."""
     stochastic_rounding: bool = False
+    """`codec_up` rounds up or down at random, without bias, instead of to the nearest value."""
     freeze_not_due: bool = False
     """FedPart: freeze what is not due next. An ablation, known to be far worse."""
     ramp: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """Share of the outer steps over which the interval grows 1, 2, 4, ... up to H."""
     snapshot_interval: Natural = 0
+    """Outer steps between two snapshots; 0: none."""
     elastic: bool = True
     """False: a lost member still counts towards "all", so everybody waits for its return (plain data-parallel)."""
 
 
 class Outer(_Section, frozen=True):
+    """The outer optimiser, which the syncer runs on Theta."""
+
     outer_optimizer: Literal["sgd", "momentum", "nesterov", "delayed_nesterov", "inner"] = "nesterov"
     """`inner` runs the inner optimiser on Theta with the merged gradient: data-parallel training."""
     outer_learning_rate: Annotated[float, Meta(gt=0.0, le=1e3)] = 0.7
+    """Rate of the outer optimiser."""
     outer_momentum: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
+    """Momentum of the outer optimiser; `sgd` and `inner` do not read it."""
     delay: Positive = 1
     """N of delayed Nesterov."""
     apply_outer_optimizer_to: Literal["parameters", "all_floating"] = "parameters"
+    """`parameters`: buffers are averaged without momentum; `all_floating`: floating buffers are stepped too; it warns."""
 
 
 class Inner(_Section, frozen=True):
+    """The optimiser that each learner runs on its own weights."""
+
     optimizer: Literal["AdamW", "Adam", "SGD", "Muon"] = "AdamW"
     """Muon: hidden matrices by the orthogonal factor of their momentum, the rest by AdamW; learners then differ less."""
     learning_rate: Annotated[float, Meta(gt=0.0, le=1e3)] = 3e-3
+    """Rate of the inner optimiser after the warm-up, before the schedule lowers it."""
     weight_decay: NonNegative = 0.01
+    """Decoupled weight decay of AdamW and Muon; L2 penalty of Adam and SGD."""
     betas: tuple[Below1, Below1] = (0.9, 0.95)
+    """Decay rates of AdamW's and Adam's two moments."""
     momentum: Share = 0.0
     """SGD's."""
     muon_momentum: Share = 0.95
+    """Momentum of the matrices that Muon steps."""
     muon_except: str = "*head*"
     """Globs, separated by commas: matrices that Muon leaves to AdamW besides the embeddings."""
     clip_norm: NonNegative = 1.0
     """0 switches clipping off."""
     schedule: Literal["cosine", "constant"] = "cosine"
+    """How the rate falls after the warm-up: `cosine` down to `final_share`, or `constant`."""
     warmup_share: Share = 0.05
+    """Share of the run over which the rate rises from near 0."""
     final_share: Share = 0.1
+    """Rate at the end of the cosine, as a share of `learning_rate`."""
     accumulate: Annotated[int, Meta(ge=1, le=10**5)] = 1
     """Micro-batches per optimiser step. H counts optimiser steps, never these."""
     preserve_optimizer_state: bool = True
+    """False: the inner optimiser starts afresh for each fragment that is adopted. Not faithful to DiLoCo; it warns."""
 
 
 class Model(_Section, frozen=True):
+    """What is trained."""
+
     name: str = "decoder"
     """`decoder`; `lenet5`, `resnet18`, `vlm` on pictures (docs/research/vision.md); `custom`: whatever the first learner brings
     (atoll.join); or package.module:function, which each learner and the syncer must allow by --allow-model."""
     numbers: dict[str, int | float | bool] = {}
+    """The model's own numbers, such as `width`, `layers` and `heads`: see docs/research/models.md."""
     dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the learners' weights. The syncer's Theta and its outer state are always float32."""
 
 
 class Data(_Section, frozen=True):
+    """What it is trained and evaluated on."""
+
     corpus: str = "stdlib"
     """`stdlib`: the running interpreter's standard-library sources; or text: a file (plain, JSON lines, Parquet; .xz, .gz,
     .zst), a folder, a glob, or several separated by commas. See docs/research/data.md."""
@@ -132,8 +177,11 @@ class Data(_Section, frozen=True):
     vocab: Positive = 512
     """Entries of the trained BPE; byte-level has 257."""
     seq_len: Positive = 64
+    """Tokens of one sample."""
     batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 8
+    """Samples of one micro-batch of one learner."""
     heldout_batches: Positive = 16
+    """Batches of `batch_size` that the held-out loss is measured on."""
     heldout_every: Natural = 0
     """Outer steps between two looks at the held-out loss of Theta while it trains; 0: before and after only."""
     samples_by_learner: tuple[Positive, ...] = ()
@@ -143,18 +191,24 @@ class Data(_Section, frozen=True):
 
 
 class Cluster(_Section, frozen=True):
-    """Virtual hardware and network: what the simulator stands on."""
+    """Virtual hardware and network, for `--virtual` and `atoll sim`."""
 
     step_seconds: Annotated[float, Meta(ge=1e-6, le=1e6)] = 1.0
+    """Mean duration of an inner step of a learner that is not slow."""
     step_noise: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.05
     """Standard deviation of a step's duration, as a share of its mean."""
     step_distribution: Literal["normal", "lognormal"] = "normal"
     """`lognormal` has a long tail of slow steps."""
     slow_share: Share = 0.0
+    """Share of the learners that are slow."""
     slow_factor: Annotated[float, Meta(ge=1.0, le=1e6)] = 1.18
+    """How many times as long a step of a slow learner takes."""
     latency_seconds: NonNegative = 0.02
+    """One way between a learner and the syncer."""
     up_gbit: Annotated[float, Meta(ge=1e-6, le=1e9)] = 1.0
+    """Bandwidth of a learner's link to the syncer, in Gbit/s."""
     down_gbit: Annotated[float, Meta(ge=1e-6, le=1e9)] = 1.0
+    """Bandwidth of the syncer's link to a learner, in Gbit/s."""
     mtbf_seconds: NonNegative = 0.0
     """Mean time between failures of one learner, exponential; 0: none fail but by a chaos plan."""
     repair_seconds: Above0 = 20.0
@@ -166,7 +220,7 @@ class Cluster(_Section, frozen=True):
 
 
 class Limits(_Section, frozen=True):
-    """Everything has a limit, and the limits are tests."""
+    """Bounds on time, memory and trust: nothing in a run is unlimited."""
 
     versions_max: Annotated[int, Meta(ge=2)] = 8
     """Announced versions of one fragment that the syncer keeps for laggards."""
@@ -197,9 +251,14 @@ class Limits(_Section, frozen=True):
 
 
 class Config(_Section, frozen=True):
+    """A whole run: keys without a section first, then the sections."""
+
     preset: str = "decoupled"
+    """The algorithm: a preset gives every key a value, and recipe and `--set` change single ones."""
     seed: Natural = 0
+    """Seed of initial weights, data order and virtual hardware."""
     learners: Positive = 4
+    """M: how many learners the run is planned for. More may join, up to `limits.members_max`."""
     total_steps: Positive = 240
     """T: the length of the run in steps. One step of the run is one inner step of every learner that keeps pace, and one outer
     step of the syncer; a preset with `local_steps_per_round` = H merges a fragment every H of them."""
