@@ -1,13 +1,12 @@
-"""The command line as a user meets it: in a process of its own, by exit code and by what it prints."""
+"""The command line as a user meets it: by exit code and by what it prints."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command import atoll
 
 from atoll.cli.shared import new_directory
 
@@ -16,12 +15,6 @@ KEYS = {
     "preset", "learners", "seed", "total_steps", "goodput", "uptime", "waited_seconds", "participants", "tokens", "recoveries",
     "bytes_up", "bytes_down", "loss_first", "loss_final", "theta_sha256", "tape", "run_dir",
 }  # fmt: skip
-
-
-def atoll(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "atoll", *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
-    )
 
 
 def test_train_with_json_ends_with_one_object_and_its_tape_replays(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command import atoll
 from typer.testing import CliRunner
 
 from atoll.cli import app
@@ -33,7 +34,7 @@ def objects(*arguments: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_in_a_process_of_its_own_it_prints_the_published_table_beside_ours_without_torch(tmp_path: Path) -> None:
+def test_published_table_is_printed_beside_ours_without_torch(tmp_path: Path) -> None:
     code = "import sys; from atoll.cli import main; sys.argv = ['atoll', 'simulate', 'bandwidth']\ntry: main()\n" \
            "except SystemExit as e: code = e.code\nassert 'torch' not in sys.modules; sys.exit(code)"  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
@@ -201,8 +202,5 @@ def test_nonsense_is_refused_in_one_sentence(
 
 
 def test_a_refusal_exits_with_2(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "atoll", "simulate", "bandwidth", "--overlap", "100"], cwd=tmp_path, capture_output=True,
-        text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = atoll("simulate", "bandwidth", "--overlap", "100", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "atoll: --overlap 100: must be below --interval 100\n")

@@ -7,12 +7,11 @@ import lzma
 import os
 import shutil
 import stat
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import command
 import pytest
 import torch
 from safetensors import SafetensorError
@@ -358,7 +357,7 @@ def test_eval_tells_tasks_and_heldout_loss_as_one_object(run: Path, tmp_path: Pa
     assert "piqa" in table and "perplexity" in table and f"{heldout['loss']:.4f}" in table
 
 
-def test_eval_counts_the_heldout_sequences_there_are_where_batches_are_asked_for_in_plenty(run: Path, tmp_path: Path) -> None:
+def test_eval_counts_the_heldout_sequences_there_are_where_more_are_asked_for(run: Path, tmp_path: Path) -> None:
     shutil.copy(run / "theta.safetensors", tmp_path)
     config = load(run / "config.toml", overrides={"data": {"max_bytes": 20_000, "heldout_batches": 10_000}})
     (tmp_path / "config.toml").write_text(to_toml(config))
@@ -375,14 +374,12 @@ def test_eval_refuses_unknown_tasks_and_missing_files_before_it_loads_anything(t
 
 
 def test_commands_end_with_exit_code_2_and_one_sentence(tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "atoll", "export", "nowhere", "--hf", "out"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = command.atoll("export", "nowhere", "--hf", "out", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "atoll: run nowhere: is no run's folder, it has no config.toml\n")
 
 
 def test_run_that_never_trained_ends_with_exit_code_2(run: Path, tmp_path: Path) -> None:
     cut_run(tmp_path / "never", run)
-    words = [sys.executable, "-m", "atoll", "eval", "never"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = command.atoll("eval", "never", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("atoll: run never: holds only the weights it began with") and done.stderr.count("\n") == 1

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from command import atoll
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
-
-
-def atoll(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "atoll", *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False
-    )
 
 
 def test_a_plan_is_printed_with_reasons_and_what_would_change_it(tmp_path: Path) -> None:

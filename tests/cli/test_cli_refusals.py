@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import command
 import msgspec
 import pytest
 from typer.testing import CliRunner
@@ -204,7 +203,7 @@ def seal_another(run: Path, snapshot: int, learners: tuple[int, ...] = (), *, co
 
 @pytest.mark.parametrize("how", ["shorter", "manifest", "flipped"])
 @pytest.mark.usefixtures("unbuilt")
-def test_run_whose_newest_snapshot_is_damaged_does_not_go_on_from_an_older_one_unasked(stopped: Path, how: str) -> None:
+def test_run_with_a_damaged_newest_snapshot_does_not_resume_an_older_one_unasked(stopped: Path, how: str) -> None:
     part = seal_another(stopped, 60)
     hurt = next(path for path in sorted((part / "versions").iterdir()) if path.is_file())
     hurt = part / "manifest.json" if how == "manifest" else hurt
@@ -224,7 +223,7 @@ def test_snapshot_that_was_given_up_is_not_the_newest(stopped: Path) -> None:
 
 
 @pytest.mark.usefixtures("unbuilt")
-def test_learners_part_that_is_damaged_is_told_by_its_own_path_and_one_that_is_missing_is_no_reason(stopped: Path) -> None:
+def test_damaged_part_of_a_learner_is_refused_by_its_path_and_a_missing_one_is_not(stopped: Path) -> None:
     seal_another(stopped, 60, (0,))
     assert "outer step 60 already" in refusal("train", "--resume", stopped, "--set", "total_steps=60")
     part = stopped / "learners" / "0" / "snapshots" / "60"
@@ -282,8 +281,7 @@ def test_snapshot_of_more_streams_than_members_may_be_is_refused(stopped: Path) 
 
 
 def test_refused_resumption_ends_with_code_2(stopped: Path) -> None:
-    words = ["train", "--resume", str(stopped), "--set", "data.seq_len=8", "--set", "total_steps=50"]
-    done = subprocess.run([sys.executable, "-m", "atoll", *words], capture_output=True, text=True, check=False)
+    done = command.atoll("train", "--resume", stopped, "--set", "data.seq_len=8", "--set", "total_steps=50", cwd=stopped)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("atoll: key data.seq_len = 8: the run that is resumed had 16, and")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from command import atoll
 
 from atoll.chaos import Plan
 from atoll.config import PRESETS, Config, load, warnings
@@ -127,3 +128,5 @@ def test_books_35m_without_its_data_ends_with_one_sentence_and_exit_code_2(tmp_p
     assert done.stderr.count("\n") == 1
     assert done.stderr.startswith("atoll: data.corpus: data/wiki-train.jsonl.xz does not exist: name a file of text, JSON lines")
     assert list(tmp_path.iterdir()) == []
+    here = atoll(*words[3:], cwd=tmp_path)
+    assert (here.returncode, here.stdout, here.stderr) == (2, done.stdout, done.stderr), "as tests of commands call it"
