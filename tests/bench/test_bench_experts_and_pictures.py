@@ -94,7 +94,7 @@ def test_bytes_are_a_share_of_two_a_parameter_each_way_every_step_for_every_lear
     assert task.byte_share(line("x", "ddp", 0, 1.0)) == pytest.approx(16_000 / (4 * 10 * 1000 * 4))
 
 
-def test_tables_show_mean_and_spread_of_the_compared_runs_and_the_sweep_with_what_was_varied(task: Any) -> None:
+def test_tables_show_mean_and_spread_of_the_runs_and_the_sweep_with_what_varied(task: Any) -> None:
     lines = [
         line("table", "ddp", 2, 1.5, learners=4), line("table", "ddp", 1, 1.0), line("table", "decoupled", 1, 2.0),
         line("slow", "decoupled", 0, 2.5, **{"inner.learning_rate": 0.1, "data.seq_len": 8}),

@@ -162,7 +162,7 @@ def test_weights_and_buffers_are_everybodys_after_a_merge_and_ones_own_between(s
     assert (syncer.directory / "theta.safetensors").exists()
 
 
-def test_joining_brings_theta_before_the_first_step_and_the_second_learners_weights_are_forgotten(
+def test_joining_loads_theta_before_the_first_step_over_the_second_learners_weights(
     start: Callable[[Config], Syncer],
 ) -> None:
     syncer = start(custom("diloco", learners=1))
@@ -259,7 +259,7 @@ def test_mistakes_of_a_loop_are_told_apart(start: Callable[[Config], Syncer]) ->
             learner.step()
 
 
-def test_parameter_unfrozen_after_join_is_told_at_its_first_step_and_one_frozen_after_it_may_be(
+def test_parameter_unfrozen_after_join_is_refused_at_the_first_step_a_frozen_not(
     start: Callable[[Config], Syncer],
 ) -> None:
     """What was frozen is in no fragment: it would train here and never travel."""
@@ -295,7 +295,7 @@ def test_learner_with_another_model_is_refused_and_the_first_trains_on(start: Ca
     assert syncer.home.machine.finished
 
 
-def test_learner_with_another_frozen_part_is_refused_and_so_it_is_by_a_syncer_that_came_back(
+def test_learner_with_another_frozen_part_is_refused_also_by_a_restarted_syncer(
     start: Callable[[Config], Syncer], tmp_path: Path
 ) -> None:
     """It does not travel, and heads of different backbones would be averaged without a word."""
@@ -370,7 +370,7 @@ def test_loop_that_breaks_says_goodbye_and_a_step_after_the_end_is_harmless(star
     assert [w.reason for w in words if isinstance(w, Goodbye)] == ["its loop ended"]
 
 
-def test_late_learner_takes_a_peers_optimiser_state_but_not_its_rate_and_theta_where_optimisers_differ(
+def test_late_learner_takes_a_peers_optimiser_state_or_theta_where_optimisers_differ(
     start: Callable[[Config], Syncer],
 ) -> None:
     syncer = start(custom(total_steps=10**6, learners=1))

@@ -65,7 +65,7 @@ def atoll(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "atoll", *words], capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_following_by_hand_tells_the_end_of_a_run_that_is_over_and_what_it_cannot_follow(tmp_path: Path) -> None:
+def test_following_by_hand_ends_with_the_run_and_refuses_what_it_cannot_follow(tmp_path: Path) -> None:
     config = small(2, total_steps=40)
     run(tmp_path / "run", config)
     done = atoll("eval", str(tmp_path / "run"), "--follow", "--every", "10", "--json")

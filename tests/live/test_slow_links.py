@@ -92,7 +92,7 @@ def linked(wire: Cable, payload_bytes: int, stall_seconds: float = STALL_SECONDS
                 end.stop()
 
 
-def test_transfers_both_ways_that_take_longer_than_any_timeout_arrive_on_the_same_link(wire: Cable) -> None:
+def test_transfers_both_ways_longer_than_any_timeout_arrive_on_the_same_link(wire: Cable) -> None:
     """6 MB at 3 Mbit/s take 16 s. Pings wait behind seconds of bytes meanwhile, and their answers behind as many."""
     with linked(wire, 6_000_000) as ends:
         for end in ends:

@@ -70,7 +70,7 @@ def test_decoupled_with_all_in_step_and_exact_adoption_is_streaming(anchor: str)
 
 
 @pytest.mark.parametrize("anchor", ["adopted", "present"])
-def test_decoupled_with_all_in_step_and_adoption_on_arrival_is_streaming_with_overlap_1(anchor: str) -> None:
+def test_decoupled_in_step_with_adoption_on_arrival_is_streaming_with_overlap_1(anchor: str) -> None:
     """Without latency a result is there at the next boundary. One constant rate, because on arrival the rate follows the
     outer step last heard of, which lies one behind."""
     streaming = trained("streaming", protocol=STREAMED | {"overlap": 1}, model=LAYERS, inner=ONE_RATE)
@@ -115,12 +115,12 @@ def calm(preset: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("weather", WEATHERS)
 @pytest.mark.parametrize("preset", SYNCHRONOUS)
-def test_synchronous_preset_with_other_latencies_and_arrival_orders_gives_the_same_theta(preset: str, weather: str) -> None:
+def test_synchronous_preset_with_other_latencies_and_orders_gives_the_same_theta(preset: str, weather: str) -> None:
     rough = trained(preset, protocol=SYNCHRONOUS[preset], cluster=WEATHERS[weather], model=LAYERS)
     assert_same_bits(rough, calm(preset))
 
 
-def test_diloco_with_a_learner_silent_inside_an_interval_and_back_before_its_end_gives_the_same_theta() -> None:
+def test_diloco_with_a_learner_silent_inside_an_interval_gives_the_same_theta() -> None:
     """It went on training while nobody heard of it and runs ahead of the others: its interval is still H steps."""
     config = configured("diloco", total_steps=30, protocol={"local_steps_per_round": 30}, cluster=CALM)
     slow = [Slow(0.0, learner, 2.0, 1_000.0) for learner in (1, 2)]
@@ -147,7 +147,7 @@ def _sha256(config: Config) -> str:
 
 
 @pytest.mark.parametrize("rounding", [False, True])
-def test_decoupled_run_with_the_same_seed_gives_the_same_theta_and_with_another_does_not(
+def test_decoupled_run_gives_the_same_theta_for_the_same_seed_only(
     tmp_path: Path, rounding: bool
 ) -> None:
     first = language_run(tmp_path, 1, stochastic_rounding=rounding)

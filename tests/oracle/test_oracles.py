@@ -84,13 +84,13 @@ def fedavg_run(weighting: str = "num_samples") -> TensorExecutor:
     return atoll_run(configured("fedavg", total_steps=STEPS, protocol=protocol, inner=SCHEDULE, data=data))
 
 
-def test_fedavg_with_uneven_batches_is_the_sample_weighted_average_of_updates_bit_for_bit() -> None:
+def test_fedavg_with_uneven_batches_is_the_weighted_average_of_updates_bit_for_bit() -> None:
     executor = fedavg_run()
     center, _ = fedavg_loop.train(batch=batches(sizes=SIZES), interval=5, form="updates", **shared())
     assert_same_bits(theta(executor), center.state_dict())
 
 
-def test_fedavg_with_uneven_batches_is_the_sample_weighted_average_of_models_up_to_rounding() -> None:
+def test_fedavg_with_uneven_batches_is_the_weighted_average_of_models_up_to_rounding() -> None:
     # Theta - mean(Theta - theta_m) and mean(theta_m) are one number with two roundings: the outer step of the whole
     # family works on differences, and FedAvg is its member with outer SGD 1.0.
     center, _ = fedavg_loop.train(batch=batches(sizes=SIZES), interval=5, form="models", **shared())
@@ -112,7 +112,7 @@ def test_diloco_over_several_rounds_is_algorithm_1_bit_for_bit(learners: int, in
     assert_learners_hold(executor, models)
 
 
-def test_diloco_with_outer_steps_no_multiple_of_the_interval_merges_only_whole_rounds() -> None:
+def test_diloco_with_total_steps_no_multiple_of_the_interval_merges_whole_rounds() -> None:
     protocol = {"local_steps_per_round": 7}
     executor = atoll_run(configured("diloco", total_steps=STEPS, protocol=protocol, inner=SCHEDULE))
     center, models = diloco_loop.train(batch=batches(), interval=7, make_outer=nesterov(0.7), **shared())

@@ -239,7 +239,7 @@ def test_run_in_a_subprocess_is_the_same_to_the_bit() -> None:
     assert there.stdout.strip() == here
 
 
-def test_logical_learners_that_take_turns_in_one_process_do_not_touch_each_others_state() -> None:
+def test_logical_learners_that_take_turns_in_one_process_keep_their_own_state() -> None:
     """... and also when logical learners outnumber processes and take turns: the order of turns changes nothing."""
     even = Run(tiny_config("diloco", learners=4, cluster={"step_noise": 0.0}))
     uneven = Run(tiny_config("diloco", learners=4, cluster={"step_noise": 0.3, "slow_share": 0.5, "slow_factor": 2.0}))

@@ -98,7 +98,7 @@ def last_sent(run: Run) -> list[Sent]:
 
 
 @pytest.mark.parametrize("preset", ["diloco", "fedavg"])
-def test_matched_runs_merge_buffers_alike_by_the_same_weights_whatever_the_outer_optimiser(preset: str) -> None:
+def test_matched_runs_merge_buffers_alike_whatever_the_outer_optimiser(preset: str) -> None:
     """Floating buffers (batch-norm statistics) are merged with the same weights but no momentum."""
     run = run_of(preset, protocol={"aggregation_weighting": "num_samples"}, data={"samples_by_learner": [4, 12]})
     (fragment,) = run.task.layout.fragments
@@ -136,7 +136,7 @@ def test_accumulated_micro_batches_move_the_statistics_and_do_not_count_towards_
 
 
 @pytest.mark.parametrize("preset", ["diloco", "fedavg", "streaming", "decoupled", "ddp"])
-def test_nothing_of_the_inner_optimiser_is_sent_and_statistics_travel_in_fp32_with_their_module(preset: str) -> None:
+def test_statistics_travel_in_fp32_and_nothing_of_the_inner_optimiser_does(preset: str) -> None:
     """Inner optimiser state never appears in a message to the syncer; buffers travel in fp32 with their module's fragment."""
     run = run_of(preset, Plan((Kill(3.4, 1, 2.0),)), learners=3)
     for fragment in run.task.layout.fragments:
@@ -165,7 +165,7 @@ def test_recovery_brings_moments_of_convolutions_and_statistics_from_a_peer() ->
     assert int(content["tensors"]["stem_norm.num_batches_tracked"]) > 0
 
 
-def test_learners_that_outnumber_processes_and_take_turns_do_not_touch_each_others_statistics() -> None:
+def test_learners_that_take_turns_in_one_process_keep_their_own_statistics() -> None:
     """... also when logical learners outnumber processes and take turns: the order of turns changes nothing."""
     clusters = ({"step_noise": 0.0}, {"step_noise": 0.3, "slow_share": 0.5, "slow_factor": 2.0})
     even, uneven = (run_of("diloco", learners=5, total_steps=2 * ROUND, cluster=cluster) for cluster in clusters)

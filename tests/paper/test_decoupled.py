@@ -100,7 +100,7 @@ def test_learner_reports_after_every_inner_step() -> None:
         assert all(r[0].step_nanos > 0 for r in reports[:-1])
 
 
-def test_learner_adopts_at_the_first_boundary_after_arrival_and_zeroes_that_fragments_counters() -> None:
+def test_learner_adopts_at_the_first_boundary_and_zeroes_the_fragments_counters() -> None:
     """Drain whatever fragments have arrived: adopt, zero that fragment's two counters, take over the syncer's outer step."""
     story = Story(small())
     waiting: dict[int, dict[int, int]] = defaultdict(dict)
@@ -305,7 +305,7 @@ def test_learner_stages_what_is_due_in_its_next_tau_outer_steps_at_every_boundar
 # ---------------------------------------------------------------- the wire
 
 
-def test_contribution_is_tagged_with_the_version_it_is_against_and_that_version_is_kept() -> None:
+def test_contribution_names_the_version_it_is_against_and_that_version_is_kept() -> None:
     """A learner sends its difference to the version it last adopted, tagged with that version."""
     story = Story(small())
     held: dict[tuple[int, int], int] = {}
@@ -333,7 +333,7 @@ def test_outer_gradient_is_anchored_at_the_syncers_present_value() -> None:
             torch.testing.assert_close(after.theta, theta, rtol=1e-5, atol=1e-6)
 
 
-def test_difference_against_a_version_that_is_gone_is_refused_and_its_learner_recovers() -> None:
+def test_difference_against_a_forgotten_version_is_refused_and_its_learner_recovers() -> None:
     """A difference against a version that is gone is refused and that learner goes through recovery: never re-based."""
     story = Story(
         small(total_steps=120, limits={"versions_max": 2, "silence_steps": 1e6, "first_pull_seconds": 1.0}),
@@ -344,7 +344,7 @@ def test_difference_against_a_version_that_is_gone_is_refused_and_its_learner_re
     assert any("never re-based" in r or "forgotten" in r for r in reasons)
 
 
-def test_announced_version_is_the_previous_plus_what_was_decoded_and_the_residual_stays() -> None:
+def test_announced_version_is_the_previous_plus_the_decoded_and_the_residual_stays() -> None:
     """Down with a lossy codec: the announced version is previous + decoded, the syncer keeps the residual."""
     run = Run(tiny_config("decoupled", total_steps=24, protocol={"fragmentation": "balanced", "fragments": 2, "overlap": 1,
                                                                   "codec_down": "int4"}))  # fmt: skip
@@ -422,7 +422,7 @@ def test_newcomer_never_takes_over_the_peers_data_position() -> None:
     assert tensors_in(transfer.payload.content["optimizer"])
 
 
-def test_no_reachable_peer_means_theta_from_the_syncer_with_fresh_moments_and_a_reason() -> None:
+def test_no_reachable_peer_means_theta_from_the_syncer_with_fresh_moments() -> None:
     """No reachable peer: the syncer sends all of Theta, moments start fresh, the reason goes on the tape."""
     story = Story(small(learners=1), Plan((Kill(20.0, 0, 5.0),)))
     assert [e.reason for e in story.effects(LoadTheta)] == ["nothing was merged yet", "no peer is in sync"]

@@ -100,7 +100,7 @@ def test_adoption_mixes_own_and_global_by_alpha() -> None:
         assert torch.equal(learner.anchors[0], theta)  # the anchor is Theta itself, never the mixture
 
 
-def test_outer_step_starts_from_the_last_synchronised_copy_and_never_from_mixed_weights() -> None:
+def test_outer_step_starts_from_the_last_synchronised_copy_not_from_mixed_weights() -> None:
     """The outer step starts from the last synchronised outer copy, never from the mixed weights."""
     run = Run(streaming(alpha=0.5))
     merges = [m for m in run.effects(Merge) if m.fragment == 1]

@@ -302,7 +302,7 @@ faults = st.lists(st.tuples(st.floats(0.0, 8.0), st.floats(0.01, 3.0), st.boolea
 
 @settings(deadline=None)
 @given(faults, st.integers(0, 2**32))
-def test_channel_is_fifo_whatever_clogs_and_partitions_do_and_loses_only_with_the_connection(
+def test_channel_is_fifo_under_clogs_and_partitions_and_loses_with_the_link_only(
     plan: list[tuple[float, float, bool, bool]], seed: int
 ) -> None:
     town, rng = Town(detect_seconds=1.0, up_gbit=0.001).connected(0), random.Random(seed)

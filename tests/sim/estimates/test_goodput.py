@@ -97,7 +97,7 @@ def test_impossible_clusters_are_refused(chips: int, learners: int, words: str) 
 # ---------------------------------------------------------------- stepping patterns
 
 
-def test_in_data_parallel_everybody_stops_together_and_decoupled_learners_recover_alone() -> None:
+def test_data_parallel_stops_together_and_decoupled_learners_recover_alone() -> None:
     together, apart = patterns(1_200_000, 8, MODEL, 1800.0)
     assert len(together) == len(apart) == 8
     steps = [[(b.start, b.end) for b in row if b.state == STEPS] for row in together]

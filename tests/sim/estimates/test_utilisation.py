@@ -68,7 +68,7 @@ def test_streaming_issues_each_fragment_at_its_own_offset() -> None:
     assert makespan(TWO, exchange, 16.0, 8) == pytest.approx(42)
 
 
-def test_async_diloco_in_steady_state_is_bound_by_the_slower_of_interval_and_transfer() -> None:
+def test_async_diloco_is_bound_by_the_slower_of_interval_and_transfer() -> None:
     exchange = Exchange("async_diloco", interval=10)
     assert at(ONE, exchange, 16.0 / 19) == pytest.approx(1.0)  # 19 s within 10 steps of 2 s
     assert at(ONE, exchange, 16.0 / 40) == pytest.approx(0.5)  # 40 s

@@ -87,7 +87,7 @@ def test_decoupled_ramp_differs_from_decoupled_in_the_ramp_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["decoupled", "decoupled_ramp"])
-def test_decoupled_presets_merge_by_a_mean_and_step_in_full_where_the_optimiser_is_muon(name: str, tmp_path: Path) -> None:
+def test_decoupled_presets_merge_by_a_mean_with_full_outer_steps_under_muon(name: str, tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text(f'[for.{name}.inner]\noptimizer = "Muon"\n')
     by_set = load(preset_name=name, assignments=["inner.optimizer=Muon"])
@@ -269,7 +269,7 @@ def test_combination_that_makes_no_sense_is_refused_with_what_would(
     assert right in sentence
 
 
-def test_pieces_of_tensors_in_one_fragment_are_whole_tensors_that_can_be_frozen_or_forgotten() -> None:
+def test_pieces_of_tensors_in_one_fragment_are_whole_tensors_again() -> None:
     for key in ("protocol.freeze_not_due=true", "inner.preserve_optimizer_state=false"):
         load(preset_name="diloco", assignments=["protocol.fragmentation=sub_tensor", "protocol.fragments=1", key])
 
@@ -293,7 +293,7 @@ def test_preset_by_name_wins_over_the_recipes_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("own", "asked"), [("decoupled", "diloco"), ("diloco", "fedavg"), ("decoupled", "decoupled_ramp")])
-def test_preset_over_a_written_out_config_of_another_is_refused_for_it_would_change_the_name_alone(
+def test_preset_over_a_written_out_config_of_another_preset_is_refused(
     tmp_path: Path, own: str, asked: str
 ) -> None:
     path = recipe(tmp_path, to_toml(load(preset_name=own, assignments=["learners=2", "inner.optimizer=Muon"])))
@@ -305,7 +305,7 @@ def test_preset_over_a_written_out_config_of_another_is_refused_for_it_would_cha
     assert load(path, preset_name=own) == load(path)
 
 
-def test_preset_over_a_written_out_config_is_taken_where_its_own_section_makes_a_difference(tmp_path: Path) -> None:
+def test_preset_over_a_written_out_config_is_taken_where_its_section_differs(tmp_path: Path) -> None:
     path = recipe(tmp_path, to_toml(load(preset_name="decoupled")) + "[for.decoupled_ramp.protocol]\nramp = 0.1\n")
     assert load(path, preset_name="decoupled_ramp").protocol.ramp == 0.1
 
@@ -336,7 +336,7 @@ def test_recipe_section_for_that_is_no_table_is_refused(tmp_path: Path, text: st
         load(recipe(tmp_path, text))
 
 
-def test_recipe_with_an_unknown_key_in_a_section_for_another_preset_is_refused_when_that_runs(tmp_path: Path) -> None:
+def test_unknown_key_in_a_section_for_another_preset_is_refused_when_that_runs(tmp_path: Path) -> None:
     path = recipe(tmp_path, "[for.diloco.protocol]\nlocal_step_per_round = 9\n")
     with pytest.raises(ConfigError, match=r"did you mean protocol\.local_steps_per_round"):
         load(path, preset_name="diloco")

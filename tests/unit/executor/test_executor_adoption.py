@@ -50,7 +50,7 @@ def assert_adoptions_are_exact(run: Watched) -> None:
 
 
 @pytest.mark.parametrize("down", ["fp32", "bf16", "int8", "int4", "e3m0"])
-def test_adoption_under_any_down_codec_leaves_the_anchor_byte_equal_to_the_announced_version(down: str) -> None:
+def test_adoption_under_any_down_codec_leaves_the_anchor_equal_to_the_announced(down: str) -> None:
     config = configured(total_steps=20, protocol={"codec_down": down})
     watched = Watched(small_task_for(config, batch_norm_mlp))
     assert_adoptions_are_exact(watched)
@@ -59,7 +59,7 @@ def test_adoption_under_any_down_codec_leaves_the_anchor_byte_equal_to_the_annou
 
 
 @pytest.mark.parametrize("down", ["bf16", "int8", "int2"])
-def test_announced_version_under_a_lossy_down_codec_errs_by_one_difference_because_the_syncer_keeps_the_residual(
+def test_announced_version_under_a_lossy_down_codec_errs_by_one_difference_only(
     down: str,
 ) -> None:
     """The next difference is taken to what was announced, not to Theta: errors do not add up over versions."""
@@ -180,7 +180,7 @@ def signed(learner: int, stream: int, position: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def test_integer_buffer_after_a_round_is_the_mean_rounded_and_a_transient_one_stays_at_home() -> None:
+def test_integer_buffer_after_a_round_is_the_mean_rounded_and_a_transient_one_stays() -> None:
     found = run(configured("diloco", total_steps=4), build=Counting, batch=signed)  # counts 4, 3, 0: mean 2.33
     for learner in found.executor.learners.values():
         assert learner.model.count == 2 and learner.model.count.dtype == torch.int64

@@ -77,7 +77,7 @@ def assert_nothing_poisoned_travelled(found: Run) -> None:
 
 
 @pytest.mark.parametrize("which", PRESETS)
-def test_learner_with_nan_in_its_weights_names_the_tensor_sends_nothing_of_it_and_recovers(which: str) -> None:
+def test_learner_with_nan_in_its_weights_names_the_tensor_and_recovers(which: str) -> None:
     preset, protocol = PRESETS[which]
     found = run(configured(preset, protocol=protocol, total_steps=16), batch=poisoned(1))
     first = found.events(Poisoned, 1)[0]
@@ -176,11 +176,11 @@ GOOD = [torch.full((SIZE,), 0.5), torch.full((SIZE,), 0.25)]
         ((packet_of(GOOD[0]), torch.empty(0)), ""),
     ],
 )
-def test_syncer_inspecting_a_contribution_finds_what_is_wrong_before_the_machine_sees_it(content: Any, flaw: str) -> None:
+def test_syncer_inspecting_a_contribution_finds_what_is_wrong_before_the_machine(content: Any, flaw: str) -> None:
     assert syncer_alone().inspect(Contribution(4, 0, 4, 0, 4, 4, 4, 4), Payload("packet", 4, content)) == flaw
 
 
-def test_a_warming_learner_that_moves_further_is_no_outlier_and_poison_of_its_size_is() -> None:
+def test_a_warming_learner_that_moves_further_is_no_outlier_and_poison_as_large_is() -> None:
     """A fragment first sent after two steps of the warm-up and next after 48 has honestly moved hundreds of times as far."""
     task = small_task_for(configured("diloco", total_steps=1000, inner={"warmup_share": 0.2}))
     syncer = TensorSyncer(task.config, task.layout.fragments, MemoryVersions(initial_versions(task)))
@@ -267,7 +267,7 @@ def test_residual_after_recovery_is_zero(path: str) -> None:
     assert learner.state(with_residuals=True)["residuals"] == {}
 
 
-def test_error_feedback_over_a_run_changes_what_is_learnt_and_ends_closer_to_the_exact_run() -> None:
+def test_error_feedback_over_a_run_ends_closer_to_the_exact_run() -> None:
     def theta(up: str, feedback: bool) -> Tensor:
         protocol = {"codec_up": up, "error_feedback": feedback}
         (flat,), _ = run(configured("diloco", total_steps=40, protocol=protocol)).executor.disk.theta()
@@ -338,7 +338,7 @@ def flat_moments(state: dict[str, Any]) -> list[Tensor]:
     return [value for slot in state["optimizer"]["state"].values() for value in slot.values()]
 
 
-def test_learner_killed_and_recovered_through_a_peer_has_its_weights_and_moments_and_draws_its_own_data() -> None:
+def test_learner_recovered_through_a_peer_has_its_weights_and_draws_its_own_data() -> None:
     found = Recovery(small_task_for(configured(total_steps=30)), [Kill(8.0, 1, 4.0)])
     found.go()
     sources = [e.source for e in found.effects(Recovered) if e.learner == 1]

@@ -26,7 +26,7 @@ from atoll.tensors.access import named_tensors, read_params
 # ---------------------------------------------------------------- inner steps
 
 
-def test_accumulation_over_three_micro_batches_counts_optimiser_steps_and_draws_every_micro_batch_once() -> None:
+def test_accumulation_counts_optimiser_steps_and_draws_every_micro_batch_once() -> None:
     drawn: Counter[tuple[int, int, int]] = Counter()
 
     def counted(learner: int, stream: int, position: int) -> Batch:
@@ -149,7 +149,7 @@ def test_only_what_is_pulled_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("up", ["int4", "e3m0"])
-def test_stochastic_rounding_with_the_same_seed_gives_the_same_theta_and_with_another_does_not(up: str) -> None:
+def test_stochastic_rounding_gives_the_same_theta_for_the_same_seed_only(up: str) -> None:
     """Model and batches do not depend on the seed here: what differs is the rounding."""
     first = theta_with_rounding(1, up)
     assert theta_with_rounding(1, up) == first
@@ -157,7 +157,7 @@ def test_stochastic_rounding_with_the_same_seed_gives_the_same_theta_and_with_an
     assert run(configured("diloco", seed=1, protocol={"codec_up": up})).executor.disk.theta_sha256() != first
 
 
-def test_random_drop_with_the_same_seed_keeps_the_same_elements_and_with_another_does_not() -> None:
+def test_random_drop_keeps_the_same_elements_for_the_same_seed_only() -> None:
     first, again, other = (
         run(configured("diloco", seed=seed, protocol={"codec_up": "random_drop:0.5"})).executor.disk.theta_sha256()
         for seed in (1, 1, 2)

@@ -155,7 +155,7 @@ def test_syncer_that_comes_back_takes_no_other_tokenizer(tmp_path: Path) -> None
 
 
 @KILLED
-def test_syncer_that_comes_back_to_other_text_warns_and_stays_with_what_it_began_with(
+def test_syncer_that_comes_back_to_other_text_warns_and_keeps_its_tokenizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     corpus = text(tmp_path / "text.jsonl", "atoll")

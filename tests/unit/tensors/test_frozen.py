@@ -22,7 +22,7 @@ class Backbone(nn.Module):
         self.head = nn.Linear(4, 2)
 
 
-def test_model_whose_parameters_all_train_has_no_frozen_part_and_its_fingerprint_is_as_it_was() -> None:
+def test_model_whose_parameters_all_train_has_no_frozen_part_in_its_fingerprint() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     assert frozen_parameters(model) == {} and frozen_digest(model) == ""
     assert with_frozen("abc", "") == "abc"
@@ -53,7 +53,7 @@ def test_digest_of_anything_else_is_another(change: object) -> None:
     assert frozen_digest(one) != frozen_digest(other)
 
 
-def test_tied_to_a_parameter_that_trains_is_not_frozen_and_ties_among_frozen_ones_do_not_matter() -> None:
+def test_tied_to_a_trained_parameter_is_not_frozen_and_ties_of_frozen_ones_are() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[0].weight = nn.Parameter(model[1].weight.data, requires_grad=False)
     assert frozen_parameters(model) == {}

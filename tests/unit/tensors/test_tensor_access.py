@@ -111,7 +111,7 @@ def test_cast_like_of_an_all_fp32_fragment_is_the_vector_itself() -> None:
     assert cast_like(fragment, flat) is flat
 
 
-def test_integer_buffers_round_half_to_even_and_saturate_and_bools_need_more_than_half() -> None:
+def test_integer_buffers_round_half_to_even_and_saturate_and_bools_need_a_majority() -> None:
     model = nn.Linear(1, 1)
     model.register_buffer("small", torch.zeros(6, dtype=torch.int8))
     model.register_buffer("long", torch.zeros(1, dtype=torch.int64))

@@ -111,14 +111,14 @@ def test_layer_pattern_keeps_buffers_of_a_parameterless_module_in_their_block() 
     assert layout.fragments[2].buffers == ()
 
 
-def test_buffers_of_a_parameterless_module_go_with_the_nearest_preceding_parameter_else_the_first() -> None:
+def test_buffers_of_a_parameterless_module_go_with_the_nearest_preceding_parameter() -> None:
     model = nn.Sequential(Flags(), nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False), Flags())
     layout = build_layout(model, "tensor", 2)
     homes = {s.name.split(".")[0]: f.id for f in layout.fragments for s in f.buffers}
     assert homes == {"0": 0, "3": 1}
 
 
-def test_buffers_of_a_module_go_with_the_first_parameter_of_its_children_when_it_has_none() -> None:
+def test_buffers_of_a_module_without_parameters_go_with_those_of_its_children() -> None:
     child = Flags()
     child.add_module("linear", nn.Linear(2, 2, bias=False))
     layout = build_layout(nn.Sequential(nn.Linear(2, 2, bias=False), child), "tensor", 2)
@@ -159,7 +159,7 @@ def test_tied_tensors_are_handled_once_under_their_first_name() -> None:
     assert list(named_tensors(model)) == ["embedding.weight", "a.weight"]
 
 
-def test_memory_tied_to_a_trainable_parameter_is_trainable_even_if_its_first_name_is_frozen() -> None:
+def test_memory_tied_to_a_trainable_parameter_is_trainable_under_a_frozen_name_too() -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[0].weight = nn.Parameter(model[1].weight.data, requires_grad=False)
     assert [slot.name for slot in all_slots(build_layout(model, "whole"))] == ["0.weight"]

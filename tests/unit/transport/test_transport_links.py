@@ -177,7 +177,7 @@ def test_what_was_sent_before_the_last_word_is_heard_before_it_is_over() -> None
     run(story())
 
 
-def test_who_goes_with_bytes_outstanding_is_not_waited_for_longer_than_its_streams_last() -> None:
+def test_peer_that_goes_with_bytes_outstanding_is_waited_for_while_its_streams_last() -> None:
     async def story() -> None:
         here, there = Recorder(), Recorder()
         async with paired(here, there, Limits(chunk_bytes=100, pulse_seconds=0.05)) as (left, _, (_, bulk)):

@@ -151,7 +151,7 @@ class Gate:
         self._said.append(self._name)
 
 
-def test_sends_behind_one_that_waits_for_the_device_keep_their_order_but_for_what_may_overtake() -> None:
+def test_sends_behind_one_that_waits_for_the_device_keep_their_order_by_lane() -> None:
     said: list[str] = []
     sender = Sender(lambda error: said.append(str(error)))
 
@@ -360,7 +360,7 @@ if torch.cuda.is_available():
             assert data == former_payload(expected, torch.cat(flat) if flat else torch.empty(0))
 
     @pytest.mark.parametrize("own", [False, True])
-    def test_copy_staged_before_a_step_holds_the_weights_before_it_however_late_it_is_read(own: bool) -> None:
+    def test_copy_staged_before_a_step_holds_the_weights_before_it_when_read_late(own: bool) -> None:
         learner = alone(own=own, protocol={"codec_up": "fp32"})
         learner.execute(InnerStep(1, 0, 0, 0), None)
         anchor = learner.anchors[0]

@@ -150,7 +150,7 @@ def test_staged_packet_waited_for_by_many_threads_finishes_once() -> None:
     assert len(calls) == 1
 
 
-def test_staged_packet_that_is_poisoned_says_so_to_everybody_who_waits_and_has_no_residual() -> None:
+def test_poisoned_staged_packet_fails_everybody_who_waits_and_leaves_no_residual() -> None:
     def finish() -> tuple[Packet, Tensor, Tensor | None]:
         raise NotFinite("tensor w")
 
@@ -291,7 +291,7 @@ def test_adopting_a_part_of_a_parameter_leaves_the_rest_of_its_master_alone() ->
     assert int((master == before).sum()) == fragments[0].numel
 
 
-def test_adopting_without_master_weights_is_the_cpu_learners_mix_and_takes_the_buffers() -> None:
+def test_adopting_without_master_weights_mixes_as_the_cpu_learner_and_takes_buffers() -> None:
     model = BatchNormMlp(0, inputs=4, hidden=6, outputs=2)
     tensors, fragment = whole(model)
     announced = torch.randn(fragment.numel, generator=torch.Generator().manual_seed(1))
@@ -424,7 +424,7 @@ if torch.cuda.is_available():
         with pytest.raises(NotFinite):
             staged.wait()
 
-    def test_weights_changed_after_the_wait_of_the_compute_stream_do_not_reach_what_was_staged() -> None:
+    def test_weights_changed_after_the_compute_streams_wait_do_not_reach_the_staged_copy() -> None:
         tensors, fragment = whole(model_of())
         anchor, stager, c = anchor_of(fragment), CudaStager(CUDA, fragment.numel), codec("fp32")
         expected = c.encode(anchor - read_params(on_cpu(tensors), fragment)).to_bytes()
@@ -449,7 +449,7 @@ if torch.cuda.is_available():
         staged.wait()
         assert staged.is_ready()
 
-    def test_buffers_are_those_of_the_step_boundary_though_a_forward_pass_follows_at_once() -> None:
+    def test_buffers_are_those_of_the_step_boundary_though_a_forward_pass_follows() -> None:
         model = BatchNormMlp(0, inputs=12, hidden=20, outputs=5).to(CUDA)
         tensors, fragment = whole(model)
         anchor, stager = anchor_of(fragment), CudaStager(CUDA, fragment.numel)

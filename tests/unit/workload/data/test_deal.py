@@ -11,7 +11,7 @@ from atoll.workload.data.deal import Deal
 
 
 @given(samples=st.integers(1, 200), streams=st.integers(1, 7), batch_size=st.integers(1, 50), seed=st.integers(0, 5))
-def test_an_epoch_deals_every_sample_at_most_once_and_leaves_out_fewer_than_there_are_streams(
+def test_an_epoch_deals_every_sample_at_most_once_and_leaves_out_few(
     samples: int, streams: int, batch_size: int, seed: int
 ) -> None:
     if samples < streams:

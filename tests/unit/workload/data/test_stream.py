@@ -103,7 +103,7 @@ def test_negative_stream_is_refused() -> None:
         Stream(counting(1000), 0, 2, 4, 8).batch(-1, 0)
 
 
-def test_streams_beyond_the_declared_number_deal_the_same_text_in_an_order_of_their_own() -> None:
+def test_streams_beyond_the_declared_number_deal_the_same_text_in_another_order() -> None:
     stream = Stream(counting(1000), 0, 2, 4, 8)
     rounds = stream.share // 4
     dealt = [{int(i) for position in range(rounds) for i in stream.window_indices(s, position)} for s in (2, 3)]

@@ -47,7 +47,7 @@ def test_heldout_loss_when_the_model_fails_still_puts_the_mode_back() -> None:
     assert model.training
 
 
-def test_heldout_loss_of_one_batch_is_the_training_loss_without_z_loss_and_leaves_no_gradient() -> None:
+def test_heldout_loss_is_the_training_loss_without_z_loss_and_leaves_no_gradient() -> None:
     model = build_decoder(DecoderShape(257, 32, 2, 2, 64), 0)
     batch = torch.randint(0, 257, (4, 17), generator=torch.Generator().manual_seed(0))
     z_loss = Z_LOSS * torch.logsumexp(model(batch[:, :-1]), dim=-1).square().mean()
