@@ -4,8 +4,8 @@
     atoll syncer recipes/custom.toml --dir runs/custom
     python examples/hf_trainer.py --syncer 127.0.0.1:7077 --token runs/custom/token      # in two terminals
 
-The Trainer owns the loop, so the learner is attached to its optimiser and the callback counts tokens and says when to
-stop. Gradient accumulation and mixed precision are the Trainer's: an optimiser step it skips does not count.
+The Trainer owns the loop, so the learner is attached to its optimiser, and a callback counts tokens and stops the Trainer at the
+end. Gradient accumulation and mixed precision are the Trainer's: an optimiser step that it skips does not count.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class AtollCallback(TrainerCallback):
         learner.attach()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Just before the step is taken, and with it reported; all its micro-batches have been seen."""
+        """Runs before the optimiser steps, which reports the step; all its micro-batches have been counted by then."""
         seen = int(state.num_input_tokens_seen)
         self.learner.count(tokens=seen - self.tokens_counted)
         self.tokens_counted = seen
@@ -50,7 +50,7 @@ def main() -> None:
         output_dir=tempfile.mkdtemp(), max_steps=10**9, per_device_train_batch_size=8, gradient_accumulation_steps=2,
         include_num_input_tokens_seen="all", logging_steps=10, save_strategy="no", report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    # On its device before it joins: a Trainer that moves it later would leave the learner with the old buffers.
+    # Move the model before it joins: a Trainer that moves it later would leave the learner with the old buffers.
     shape = GPT2Config(vocab_size=256, n_positions=65, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     model = GPT2LMHeadModel(shape).to(arguments.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

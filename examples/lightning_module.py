@@ -4,8 +4,8 @@
     atoll syncer recipes/custom.toml --dir runs/custom
     python examples/lightning_module.py --syncer 127.0.0.1:7077 --token runs/custom/token      # in two terminals
 
-Lightning owns the loop, so the learner is attached to its optimiser and the callback counts tokens and says when to stop.
-Gradient accumulation and mixed precision are Lightning's: an optimiser step it skips does not count.
+Lightning owns the loop, so the learner is attached to its optimiser, and a callback counts tokens and stops the trainer at the
+end. Gradient accumulation and mixed precision are Lightning's: an optimiser step that it skips does not count.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="where tape and snapshots go")
     options = parser.parse_args()
 
-    # On its device before it joins: a trainer that moves it later would leave the learner with the old buffers.
+    # Move the model before it joins: a trainer that moves it later would leave the learner with the old buffers.
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     module = Module().to(device)
     with atoll.join(options.syncer, module, module.optimizer, token=options.token, out=options.out) as learner:

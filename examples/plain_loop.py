@@ -3,7 +3,7 @@
     atoll syncer recipes/custom.toml --dir runs/custom
     python examples/plain_loop.py --syncer 127.0.0.1:7077 --token runs/custom/token      # in two terminals
 
-Everything is the loop's own: gradient clipping, mixed precision, a schedule. Lines of Atoll's are marked.
+Gradient clipping, mixed precision and the schedule are the loop's own. The three lines of Atoll are marked.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def main() -> None:
     scaler = torch.amp.GradScaler(device.type, enabled=device.type == "cuda")
 
     with atoll.join(options.syncer, model, optimizer, token=options.token, out=options.out) as learner:  # Atoll
-        # The schedule follows the run, not this learner's own steps: a fast learner or a late one has the same rate.
+        # The schedule follows the run, not this learner's own steps, so that fast and late learners have the same rate.
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.55 + 0.45 * math.cos(math.pi * learner.progress))
         for at, batch in enumerate(learner.shard(Bytes())):  # Atoll
             batch = batch.to(device)
@@ -74,7 +74,7 @@ def main() -> None:
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad()
-            if learner.step(tokens=batch[:, 1:].numel(), loss=loss):  # Atoll: weights may change in here, and nowhere else
+            if learner.step(tokens=batch[:, 1:].numel(), loss=loss):  # Atoll: weights change here and nowhere else
                 schedule.step()
             if at % 20 == 0:
                 print(f"learner {learner.id}, outer step {learner.outer_step}: loss {loss.item():.3f}", flush=True)
