@@ -63,7 +63,7 @@ from atoll.runtime import payload as wire
 from atoll.runtime.syncer.places import JoinRequest, Placement
 from atoll.transport import Limits, Link, LinkFailed, Refused, call, dial, upload
 from atoll.transport.frames import BULK as BULK_FRAME
-from atoll.transport.frames import BYE, CHUNK, CONTROL, HEADER_BYTES, STANDING, WELCOME, Violation, pack, unpack
+from atoll.transport.frames import BYE, CHUNK, CONTROL, HEADER_BYTES, READY, WELCOME, Violation, pack, unpack
 from atoll.transport.server import COUNT_KEY, INDEX_KEY, SESSION_KEY
 from atoll.transport.wire import Channel, GrpcStream, StreamBroken
 
@@ -75,7 +75,7 @@ EDGES = (
     0, 1, -1, 2, 5, 6, 7, 63, 255, 256, 1023, 4096, 2**31 - 1, 2**31, 2**32, 2**53 - 1, 2**53, 2**53 + 1, 2**62, 2**63 - 1,
     2**63, 2**64 - 1, -2, -(2**31), -(2**53), -(2**63),
 )  # fmt: skip
-KINDS = (CONTROL, BULK_FRAME, CHUNK, WELCOME, STANDING, b"\0\0\0\0", b"what", b"nope")
+KINDS = (CONTROL, BULK_FRAME, CHUNK, WELCOME, READY, b"\0\0\0\0", b"what", b"nope")
 WORDS = ("", "no", "x" * 999, "x" * 1001, "a\nb\r\x00\x1b[31m", "\U0001f3dd" * 200, "%s %d {}", "../..", "declined", "poisoned")
 
 
@@ -162,7 +162,7 @@ class Siege:
         finally:
             self.thrown[kind] += link.messages_sent
             link.close("enough")
-            await link.gone()
+            await link.wait_closed()
 
     @contextlib.asynccontextmanager
     async def raw(self, place: Placement, connections: int = 1) -> AsyncIterator[tuple[GrpcStream, list[GrpcStream]]]:
@@ -174,7 +174,7 @@ class Siege:
             talk = channels[0].open("Talk", metadata)
             assert unpack(await talk.read() or b"").kind == WELCOME
             bulks = [channels[1 + n].open("Bulk", {**metadata, INDEX_KEY: str(n)}) for n in range(connections)]
-            assert unpack(await talk.read() or b"").kind == STANDING
+            assert unpack(await talk.read() or b"").kind == READY
             self.links += 1
             yield talk, bulks
         except AssertionError:

@@ -64,7 +64,7 @@ async def dialling(address: str, peer: Peer, limits: Limits) -> None:
     while not peer.over.is_set() and not {b"payload", THERE} <= peer.got:
         await asyncio.sleep(0.05)
     link.close("both payloads are there")
-    await link.gone()
+    await link.wait_closed()
 
 
 if __name__ == "__main__":

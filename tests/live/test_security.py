@@ -133,7 +133,7 @@ class Island:
 async def _dial(address: str, metadata: dict[str, str], credentials: ClientCredentials) -> None:
     link = await dial(address, _Nobody(), peer="syncer", metadata=metadata, credentials=credentials)
     link.close("enough")
-    await link.gone()
+    await link.wait_closed()
 
 
 class _Nobody:

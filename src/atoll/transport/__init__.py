@@ -7,8 +7,8 @@ delivered after every bulk message sent before it, unless it may overtake.
 
 import os
 
-# gRPC's core writes every cancelled stream and every fork to stderr unless told otherwise before it is loaded. What
-# matters of it reaches us as a status, and whoever wants more can set the variables.
+# Unless these are set before it is loaded, gRPC's core writes every cancelled stream and every fork to stderr. Errors that
+# matter reach us as a status; a user who wants gRPC's own log sets the variables.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 

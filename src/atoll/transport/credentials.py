@@ -11,18 +11,18 @@ import grpc  # type: ignore[import-untyped]
 @dataclass(frozen=True)
 class ServerCredentials:
     inner: Any
-    """grpc.ServerCredentials, which has no type that we could name."""
+    """A grpc.ServerCredentials; grpcio ships no types."""
 
 
 @dataclass(frozen=True)
 class ClientCredentials:
     inner: Any
     server_name: str
-    """What the server's certificate must say, whatever its address is."""
+    """The DNS name that the server's certificate must carry, independent of its address."""
 
 
 def server_credentials(cert_pem: bytes, key_pem: bytes, ca_pem: bytes) -> ServerCredentials:
-    """A client without a certificate of `ca_pem` does not get as far as a handler."""
+    """The handshake fails for a client without a certificate signed by `ca_pem`; no handler sees it."""
     return ServerCredentials(grpc.ssl_server_credentials(((key_pem, cert_pem),), ca_pem, require_client_auth=True))
 
 

@@ -1,4 +1,4 @@
-"""The client's side: one attempt to open a link, unary calls, uploads, and how long to wait between attempts."""
+"""The client side: one attempt to open a link, unary calls, uploads, and the wait between attempts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Final
 from atoll.transport.credentials import ClientCredentials
 from atoll.transport.frames import (
     CHUNK,
+    READY,
     REFUSAL,
-    STANDING,
     WELCOME,
     Limits,
     LinkFailed,
@@ -30,8 +30,8 @@ from atoll.transport.wire import CALL_SERVICE, Channel, GrpcStream, Metadata, Rp
 BACKOFF_LEAST_SECONDS: Final = 0.05
 BACKOFF_MOST_SECONDS: Final = 5.0
 
-_holding: set[asyncio.Task[None]] = set()
-"""A loop keeps only weak references to its tasks."""
+_open_links: set[asyncio.Task[None]] = set()
+"""Strong references: an event loop keeps only weak ones to its tasks."""
 
 
 async def dial(
@@ -44,7 +44,7 @@ async def dial(
     credentials: ClientCredentials | None = None,
     timeout: float = 10.0,
 ) -> Link:
-    """One attempt. Raises Refused if the server said no, LinkFailed if it could not be asked."""
+    """One attempt. Raises Refused if the server refused, LinkFailed if it could not be reached."""
     limits = limits or Limits()
     channels: list[Channel] = []
     held = False
@@ -54,8 +54,8 @@ async def dial(
         link = Link(peer, handler, limits)
         link.begin(talk, bulks)
         task = asyncio.create_task(_hold(link, channels))
-        _holding.add(task)
-        task.add_done_callback(_holding.discard)
+        _open_links.add(task)
+        task.add_done_callback(_open_links.discard)
         held = True
         return link
     except TimeoutError as error:
@@ -70,7 +70,7 @@ async def dial(
 async def _open(
     address: str, metadata: Metadata, limits: Limits, credentials: ClientCredentials | None, channels: list[Channel]
 ) -> tuple[GrpcStream, list[GrpcStream]]:
-    """Channels are added to the list as they are made, so that whoever called can close them whatever happens here."""
+    """Adds each channel to the list when it is made, so that the caller can close them all if a later one fails."""
     session = {**metadata, SESSION_KEY: secrets.token_hex(NONCE_CHARACTERS // 2), COUNT_KEY: str(limits.connections)}
     channels.append(Channel(address, limits, credentials))
     talk = channels[0].open("Talk", session)
@@ -79,19 +79,19 @@ async def _open(
     for index in range(limits.connections):
         channels.append(Channel(address, limits, credentials))
         bulks.append(channels[-1].open("Bulk", {**session, INDEX_KEY: str(index)}))
-    await _expect(talk, STANDING)
+    await _expect(talk, READY)
     return talk, bulks
 
 
 async def _expect(talk: GrpcStream, kind: bytes) -> None:
     data = await talk.read()
     if data is None or unpack(data).kind != kind:
-        raise StreamBroken("it ended the conversation" if data is None else "it does not speak this protocol")
+        raise StreamBroken("it closed the stream" if data is None else "it does not speak this protocol")
 
 
 async def _hold(link: Link, channels: list[Channel]) -> None:
     try:
-        await link.until_over()
+        await link.run_until_closed()
     finally:
         await _close(channels)
 
@@ -128,15 +128,15 @@ async def upload(
     credentials: ClientCredentials | None = None,
     timeout: float = 60.0,
 ) -> bytes:
-    """`timeout` is for one chunk, and for the answer: what is still being taken may take its time."""
+    """`timeout` applies to each chunk and to the answer: an upload that makes progress may take longer in total."""
     channel = Channel(address, Limits(), credentials)
     try:
-        async with asyncio.timeout(timeout) as patience:
+        async with asyncio.timeout(timeout) as deadline:
             stream = channel.open(name, metadata, CALL_SERVICE)
-            data = await _send_upload(stream, Transfer(0, 0, b"", payload), patience, timeout)
+            data = await _send_upload(stream, Transfer(0, 0, b"", payload), deadline, timeout)
         reply = unpack(data or b"")
     except TimeoutError as error:
-        raise LinkFailed(f"{address} took nothing for {timeout} s") from error
+        raise LinkFailed(f"{address} accepted no data for {timeout} s") from error
     except (StreamBroken, Violation) as error:
         raise failure(error, address) from error
     finally:
@@ -146,14 +146,14 @@ async def upload(
     return bytes(reply.body)
 
 
-async def _send_upload(stream: GrpcStream, transfer: Transfer, patience: asyncio.Timeout, timeout: float) -> bytes | None:
-    """The answer may come early, and then it is a refusal: there is no point in sending the rest."""
+async def _send_upload(stream: GrpcStream, transfer: Transfer, deadline: asyncio.Timeout, timeout: float) -> bytes | None:
+    """An answer before the last chunk is a refusal; the rest is then not sent."""
     answer = asyncio.create_task(stream.read())
     try:
         while transfer.taken < transfer.total and not answer.done():
             offset = transfer.taken
             await stream.write(pack(CHUNK, 0, offset, transfer.total, transfer.take(Limits.chunk_bytes)))
-            patience.reschedule(asyncio.get_running_loop().time() + timeout)
+            deadline.reschedule(asyncio.get_running_loop().time() + timeout)
         if not answer.done():
             await stream.finish()
         return await answer
@@ -163,8 +163,8 @@ async def _send_upload(stream: GrpcStream, transfer: Transfer, patience: asyncio
 
 
 class Backoff:
-    """How long to wait before the next attempt: twice as long each time, and never the same for two peers that lost the
-    same server at the same moment."""
+    """How long to wait before the next attempt: twice as long each time, with jitter, so that peers that lost a server at the
+    same moment do not all return at the same moment."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng

@@ -1,13 +1,13 @@
-"""What travels on a stream: one header, then bytes.
+"""Frames on a stream: a header, then a body.
 
-    kind   4 bytes   what it is
-    number 8 bytes   its place in its lane; for a chunk the number of the bulk message it belongs to
+    kind   4 bytes   the type of frame
+    number 8 bytes   a message: its sequence number in its lane; a chunk: the number of its bulk message
     at     8 bytes   a message: how many of the other lane must be delivered first; a chunk: its offset in the payload
     total  8 bytes   the size of the payload (0 for a control message)
     crc    4 bytes   CRC-32 of the fields above and of the body
 
-Everything is little-endian. The checksum covers the header too: a chunk with a flipped offset is as bad as one with
-flipped data. The header has 32 bytes, so the body of a frame is as aligned as the frame is.
+All fields are little-endian. The checksum covers the header too: a corrupted offset does as much harm as corrupted data.
+The header has 32 bytes, so the body is aligned as the frame is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from atoll.errors import AtollError, PeerViolation
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Payload: TypeAlias = Sequence[Buffer]
-"""Buffers that are concatenated on the wire. They are not copied until they are sent, so nobody may change them until then."""
+"""Buffers that are concatenated on the wire. They are copied only when they are sent, so they must not change before that."""
 
 CONTROL: Final = b"ctrl"
 BULK: Final = b"bulk"
@@ -30,7 +30,7 @@ CHUNK: Final = b"chnk"
 BYE: Final = b"bye."
 PULSE: Final = b"puls"
 WELCOME: Final = b"welc"
-STANDING: Final = b"open"
+READY: Final = b"open"
 ANSWER: Final = b"answ"
 REFUSAL: Final = b"nope"
 
@@ -40,17 +40,17 @@ HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
 
 
 class Refused(AtollError):
-    """The other side said no."""
+    """The other side refused."""
 
     def __init__(self, reason: str, retry: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.retry = retry
-        """Worth trying again later."""
+        """The caller may try again later."""
 
 
 class LinkFailed(AtollError, ConnectionError):
-    """The other side could not be reached, or was lost before it answered."""
+    """The other side could not be reached, or the connection broke before it answered."""
 
 
 class Violation(PeerViolation):
@@ -66,19 +66,19 @@ class Limits:
     head_bytes_max: int = 1 << 20
     payload_bytes_max: int = 1 << 34
     queue_messages_max: int = 4096
-    """Messages that wait to be sent; also how many may be held back by the receiver before it stops reading."""
+    """Messages queued for sending; also how many a receiver holds back before it stops reading."""
     queue_bytes_max: int = 1 << 34
-    """Bytes of payloads that wait to be sent."""
+    """Bytes of payloads queued for sending."""
     chunk_bytes: int = 1 << 20
-    """Both ends must agree: a receiver takes no chunk larger than its own."""
+    """Both ends must agree: a receiver refuses a chunk larger than its own limit."""
     assembling_max: int = 8
-    """Payloads that are being put together, or wait for their turn, at a time."""
+    """Payloads being assembled or waiting for delivery at a time."""
     connections: int = 1
-    """Connections for payloads; a dialling peer decides how many, a server allows up to `CONNECTIONS_MAX`."""
+    """Connections for payloads. The dialling side chooses; a server allows up to `CONNECTIONS_MAX`."""
     pulse_seconds: float = 2.0
-    """Each end says so often that it is there. Both ends must agree: one that misses three in a row ends the link."""
+    """Each end sends a pulse this often. Both ends must agree: an end that receives nothing for three pulses ends the link."""
     stall_seconds: float = 20.0
-    """A connection on which bytes wait and none was acknowledged for so long is broken."""
+    """A connection with unacknowledged bytes is broken after this long without an acknowledgement."""
 
     @property
     def frame_bytes_max(self) -> int:
@@ -95,7 +95,7 @@ class Frame(NamedTuple):
 
 
 def pack(kind: bytes, number: int = 0, at: int = 0, total: int = 0, body: Iterable[Buffer] = ()) -> bytes:
-    """One copy: the pieces are read for the checksum where they lie and joined once."""
+    """Copies the pieces once: the checksum reads them in place."""
     pieces = tuple(body)
     fields = _FIELDS.pack(kind, number, at, total)
     checksum = crc32(fields)

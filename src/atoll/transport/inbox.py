@@ -1,12 +1,12 @@
-"""What arrived on one link: payloads are put together, messages are held back until their turn.
+"""The receiving side of one link: assembles payloads and holds messages back until their turn.
 
-Nothing here waits or reads. The link asks whether a chunk must wait (`holds`) and then reads no further from that
-connection, so that HTTP/2 flow control holds the sender back: an honest peer that is faster on one connection than on
-another is slowed down, and a hostile one fills no memory.
+Nothing here waits or reads. While a chunk must wait (`must_wait`), the link reads no further from that connection, and
+HTTP/2 flow control slows the sender: an honest peer whose connections differ in speed is slowed down, and a hostile one
+cannot fill memory.
 
-Why this cannot lock up with an honest peer: each connection carries chunks in ascending order, so the chunk that is
-missing most is never behind one that has to wait. Hence, if all connections wait while the payload whose turn it is has
-a hole, nobody will ever fill the hole, and that is a violation (`is_stuck`).
+This cannot deadlock with an honest peer: each connection carries chunks in ascending order, so the earliest missing chunk
+is never behind one that must wait. If all connections wait while the payload whose turn it is has a hole, no chunk can
+fill that hole any more, and that is a violation (`is_stuck`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from atoll.transport.frames import BULK, CHUNK, CONTROL, Frame, Limits, Violatio
 
 AHEAD_BYTES_MAX: Final = 64 << 20
 """How far a chunk may lie beyond the first hole of its payload."""
-ISLANDS_MAX: Final = 4096
+RANGES_MAX: Final = 4096
 HELD_BYTES_MAX: Final = 64 << 20
-"""Heads that are held back, together."""
+"""Total size of the heads held back."""
 SMALL_BYTES: Final = 1 << 20
 RECENT_FRAMES: Final = 64
 
 
 class Assembly:
-    """One payload on its way. A large one is an anonymous mapping: its pages exist only once data was written to them,
-    so that a peer that announces 16 GiB and sends nothing costs nothing."""
+    """One payload being received. A large one is an anonymous mapping, whose pages exist only once data was written to them:
+    a peer that announces 16 GiB and sends nothing costs no memory."""
 
     def __init__(self, total: int, now: float) -> None:
         self.total = total
         self.started = now
         self.received = 0
         self.filled = 0
-        """Everything before this offset is there."""
+        """All bytes before this offset were received."""
         self.view = memoryview(bytearray(total) if total <= SMALL_BYTES else _pages(total))
         self._starts: list[int] = []
         self._ends: list[int] = []
@@ -48,7 +48,7 @@ class Assembly:
         return self.filled == self.total
 
     def is_far(self, offset: int) -> bool:
-        return offset > self.filled and (offset > self.filled + AHEAD_BYTES_MAX or len(self._starts) >= ISLANDS_MAX)
+        return offset > self.filled and (offset > self.filled + AHEAD_BYTES_MAX or len(self._starts) >= RANGES_MAX)
 
     def place(self, offset: int, data: memoryview) -> bool:
         """False if the very same bytes were there already."""
@@ -106,12 +106,12 @@ class Inbox:
 
     @property
     def is_full(self) -> bool:
-        """Then nothing is read from the talk stream. What is held waits for chunks only, and those come another way."""
+        """While this holds, nothing is read from the talk stream. Held messages wait only for chunks, which use other streams."""
         return len(self._controls) + len(self._bulks) >= self._limits.queue_messages_max or self._held_bytes > HELD_BYTES_MAX
 
     @property
     def is_empty(self) -> bool:
-        """Every message that came was delivered."""
+        """Every message received was delivered."""
         return not self._controls and not self._bulks
 
     @property
@@ -126,10 +126,10 @@ class Inbox:
         if frame.body.nbytes > self._limits.head_bytes_max:
             raise Violation("head_too_long", f"a head of {frame.body.nbytes} bytes is longer than {self._limits.head_bytes_max}")
         if number != self._seen[kind]:
-            return self._again(frame, "order", f"number {number} came where {self._seen[kind]} was due")
+            return self._check_duplicate(frame, "order", f"message {number} came instead of {self._seen[kind]}")
         behind = self._seen[BULK if kind == CONTROL else CONTROL]
         if frame.at > behind:
-            raise Violation("order", f"a message stands behind {frame.at} others of which {behind} were sent")
+            raise Violation("order", f"a message must follow {frame.at} others, of which {behind} were sent")
         held = Held(bytes(frame.body), frame.at, frame.total)
         if kind == CONTROL:
             self._controls.append(held)
@@ -140,7 +140,7 @@ class Inbox:
         self._held_bytes += len(held.head)
         self._recent.append((kind, number, frame.at, frame.crc))
 
-    def holds(self, chunk: Frame) -> bool:
+    def must_wait(self, chunk: Frame) -> bool:
         """This chunk must wait for earlier ones."""
         first = self._delivered[BULK]
         if chunk.number > first:
@@ -152,18 +152,19 @@ class Inbox:
         return chunk.at > AHEAD_BYTES_MAX if assembly is None else assembly.is_far(chunk.at)
 
     def check(self, chunk: Frame) -> None:
-        """What can be said of a chunk before its turn."""
+        """The checks that need no earlier chunk."""
         if chunk.kind != CHUNK or (chunk.total and not chunk.body.nbytes):
-            raise Violation("malformed", f"a frame of kind {chunk.kind!r} and {chunk.body.nbytes} bytes is no chunk")
+            raise Violation("malformed", f"a frame of kind {chunk.kind!r} and {chunk.body.nbytes} bytes is not a chunk")
         end = chunk.at + chunk.body.nbytes
         if end > chunk.total:
             raise Violation("malformed", f"a chunk ends at {end}, beyond its payload of {chunk.total} bytes")
         self._check_total(chunk.number, chunk.total)
 
     def chunk(self, chunk: Frame, now: float) -> Assembly | None:
-        """The payload, if this was its last chunk."""
+        """The payload if this was its last missing chunk."""
         if chunk.number < self._delivered[BULK]:
-            self._again(chunk, "unknown_transfer", f"a chunk belongs to bulk message {chunk.number}, which was delivered")
+            delivered = f"a chunk belongs to bulk message {chunk.number}, which was delivered"
+            self._check_duplicate(chunk, "unknown_transfer", delivered)
             return None
         self._check_total(chunk.number, chunk.total)
         assembly = self._assemblies.get(chunk.number)
@@ -180,7 +181,7 @@ class Inbox:
         return assembly if assembly.complete else None
 
     def deliverable(self) -> Iterator[tuple[bytes, memoryview | None]]:
-        """Messages whose turn has come. Each counts as delivered when the next is asked for."""
+        """Messages whose turn has come. Each counts as delivered when the caller asks for the next."""
         done = self._delivered
         while True:
             if self._controls and self._controls[0].after <= done[BULK]:
@@ -204,12 +205,13 @@ class Inbox:
             raise Violation("payload_too_big", f"a payload of {total} bytes is larger than {self.payload_bytes_max}")
         place = number - self._delivered[BULK]
         known = self._assemblies.get(number)
-        said = known.total if known else self._bulks[place].total if 0 <= place < len(self._bulks) else total
-        if said != total:
-            raise Violation("total_disagrees", f"the payload of bulk message {number} has {said} bytes, then {total}")
+        announced = known.total if known else self._bulks[place].total if 0 <= place < len(self._bulks) else total
+        if announced != total:
+            text = f"the payload of bulk message {number} was announced with {announced} bytes and now with {total}"
+            raise Violation("total_disagrees", text)
 
-    def _again(self, frame: Frame, kind: str, text: str) -> None:
-        """An identical frame may come twice; anything else of the past may not."""
+    def _check_duplicate(self, frame: Frame, kind: str, text: str) -> None:
+        """An identical frame may arrive twice; any other frame with a past number is a violation."""
         if (frame.kind, frame.number, frame.at, frame.crc) not in self._recent:
             raise Violation(kind, text)
         self._refused["duplicate"] += 1

@@ -1,13 +1,13 @@
 """Keys of a run: certificates made and checked, join tokens, session keys, and which addresses may go without them.
 
-    ca.pem        ca.key         signs everything else; ca.key stays with whoever runs `atoll keys`
-    syncer.pem    syncer.key     DNS name atoll-syncer: learners demand it of whom they dial
-    learner-0.pem learner-0.key  DNS name atoll-learner; the common name says which
-    token.key                    the syncer's secret, of which join tokens are made and checked
-    token, token-1, ...          join tokens, to be handed to learners
+    ca.pem        ca.key         signs everything else; ca.key stays where `atoll keys` was run
+    syncer.pem    syncer.key     DNS name atoll-syncer, which learners require of the server they dial
+    learner-0.pem learner-0.key  DNS name atoll-learner; the common name says which learner
+    token.key                    the syncer's secret, with which join tokens are made and checked
+    token, token-1, ...          join tokens, one for each learner or site
 
-The DNS names are roles, not hosts: a syncer may move, and a learner's certificate never passes for a syncer's. A
-certificate says that somebody belongs; a token, which expires within days, says to which run.
+The DNS names are roles, not hosts: a syncer may move, and a learner's certificate never passes for a syncer's. A certificate
+proves membership of the CA's group; a token, which expires, admits its holder to a run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DAYS_MAX: Final = 36_500
 LEARNERS_MAX: Final = 4096
 TOKENS_MAX: Final = 4096
 SKEW: Final = timedelta(minutes=5)
-"""Machines disagree about the time; a certificate made now must hold on one whose clock is behind."""
+"""Clocks differ: a certificate made now must be valid on a machine whose clock is behind."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 _RESERVED = {"ca", "syncer", "token"}
@@ -63,7 +63,7 @@ class _Pair(NamedTuple):
 def make_keys(
     directory: Path, *, learners: int | Sequence[str] = 1, days: int = 365, tokens: int = 1, now: datetime | None = None
 ) -> list[Path]:
-    """A new authority and all it signs. Nothing is written if any file is already there."""
+    """A new CA and everything it signs. Nothing is written if any of the files exists."""
     now = _checked_now(now, days)
     names = [f"learner-{i}" for i in range(learners)] if isinstance(learners, int) else list(learners)
     _check_names(names)
@@ -71,7 +71,7 @@ def make_keys(
         raise UserError(f"tokens is {tokens}; it must be 0 to {TOKENS_MAX}")
     if (directory / "ca.pem").exists() or (directory / "ca.key").exists():
         raise UserError(f"{directory} already holds a CA (ca.pem); name another directory, or add learners to this one")
-    # A name of its own: verifiers look issuers up by name, and two CAs of one name give misleading errors.
+    # A unique name: verifiers look issuers up by name, and two CAs with one name give misleading errors.
     authority = _sign(f"atoll CA {secrets.token_hex(4)}", now, max(days, CA_DAYS), authority=None)
     files = authority.files("ca") | _sign("syncer", now, days, authority=authority, role=SYNCER_NAME).files("syncer")
     for name in names:
@@ -119,13 +119,13 @@ def _check_names(names: Sequence[str]) -> None:
 
 
 def _sign(name: str, now: datetime, days: int, *, authority: _Pair | None, role: str | None = None) -> _Pair:
-    """A certificate for a new key: without an authority, a CA that signs itself."""
+    """A certificate for a new key; without an authority, a self-signed CA."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     issuer, signer, end = subject, key, now + timedelta(days=days)
     if authority is not None:
         issuer, signer = authority.certificate.subject, authority.key
-        # Nothing outlives its CA: the chain would fail at a moment that no message names.
+        # No certificate outlives its CA: the chain would fail at a time that no error message names.
         end = min(end, authority.certificate.not_valid_after_utc)
     is_ca = authority is None
     usage = x509.KeyUsage(
@@ -143,7 +143,7 @@ def _sign(name: str, now: datetime, days: int, *, authority: _Pair | None, role:
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key()), critical=False)
     )
     if role is not None:
-        # Server and client both: learners serve each other's recovery.
+        # Both server and client: a learner serves weights to a recovering peer.
         purposes = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
         builder = builder.add_extension(purposes, critical=False)
         builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(role)]), critical=False)
@@ -153,11 +153,11 @@ def _sign(name: str, now: datetime, days: int, *, authority: _Pair | None, role:
 def _write_all(directory: Path, files: dict[str, tuple[bytes, int]]) -> list[Path]:
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not any(directory.iterdir()):  # ours from now on; one with other things in it keeps the mode its owner chose
+        if not any(directory.iterdir()):  # a directory with other files keeps the mode its owner chose
             directory.chmod(0o700)
         taken = [name for name in files if os.path.lexists(directory / name)]
         if taken:
-            raise UserError(f"{directory / taken[0]} is already there and is not overwritten; remove it, or choose another name")
+            raise UserError(f"{directory / taken[0]} exists and is not overwritten; remove it, or choose another name")
         _write_or_remove(directory, files)
     except OSError as error:
         instead = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "name a directory of your own"
@@ -166,11 +166,11 @@ def _write_all(directory: Path, files: dict[str, tuple[bytes, int]]) -> list[Pat
 
 
 def _write_or_remove(directory: Path, files: dict[str, tuple[bytes, int]]) -> None:
-    """All of them or none: half an authority signs nothing, and is in the way of a whole one."""
+    """All of them or none: half a CA signs nothing, and `make_keys` would refuse its directory."""
     made: list[Path] = []
     try:
         for name, (content, mode) in files.items():
-            # O_EXCL and the mode at creation: never for a moment readable by others, never through somebody's link.
+            # O_EXCL, and the mode at creation: the file is never readable by others and never written through a symlink.
             number = os.open(directory / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
             made.append(directory / name)
             with open(number, "wb") as file:
@@ -191,7 +191,7 @@ class KeyPaths(NamedTuple):
 
 
 class Credentials(NamedTuple):
-    """What gRPC takes, as PEM. `warnings` are sentences for the user: nothing is wrong yet."""
+    """PEM files as gRPC takes them. `warnings` are sentences for the user about what does not fail yet."""
 
     certificate: bytes
     key: bytes
@@ -203,19 +203,19 @@ class Credentials(NamedTuple):
 
 
 def load_server(where: Path | KeyPaths, *, now: datetime | None = None) -> Credentials:
-    """The syncer's, from a directory that `atoll keys` made or from three paths."""
+    """The syncer's credentials, from a directory that `atoll keys` made or from three paths."""
     paths = where if isinstance(where, KeyPaths) else KeyPaths(where / "syncer.pem", where / "syncer.key", where / "ca.pem")
     return _load(paths, SYNCER_NAME, now)
 
 
 def load_learner(where: Path | KeyPaths, name: str | LearnerId | None = None, *, now: datetime | None = None) -> Credentials:
-    """A learner's. Without a name, the directory must hold just one: the usual case on a learner's machine."""
+    """A learner's credentials. Without a name, the directory must hold exactly one, as it usually does on a learner's machine."""
     if isinstance(where, KeyPaths):
         return _load(where, LEARNER_NAME, now)
     if name is None:
         found = sorted(p.stem for p in where.glob("*.pem") if p.stem not in _RESERVED)
         if len(found) > 1:
-            raise UserError(f"{where} holds certificates of {len(found)} learners ({found[0]}, {found[1]}, ...); say which")
+            raise UserError(f"{where} holds certificates of {len(found)} learners ({found[0]}, {found[1]}, ...); name one")
         name = found[0] if found else 0
     name = f"learner-{name}" if isinstance(name, int) else name
     return _load(KeyPaths(where / f"{name}.pem", where / f"{name}.key", where / "ca.pem"), LEARNER_NAME, now)
@@ -260,7 +260,7 @@ def _parse_certificates(pem: bytes, path: Path) -> list[x509.Certificate]:
 def _parse_key(pem: bytes, path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError):  # TypeError: it wants a password, and a syncer that restarts at night has none to give
+    except (ValueError, TypeError):  # TypeError: an encrypted key; a syncer that restarts unattended cannot type a password
         raise UserError(f"{path} is not an unencrypted PEM private key; copy it again, or make new keys") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UserError(f"{path} is not an elliptic-curve key; make keys with `atoll keys`")
@@ -270,7 +270,7 @@ def _parse_key(pem: bytes, path: Path) -> ec.EllipticCurvePrivateKey:
 def _is_signed_by(certificate: x509.Certificate, authority: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(authority)
-    except (ValueError, TypeError, InvalidSignature):  # another name; a key of another kind; the name alone is right
+    except (ValueError, TypeError, InvalidSignature):  # another issuer name; another kind of key; only the name matches
         return False
     return True
 
@@ -298,7 +298,7 @@ def _utc(time: datetime) -> str:
 
 
 class Secret:
-    """A string that does not show itself in a log, a traceback or an f-string. Not a str: those join and encode."""
+    """A string that is not shown in a log, a traceback or an f-string. Not a str: `join` and `encode` would show it."""
 
     __slots__ = ("_text",)
 
@@ -330,10 +330,10 @@ def random_token_secret() -> bytes:
 
 def make_token(secret: bytes, *, run: str = ANY_RUN, expires: datetime | None = None, now: datetime | None = None) -> str:
     if not run or len(run.encode()) > 256:
-        raise UserError(f"a token's run is {run!r}; name a run in up to 256 bytes, or say * for any")
+        raise UserError(f"a token's run is {run!r}; name a run in up to 256 bytes, or use * for any run")
     expires = expires and expires.astimezone(UTC)
     if expires is not None and expires <= (now or datetime.now(UTC)).astimezone(UTC):
-        raise UserError(f"a token that expires at {_utc(expires)} is dead at birth; choose a later time")
+        raise UserError(f"a token's expiry {_utc(expires)} is in the past; choose a later time")
     until = None if expires is None else int(expires.timestamp())
     body = msgspec.msgpack.encode(_Body(run, until, secrets.token_bytes(16)))
     return _PREFIX + _text(body + _mac(secret, b"join", body))
@@ -344,22 +344,22 @@ def _text(raw: bytes) -> str:
 
 
 def check_token(secret: bytes, token: str, run: str, now: datetime | None = None) -> str | None:
-    """None if the token opens this run, else the reason. A stranger writes the token: whatever it is, nothing raises."""
+    """None if the token admits to this run, else the reason. Tokens come from strangers, so no input may raise."""
     if len(token) > _TOKEN_MAX or not token.startswith(_PREFIX):
         return "wrong token"
     text = token.removeprefix(_PREFIX)
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
-    except ValueError:  # of which binascii.Error is one; a text that is not ASCII is another
+    except ValueError:  # binascii.Error is one; non-ASCII text raises another
         return "wrong token"
-    if _text(raw) != text:  # decoders take / for _ and forgive spare bits: one token, one spelling
+    if _text(raw) != text:  # decoders accept / for _ and ignore spare bits; a token has one spelling
         return "wrong token"
     body, mac = raw[:-_MAC_BYTES], raw[-_MAC_BYTES:]
     if not hmac.compare_digest(mac, _mac(secret, b"join", body)):
         return "wrong token"
     try:
         claim = msgspec.msgpack.decode(body, type=_Body)
-    except msgspec.DecodeError:  # signed by us, in the words of another version
+    except msgspec.DecodeError:  # our signature, another version's format
         return "wrong token"
     if claim.expires is not None and (now or datetime.now(UTC)).timestamp() >= claim.expires:
         return f"token expired at {_utc(datetime.fromtimestamp(claim.expires, UTC))}"
@@ -367,7 +367,7 @@ def check_token(secret: bytes, token: str, run: str, now: datetime | None = None
 
 
 class Tokens:
-    """The syncer's side: the secret in `token.key`, and what it says of a token."""
+    """The syncer's side: makes and checks tokens with the secret in `token.key`."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -387,12 +387,12 @@ class Tokens:
 
 
 def read_token(path: Path) -> Secret:
-    """The learner's side: a token as `atoll keys` wrote it."""
+    """The learner's side: reads a token that `atoll keys` wrote."""
     return Secret(_read(path).decode("ascii", "replace").strip())
 
 
 def _mac(secret: bytes, purpose: bytes, message: bytes) -> bytes:
-    """One secret, several purposes: a token can never pass for a session key."""
+    """One secret with separated purposes: a token never passes for a session key."""
     return hmac.digest(secret, b"atoll " + purpose + b"\0" + message, "sha256")
 
 
@@ -400,7 +400,7 @@ def _mac(secret: bytes, purpose: bytes, message: bytes) -> bytes:
 
 
 def session_key(run_secret: bytes, learner: LearnerId, incarnation: Incarnation) -> str:
-    """What a learner shows with every call after it was let in. The syncer keeps no table: it computes it again."""
+    """What a learner presents with every call after admission. The syncer keeps no table of keys; it recomputes them."""
     return _mac(run_secret, b"session", b"%d %d" % (learner, incarnation)).hex()
 
 
@@ -412,7 +412,7 @@ def session_ok(run_secret: bytes, learner: LearnerId, incarnation: Incarnation, 
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """host:port; an IPv6 host stands in brackets, which are taken off."""
+    """host:port. An IPv6 host is written in brackets, which are removed."""
     match = re.fullmatch(r"(?:\[([\w:.%]*:[\w:.%]*)\]|([\w.-]+)):([0-9]{1,5})", address, re.ASCII)
     if match is None or int(match[3]) > 65_535 or (match[1] is not None and not _is_ip(match[1])):
         raise UserError(f"address {address!r}: must be host:port, such as 10.0.0.5:7077 or [::1]:7077")
@@ -420,10 +420,10 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def is_loopback(address: str) -> bool:
-    """Only this machine can reach it, so that a run without certificates is nobody else's business."""
+    """Only this machine can reach the address, so a run on it may go without certificates."""
     host, _ = split_address(address)
     if not _is_ip(host):
-        return host.lower() == "localhost"  # another name may resolve to anything, and to another thing tomorrow
+        return host.lower() == "localhost"  # any other name may resolve to anything, at any time
     ip = ipaddress.ip_address(host)
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     return (mapped or ip).is_loopback

@@ -1,14 +1,14 @@
 """One link to one peer: a talk stream for messages, bulk streams for the chunks of payloads.
 
-Four or more tasks share it, all in one loop: per stream one that reads and one that writes. The first of them to end ends
-the link, with its reason. Who closes a link says so in a last frame and then waits a moment for the peer to go, because
-the streams are different connections: if they were torn down at once, the peer might see a broken bulk stream before it
-reads the reason on the talk stream. For the same reason the last frame may come before chunks that were sent before it: the
-peer hears them out, and only then is the link over.
+Four or more tasks share it in one event loop: a reader and a writer per stream. The first task to end ends the link, with its
+reason. The side that closes a link sends a close frame and then waits briefly for the peer to disconnect. The streams are
+different connections: if they were torn down at once, the peer might see a broken bulk stream before it reads the reason on
+the talk stream. For the same reason a close frame may overtake chunks that were sent before it, so the peer receives those
+chunks before it considers the link closed.
 
-A link lives while something comes on any of its streams. So that something does, each end sends a pulse on the talk stream
-every few seconds. Nobody answers a pulse: an answer in time says that a link is quick, and a slow one would be taken for dead.
-However long the queue that pulses pass through, they come out of it as often as they went in.
+A link is alive while anything arrives on any of its streams. Each end therefore sends a pulse on the talk stream every few
+seconds. Pulses are not answered: a prompt answer would prove that a link is fast, and a slow link would be taken for dead.
+Pulses leave a queue as often as they entered it, however long the queue is.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from atoll.transport.inbox import Inbox
 from atoll.transport.outbox import Outbox
 from atoll.transport.wire import Stream, StreamBroken
 
-FAREWELL_SECONDS: Final = 1.0
+CLOSE_SECONDS: Final = 1.0
 REASON_CHARACTERS_MAX: Final = 1000
-UNHEARD_MAX: Final = 3
-"""Pulses in a row; a dead link is noticed after two to four of them."""
+SILENT_PULSES_MAX: Final = 3
+"""Pulse intervals in a row without data; a dead link is noticed after two to four of them."""
 
 
 class Handler(Protocol):
-    """Who is told. Called in the loop's thread, in order, per link."""
+    """Receives a link's events: called in the loop's thread, in order for each link."""
 
     def opened(self, link: Link) -> None: ...
 
     def arrived(self, link: Link, head: bytes, payload: memoryview | None) -> None:
-        """The payload is one contiguous buffer that belongs to whoever is told."""
+        """The payload is one contiguous buffer, which the handler owns from here on."""
 
     def closed(self, link: Link, reason: str) -> None:
-        """Exactly once after opened."""
+        """Called exactly once after `opened`."""
 
 
-class Bell:
-    """Wakes everybody who waits. Looking and waiting happen in the loop's thread with no await in between, and it is rung
-    there too, so nobody misses a ring."""
+class Notifier:
+    """Wakes all waiting tasks. A task checks its condition and calls `wait` in the loop's thread with no await in between, and
+    `notify_all` runs in that thread too, so no notification is missed."""
 
     def __init__(self) -> None:
         self._waiting: list[asyncio.Future[None]] = []
 
-    def ring(self) -> None:
+    def notify_all(self) -> None:
         waiting, self._waiting = self._waiting, []
         for waiter in waiting:
             if not waiter.done():
@@ -63,37 +63,37 @@ class Bell:
 
 
 class Link:
-    """`send` and `close` are for any thread; everything else belongs to the loop's."""
+    """`send` and `close` may be called from any thread; everything else only from the loop's."""
 
     def __init__(self, peer: str, handler: Handler, limits: Limits, refused: Counter[str] | None = None) -> None:
         self.peer = peer
         self.refused: Counter[str] = Counter() if refused is None else refused
-        """What the peer did that it must not, by kind. A server's links share one."""
+        """Violations by the peer, by kind. All links of a server share one counter."""
         self.bytes_sent = 0
         self.bytes_received = 0
         self.messages_sent = 0
         self.messages_received = 0
         self.bulk_bytes_per_second_up: float | None = None
         self.bulk_bytes_per_second_down: float | None = None
-        """Of the last payload that had more than one chunk."""
+        """Measured on the last payload of more than one chunk."""
         self._handler = handler
         self._limits = limits
         self._outbox = Outbox(limits)
         self._inbox = Inbox(limits, self.refused)
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._to_send, self._handed, self._delivered = Bell(), Bell(), Bell()
+        self._to_send, self._sent, self._delivered = Notifier(), Notifier(), Notifier()
         self._tasks: list[asyncio.Task[None]] = []
         self._bulk_count = 0
         self._waiting_readers = 0
         self._pulse_is_due = False
         self._ended = asyncio.Event()
-        self._gone = asyncio.Event()
+        self._released = asyncio.Event()
         self._reason: str | None = None
-        self._farewell: bytes | None = None
-        self._patience = FAREWELL_SECONDS
-        self._last_word = ""
-        """The peer's."""
+        self._close_frame: bytes | None = None
+        self._close_timeout = CLOSE_SECONDS
+        self._peer_reason = ""
+        """From the peer's close frame."""
 
     def __repr__(self) -> str:
         return f"<link to {self.peer}{f', ended: {self._reason}' if self._reason else ''}>"
@@ -106,39 +106,39 @@ class Link:
     def payload_bytes_max(self, value: int) -> None:
         self._inbox.payload_bytes_max = value
 
-    # For everybody
+    # Public
 
     def send(self, head: bytes, payload: Payload | None = None, *, may_overtake: bool = False) -> None:
-        """Never raises for what the peer or the network does: a link that cannot take more closes, and its handler is told."""
+        """Raises nothing for what the peer or the network does: a link whose queue is full closes and calls its handler."""
         if self._reason is not None:
             return
         overflow = self._outbox.put(head, payload, may_overtake)
         if overflow is None:
-            self._in_loop(self._to_send.ring)
+            self._in_loop(self._to_send.notify_all)
         else:
             self.close(overflow)
 
     @property
-    def ended_here(self) -> bool:
-        """By us, in so many words: what the peer said before may not have been listened to any more."""
-        return self._farewell is not None
+    def closed_here(self) -> bool:
+        """We closed the link and may have dropped messages that the peer had sent before."""
+        return self._close_frame is not None
 
-    def close(self, reason: str, patience: float = FAREWELL_SECONDS) -> None:
-        """What is queued is dropped. The peer is told the reason if it still listens. To leave politely, `drain` first, and
-        have the patience to let what was drained arrive."""
-        self._in_loop(self._end, reason, pack(BYE, body=(_words(reason),)), patience)
+    def close(self, reason: str, timeout: float = CLOSE_SECONDS) -> None:
+        """Drops the queue and sends the peer the reason. To leave without losing messages, `drain` first and give a timeout
+        that lets the drained bytes arrive."""
+        self._in_loop(self._end, reason, pack(BYE, body=(_encoded(reason),)), timeout)
 
     async def drain(self) -> None:
-        """Until everything sent so far was handed to gRPC, or the link is over."""
+        """Waits until gRPC accepted everything sent so far, or the link is closed."""
         wanted = self._outbox.put_count
         while self._reason is None and not self._outbox.has_written(wanted):
-            await self._handed.wait()
+            await self._sent.wait()
 
-    async def gone(self) -> None:
-        """Until the link was closed and all of its streams were let go of."""
-        await self._gone.wait()
+    async def wait_closed(self) -> None:
+        """Waits until the link is closed and its streams are released."""
+        await self._released.wait()
 
-    # For the two who make links: the server and `dial`
+    # For the two makers of links: the server and `dial`
 
     def begin(self, talk: Stream, bulks: Sequence[Stream]) -> None:
         self._bulk_count = len(bulks)
@@ -151,23 +151,23 @@ class Link:
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
 
-    async def until_over(self) -> None:
-        """Cancelling this breaks the link."""
+    async def run_until_closed(self) -> None:
+        """Cancelling this coroutine breaks the link."""
         try:
             await self._ended.wait()
         finally:
             self._end("the connection broke (it was cancelled)", None)
             try:
                 self._handler.closed(self, self._reason or "")
-                await self._say_farewell()
+                await self._send_close_frame()
             finally:
                 for task in self._tasks:
                     task.cancel()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
-                self._gone.set()
+                self._released.set()
 
-    def broke(self, why: str) -> None:
-        self._end(self._last_word or f"the connection broke ({why})", None)
+    def connection_lost(self, why: str) -> None:
+        self._end(self._peer_reason or f"the connection broke ({why})", None)
 
     # The end
 
@@ -178,28 +178,28 @@ class Link:
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the link with it
             self._loop.call_soon_threadsafe(function, *arguments)
 
-    def _end(self, reason: str, farewell: bytes | None, patience: float = FAREWELL_SECONDS) -> None:
+    def _end(self, reason: str, farewell: bytes | None, timeout: float = CLOSE_SECONDS) -> None:
         if self._reason is not None:
             return
-        self._reason, self._farewell, self._patience = reason, farewell, patience
+        self._reason, self._close_frame, self._close_timeout = reason, farewell, timeout
         self._ended.set()
-        for bell in (self._to_send, self._handed, self._delivered):
-            bell.ring()
+        for notifier in (self._to_send, self._sent, self._delivered):
+            notifier.notify_all()
 
-    async def _say_farewell(self) -> None:
-        if self._farewell is None or not self._tasks:
+    async def _send_close_frame(self) -> None:
+        if self._close_frame is None or not self._tasks:
             return
         writer, reader = self._tasks[:2]
-        await asyncio.wait({writer}, timeout=self._patience)
+        await asyncio.wait({writer}, timeout=self._close_timeout)
         if writer.done():
-            await asyncio.wait({reader}, timeout=self._patience)
+            await asyncio.wait({reader}, timeout=self._close_timeout)
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if isinstance(error, Violation):
             self._refuse(error)
         elif isinstance(error, StreamBroken) or error is None:
-            self.broke("the peer went away" if error is None else str(error))
+            self.connection_lost("the peer went away" if error is None else str(error))
         else:
             self._end(f"a bug here: {error!r}", pack(BYE, body=(b"a bug",)))
             self._loop.call_exception_handler({"message": f"in {self!r}", "exception": error, "task": task})
@@ -207,7 +207,7 @@ class Link:
     def _refuse(self, violation: Violation) -> None:
         if self._reason is None:
             self.refused[violation.kind] += 1
-            self._end(f"the peer broke the rules: {violation}", pack(BYE, 1, body=(_words(str(violation)),)))
+            self._end(f"the peer broke the rules: {violation}", pack(BYE, 1, body=(_encoded(str(violation)),)))
 
     # The talk stream
 
@@ -219,33 +219,33 @@ class Link:
                 self._outbox.wrote_message()
                 self.bytes_sent += len(frame)
                 self.messages_sent += 1
-                self._handed.ring()
+                self._sent.notify_all()
             elif self._pulse_is_due:
                 await talk.write(pack(PULSE))
             else:
                 await self._to_send.wait()
                 continue
-            self._pulse_is_due = False  # whatever was written says as much
-        if self._farewell is not None:
-            await talk.write(self._farewell)
+            self._pulse_is_due = False  # any frame does a pulse's job
+        if self._close_frame is not None:
+            await talk.write(self._close_frame)
 
     async def _read_talk(self, talk: Stream) -> None:
-        """Reads on after a violation: the end of this stream tells that the peer has heard why."""
+        """Reads on after a violation: the end of this stream shows that the peer has read the reason."""
         while (data := await talk.read()) is not None:
             self.bytes_received += len(data)
             try:
-                if self._is_last_word(data):
-                    return await self._hear_out()
+                if self._is_close(data):
+                    return await self._finish_inbox()
             except Violation as violation:
                 self._refuse(violation)
             while self._inbox.is_full and self._reason is None:
                 await self._delivered.wait()
 
-    def _is_last_word(self, data: bytes) -> bool:
+    def _is_close(self, data: bytes) -> bool:
         frame = unpack(data)
         if frame.kind == BYE:
             words = bytes(frame.body[: 4 * REASON_CHARACTERS_MAX]).decode("utf8", "replace")
-            self._last_word = f"refused: {words}" if frame.number else f"the peer closed: {words}"
+            self._peer_reason = f"refused: {words}" if frame.number else f"the peer closed: {words}"
             return True
         if frame.kind == PULSE and not frame.body:
             return False
@@ -254,12 +254,12 @@ class Link:
             self._deliver()
         return False
 
-    async def _hear_out(self) -> None:
-        """A head is written after its chunks, so what is held here waits for nothing but chunks that are on their way. They
-        come, or their streams end, or nothing comes at all and `_watch` notices."""
+    async def _finish_inbox(self) -> None:
+        """A head is written after its chunks, so held messages wait only for chunks that were already sent. The chunks
+        arrive, or their streams end, or nothing arrives at all and `_watch` notices."""
         while self._reason is None and not self._inbox.is_empty:
             await self._delivered.wait()
-        self._end(self._last_word, None)
+        self._end(self._peer_reason, None)
 
     def _deliver(self) -> None:
         moved = False
@@ -274,20 +274,20 @@ class Link:
 
     def _make_room(self) -> None:
         self._waiting_readers = 0
-        self._delivered.ring()
+        self._delivered.notify_all()
 
     async def _watch(self) -> None:
-        """Turns are counted, not seconds: a process that stood still for a minute finds what came in the meantime at its next
-        turn. While the inbox is full nothing is read, so nothing can be heard, and that is not the peer's fault."""
-        unheard = 0
+        """Counts turns, not seconds: a process that was suspended for a minute finds the bytes of that minute at its next
+        turn. A full inbox reads nothing, so silence is then not the peer's fault."""
+        silent_pulses = 0
         while self._reason is None:
             before = self.bytes_received
             await asyncio.sleep(self._limits.pulse_seconds)
             self._pulse_is_due = True
-            self._to_send.ring()
-            unheard = 0 if self.bytes_received > before or self._inbox.is_full else unheard + 1
-            if unheard == UNHEARD_MAX:
-                self.broke(f"nothing came for {UNHEARD_MAX * self._limits.pulse_seconds:g} s")
+            self._to_send.notify_all()
+            silent_pulses = 0 if self.bytes_received > before or self._inbox.is_full else silent_pulses + 1
+            if silent_pulses == SILENT_PULSES_MAX:
+                self.connection_lost(f"nothing came for {SILENT_PULSES_MAX * self._limits.pulse_seconds:g} s")
 
     # The bulk streams
 
@@ -299,13 +299,13 @@ class Link:
                 continue
             await bulk.write(chunk.frame)
             self.bytes_sent += len(chunk.frame)
-            if self._outbox.handed(chunk):
+            if self._outbox.mark_sent(chunk):
                 transfer = chunk.transfer
                 if transfer.total > self._limits.chunk_bytes and transfer.started is not None:
                     self.bulk_bytes_per_second_up = transfer.total / max(self._loop.time() - transfer.started, 1e-9)
-                self._to_send.ring()
-        # A stream that ended here would look broken to `_task_ended`; the link decides when it is let go of.
-        await self._gone.wait()
+                self._to_send.notify_all()
+        # `_task_ended` would take the end of this task for a broken stream, so it waits until the link releases its streams.
+        await self._released.wait()
 
     async def _read_bulk(self, bulk: Stream) -> None:
         while (data := await bulk.read()) is not None:
@@ -314,7 +314,7 @@ class Link:
                 continue
             chunk = unpack(data)
             self._inbox.check(chunk)
-            while self._inbox.holds(chunk) and self._reason is None:
+            while self._inbox.must_wait(chunk) and self._reason is None:
                 await self._wait_for_earlier(chunk)
             assembly = self._inbox.chunk(chunk, self._loop.time())
             if self._waiting_readers:
@@ -325,12 +325,12 @@ class Link:
                 self._deliver()
 
     async def _wait_for_earlier(self, chunk: Frame) -> None:
-        """Whoever rings counts the waiting anew: a reader that was woken and has not run yet is not waiting any more."""
+        """`_make_room` resets the count: a reader that was woken and has not run yet no longer waits."""
         self._waiting_readers += 1
         if self._waiting_readers == self._bulk_count and self._inbox.is_stuck:
-            raise Violation("order", f"a chunk of bulk message {chunk.number} at {chunk.at} came before those it follows")
+            raise Violation("order", f"the chunk of bulk message {chunk.number} at {chunk.at} came before the chunks it follows")
         await self._delivered.wait()
 
 
-def _words(reason: str) -> bytes:
+def _encoded(reason: str) -> bytes:
     return reason[:REASON_CHARACTERS_MAX].encode("utf8")

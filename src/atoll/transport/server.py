@@ -1,8 +1,7 @@
-"""Where links are accepted. A link is complete when its talk stream was admitted and all of its bulk streams have come.
+"""Accepts links. A link is complete when its talk stream was admitted and all of its bulk streams are connected.
 
-The streams arrive on different connections. They find each other by a random number that the client draws for every
-attempt; a bulk stream must also repeat the metadata of the talk stream it belongs to, so whoever guessed the number would
-still need the token.
+The streams arrive on different connections. A random session number, drawn by the client for every attempt, matches them. A
+bulk stream must also repeat the metadata of its talk stream, so an attacker who guesses the number still needs the token.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from atoll.transport.credentials import ServerCredentials
-from atoll.transport.frames import ANSWER, CHUNK, REFUSAL, STANDING, WELCOME, Limits, Refused, Violation, pack, unpack
-from atoll.transport.link import FAREWELL_SECONDS, Handler, Link
+from atoll.transport.frames import ANSWER, CHUNK, READY, REFUSAL, WELCOME, Limits, Refused, Violation, pack, unpack
+from atoll.transport.link import CLOSE_SECONDS, Handler, Link
 from atoll.transport.wire import Context, GrpcStream, Listener, Metadata, StreamBroken, metadata_of, refuse
 
 SESSION_KEY: Final = "atoll-session"
@@ -32,7 +31,7 @@ Answer: TypeAlias = Awaitable[bytes] | bytes
 
 @dataclass
 class _Session:
-    """A link whose bulk streams are still to come."""
+    """A link whose bulk streams are not all connected yet."""
 
     metadata: dict[str, str]
     bulks: dict[int, GrpcStream] = field(default_factory=dict)
@@ -49,9 +48,9 @@ class Server:
         limits: Limits | None = None,
         credentials: ServerCredentials | None = None,
     ) -> None:
-        """`admit` sees a client's metadata and returns the peer's name, or raises Refused."""
+        """`admit` reads a client's metadata and returns the peer's name, or raises Refused."""
         self.refused: Counter[str] = Counter()
-        """What clients did that they must not, by kind. "duplicate" counts frames that were dropped without harm."""
+        """Violations by clients, by kind. "duplicate" counts frames that were dropped without harm."""
         self._handler = handler
         self._admit = admit
         self._limits = limits or Limits()
@@ -74,19 +73,19 @@ class Server:
             link.payload_bytes_max = value
 
     def on_call(self, name: str, function: Callable[[Mapping[str, str], bytes], Answer]) -> None:
-        """Before start."""
+        """Call before `start`."""
         self._calls[name] = function
 
     def on_upload(
         self, name: str, function: Callable[[Mapping[str, str], bytearray], Answer],
         bytes_max: int | Callable[[Mapping[str, str]], int],
     ) -> None:  # fmt: skip
-        """Before start. `bytes_max` may depend on who uploads, and is asked before anything is read: it may raise Refused,
-        and 0 means that the function is asked for its answer at once."""
+        """Call before `start`. `bytes_max` may depend on the client's metadata. It is evaluated before anything is read and may
+        raise Refused; for 0 nothing is read and the function answers at once."""
         self._uploads[name] = (function, bytes_max if callable(bytes_max) else lambda _: bytes_max)
 
     async def start(self, address: str) -> str:
-        """Listens, and returns the address with the port that was really bound."""
+        """Listens, and returns the address with the port that was bound."""
         self._listener = Listener(self._limits)
         self._listener.serve(
             {"Talk": self._talk, "Bulk": self._bulk},
@@ -97,10 +96,10 @@ class Server:
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def stop(self, grace: float) -> None:
-        """Every peer is told; what does not end within `grace` seconds is cut off."""
-        ending = [asyncio.create_task(link.gone()) for link in self._links]
+        """Closes every link; a link that is not closed after `grace` seconds is cut."""
+        ending = [asyncio.create_task(link.wait_closed()) for link in self._links]
         for link in list(self._links):
-            link.close("the server stops")
+            link.close("the server is stopping")
         if ending:
             _, late = await asyncio.wait(ending, timeout=grace)
             for task in late:
@@ -115,9 +114,9 @@ class Server:
     async def _talk(self, _: object, context: Context) -> None:
         try:
             nonce, session, peer, count = self._new_session(metadata_of(context))
-        except Refused as no:
+        except Refused as refusal:
             self.refused["admit"] += 1
-            await refuse(context, no)
+            await refuse(context, refusal)
         talk = GrpcStream(context)
         try:
             await talk.write(pack(WELCOME))
@@ -128,9 +127,9 @@ class Server:
             await self._hold(session, Link(peer, self._handler, self._limits, self.refused), talk)
         except TimeoutError:
             self.refused["session"] += 1
-            await refuse(context, Refused(f"{len(session.bulks)} of {count} bulk connections came", retry=True))
+            await refuse(context, Refused(f"only {len(session.bulks)} of {count} bulk connections arrived", retry=True))
         except StreamBroken:
-            return  # before it was a link: there is nobody to tell
+            return  # it was no link yet, so no handler knows of it
         finally:
             del self._sessions[nonce]
             session.over.set()
@@ -138,22 +137,22 @@ class Server:
     def _new_session(self, metadata: dict[str, str]) -> tuple[str, _Session, str, int]:
         nonce, count = metadata.get(SESSION_KEY, ""), metadata.get(COUNT_KEY, "")
         if len(nonce) != NONCE_CHARACTERS or nonce in self._sessions:
-            raise Refused("the session has no number of its own")
+            raise Refused("the session number is malformed or already in use")
         if not count.isdecimal() or len(count) > 4 or not 1 <= int(count) <= CONNECTIONS_MAX:
             raise Refused(f"a link has 1 to {CONNECTIONS_MAX} bulk connections, not {count[:20]!r}")
         peer = self._admit(metadata)
-        session = self._sessions[nonce] = _Session(_of_user(metadata))
+        session = self._sessions[nonce] = _Session(_session_metadata(metadata))
         return nonce, session, peer, int(count)
 
     async def _hold(self, session: _Session, link: Link, talk: GrpcStream) -> None:
-        """The link is known before the client hears that it stands: a server that stops at that moment still says so."""
+        """Registers the link before the client learns that it is ready, so that `stop` at that moment still closes it."""
         link.payload_bytes_max = self._payload_bytes_max
         session.link = link
         self._links.add(link)
         try:
-            await talk.write(pack(STANDING))
+            await talk.write(pack(READY))
             link.begin(talk, [session.bulks[index] for index in sorted(session.bulks)])
-            await link.until_over()
+            await link.run_until_closed()
         finally:
             self._links.discard(link)
 
@@ -161,7 +160,9 @@ class Server:
         metadata = metadata_of(context)
         session = self._sessions.get(metadata.get(SESSION_KEY, ""))
         index = metadata.get(INDEX_KEY, "")
-        known = session is not None and session.metadata == _of_user(metadata) and index in map(str, range(CONNECTIONS_MAX))
+        known = (
+            session is not None and session.metadata == _session_metadata(metadata) and index in map(str, range(CONNECTIONS_MAX))
+        )
         if session is None or not known or session.link is not None or int(index) in session.bulks:
             self.refused["session"] += 1
             await refuse(context, Refused("this bulk connection belongs to no session"))
@@ -171,16 +172,16 @@ class Server:
             await session.over.wait()
         finally:
             if session.link is not None:
-                session.link.broke("a bulk connection was cancelled")
+                session.link.connection_lost("a bulk connection was cancelled")
 
     # Calls
 
     def _caller(self, function: Callable[[Metadata, bytes], Answer]) -> Callable[[bytes, Context], Awaitable[bytes]]:
         async def answer(request: bytes, context: Context) -> bytes:
             try:
-                return await _settled(function(metadata_of(context), request))
-            except Refused as no:
-                await refuse(context, no)
+                return await _resolve(function(metadata_of(context), request))
+            except Refused as refusal:
+                await refuse(context, refusal)
 
         return answer
 
@@ -191,9 +192,9 @@ class Server:
             stream = GrpcStream(context)
             with contextlib.suppress(StreamBroken, TimeoutError):
                 await stream.write(await self._take_upload(stream, metadata_of(context), function, bytes_max))
-                # A client that is told no is still sending. If its stream ended now, its next write would fail before
-                # it reads why, so it is given a moment to stop by itself.
-                async with asyncio.timeout(FAREWELL_SECONDS):
+                # A refused client is still sending. If its stream ended now, its next write would fail before it reads the
+                # reason, so it gets a moment to stop by itself.
+                async with asyncio.timeout(CLOSE_SECONDS):
                     while await stream.read() is not None:
                         pass
 
@@ -208,27 +209,27 @@ class Server:
             room = bytes_max(metadata)
             while room and (data := await stream.read()) is not None:
                 _append(whole, data, room)
-            return pack(ANSWER, body=(await _settled(function(metadata, whole)),))
+            return pack(ANSWER, body=(await _resolve(function(metadata, whole)),))
         except Violation as violation:
             self.refused[violation.kind] += 1
             return pack(REFUSAL, body=(str(violation).encode(),))
-        except Refused as no:
-            return pack(REFUSAL, int(no.retry), body=(no.reason.encode(),))
+        except Refused as refusal:
+            return pack(REFUSAL, int(refusal.retry), body=(refusal.reason.encode(),))
 
 
 def _append(whole: bytearray, data: bytes, bytes_max: int) -> None:
     chunk = unpack(data)
     if chunk.kind != CHUNK or chunk.at != len(whole):
-        raise Violation("order", f"a chunk for {chunk.at} came where {len(whole)} was due")
+        raise Violation("order", f"a chunk at {chunk.at} came instead of the one at {len(whole)}")
     if max(chunk.total, chunk.at + chunk.body.nbytes) > bytes_max:
         raise Violation("payload_too_big", f"an upload of {max(chunk.total, len(whole))} bytes is larger than {bytes_max}")
     whole += chunk.body
 
 
-def _of_user(metadata: Mapping[str, str]) -> dict[str, str]:
-    """What the user's metadata and the session say; the rest is gRPC's, or differs from stream to stream."""
+def _session_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
+    """The metadata that all streams of a session share: without gRPC's own and the connection's index."""
     return {key: value for key, value in metadata.items() if key not in (INDEX_KEY, "user-agent")}
 
 
-async def _settled(answer: Answer) -> bytes:
+async def _resolve(answer: Answer) -> bytes:
     return await answer if inspect.isawaitable(answer) else answer

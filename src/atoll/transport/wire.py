@@ -1,6 +1,6 @@
-"""gRPC behind types: the only file that knows it. Streams of bytes, unary calls, refusals, options.
+"""A typed wrapper of gRPC: streams of bytes, unary calls, refusals, options. Beside `credentials.py`, only this file uses it.
 
-Nothing is serialised by gRPC: handlers are generic and messages are bytes.
+gRPC serialises nothing: handlers are generic and messages are bytes.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ LINK_SERVICE: Final = "atoll.Link"
 CALL_SERVICE: Final = "atoll.Call"
 REFUSED_KEY: Final = "atoll-refused"
 CERTIFICATE_KEY: Final = ":certificate"
-"""The common name of a client's certificate, for `admit`. No client can send a key that begins with a colon."""
+"""The common name of a client's certificate, for `admit`. A client cannot send a key that begins with a colon."""
 SLACK_BYTES: Final = 64 << 10
 
 LAST_RESORT_MS: Final = 600_000
-"""An answer of HTTP/2's may be behind all that a socket holds, 4 MB as Linux comes, and that on a link of 56 kbit/s."""
+"""An HTTP/2 answer may queue behind a full socket buffer: 4 MB, Linux's default, takes 600 s on a link of 56 kbit/s."""
 
 
 class StreamBroken(Exception):
-    """The stream ended other than by the word of the peer."""
+    """The stream ended without a close frame from the peer."""
 
 
 class Stream(Protocol):
@@ -46,7 +46,7 @@ class Stream(Protocol):
 
 @dataclass(frozen=True)
 class GrpcStream:
-    """Either end: a client's call and a server's context read and write alike."""
+    """Either end: a client's call and a server's context have the same read and write."""
 
     end: Any
 
@@ -58,20 +58,20 @@ class GrpcStream:
         try:
             await self._outcome(self.end.write(frame))
         except StreamBroken as broken:
-            # A write does not learn the status of a stream that is over: what it says is "Internal error from Core".
-            raise StreamBroken("nothing can be sent to the peer any more") from broken.__cause__
+            # A write does not learn the status of a stream that ended; its text is "Internal error from Core".
+            raise StreamBroken("the stream to the peer has ended") from broken.__cause__
 
     async def finish(self) -> None:
-        """A client has said everything."""
+        """Half-close: the client sends no more."""
         await self._outcome(self.end.done_writing())
 
-    async def _outcome(self, doing: Coroutine[Any, Any, Any]) -> Any:
+    async def _outcome(self, operation: Coroutine[Any, Any, Any]) -> Any:
         try:
-            return await doing
+            return await operation
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             raise StreamBroken(describe(error)) from error
         except asyncio.CancelledError:
-            # gRPC raises this for a stream that the *peer* cancelled, too. Only the task knows which of the two it is.
+            # gRPC raises this also for a stream that the *peer* cancelled. Only the task knows which of the two it is.
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
@@ -80,7 +80,7 @@ class GrpcStream:
 
 def describe(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name.lower().replace('_', ' ')}: {error.details() or 'no details'}"
+        return f"{error.code().name.lower().replace('_', ' ')}: {error.details() or 'refusal details'}"
     return str(error) or type(error).__name__
 
 
@@ -94,16 +94,16 @@ def options(limits: Limits) -> list[Option]:
 
 
 def keep_alive(limits: Limits) -> list[Option]:
-    """gRPC must not judge whether a peer lives by how soon it answers. A ping queues behind the bytes before it and its
-    answer behind those of the other way: on a link of 3 Mbit/s that are megabytes, hence seconds, each way. gRPC demands that
-    answer of every ping, also of those that measure bandwidth while data flows, and data that comes meanwhile does not
-    count (its `keepalive_timeout` is meant to, but 1.85 never starts that timer). A server's options are those of all its
-    connections, so it cannot be strict with talk streams only either.
+    """gRPC must not judge by ping latency whether a peer is alive. A ping queues behind the bytes before it, and its answer
+    behind those of the other direction: on a link of 3 Mbit/s these are megabytes, hence seconds, each way. gRPC times every
+    ping, also those that measure bandwidth, and data that arrives meanwhile does not count (`keepalive_timeout` is meant to
+    count it, but gRPC 1.85 never starts that timer). A server's options hold for all its connections, so it cannot be strict
+    with talk streams alone either.
 
-    So the answer may take as long as it likes, and `keepalive_timeout_ms` is there for what gRPC makes of it on Linux:
-    TCP_USER_TIMEOUT. The kernel then breaks a connection on which bytes wait and none was acknowledged for so long, which is
-    progress and not delay, to the byte. Pings are still sent, so that on a connection without data bytes wait, too. That a
-    peer lives is what the link's own pulses say (`Link`)."""
+    So pings may take up to `LAST_RESORT_MS`, and `keepalive_timeout_ms` is set for its effect on Linux: TCP_USER_TIMEOUT. The
+    kernel then breaks a connection with unacknowledged bytes after that long without an acknowledgement. That measures
+    progress, not latency. Pings are still sent so that an idle connection has unacknowledged bytes too. Whether the peer is
+    alive is judged by the link's own pulses (`Link`)."""
     return [
         ("grpc.keepalive_time_ms", 2000),
         ("grpc.keepalive_timeout_ms", round(limits.stall_seconds * 1000)),
@@ -111,14 +111,14 @@ def keep_alive(limits: Limits) -> list[Option]:
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
-        # Where something on the way acknowledges for the peer, and then hangs, these are what ends a connection for bulk.
+        # If a middlebox acknowledges for the peer and then hangs, only these end a bulk connection.
         ("grpc.http2.ping_timeout_ms", LAST_RESORT_MS),
         ("grpc.http2.settings_timeout", LAST_RESORT_MS),
     ]
 
 
 class Context(Protocol):
-    """What a server is told of one stream or call."""
+    """What gRPC tells a server about one stream or call."""
 
     def invocation_metadata(self) -> Any: ...
 
@@ -140,7 +140,7 @@ async def refuse(context: Context, refused: Refused) -> NoReturn:
 
 
 def failure(error: BaseException, address: str) -> Refused | LinkFailed:
-    """A refusal carries a mark of ours; the same status without it came from gRPC or from something in between."""
+    """A refusal carries `REFUSED_KEY`; the same status without it came from gRPC or from a proxy."""
     cause = error if isinstance(error, grpc.aio.AioRpcError) else error.__cause__
     if isinstance(cause, grpc.aio.AioRpcError):
         mark = dict(cause.trailing_metadata() or ()).get(REFUSED_KEY)
@@ -150,7 +150,7 @@ def failure(error: BaseException, address: str) -> Refused | LinkFailed:
 
 
 class Channel:
-    """One TCP connection of its own: gRPC would otherwise share one between channels to the same address."""
+    """One TCP connection: by default gRPC shares one between channels to the same address."""
 
     def __init__(self, address: str, limits: Limits, credentials: ClientCredentials | None) -> None:
         wanted = [*options(limits), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
@@ -173,8 +173,8 @@ class Channel:
 
 RpcError: Final[type[Exception]] = grpc.aio.AioRpcError
 
-Talking: TypeAlias = Callable[[Any, Context], Awaitable[None]]
-Calling: TypeAlias = Callable[[bytes, Context], Awaitable[bytes]]
+StreamHandler: TypeAlias = Callable[[Any, Context], Awaitable[None]]
+CallHandler: TypeAlias = Callable[[bytes, Context], Awaitable[bytes]]
 
 
 class Listener:
@@ -183,7 +183,9 @@ class Listener:
     def __init__(self, limits: Limits) -> None:
         self._server: Any = grpc.aio.server(options=[*options(limits), ("grpc.so_reuseport", 0)])
 
-    def serve(self, streams: Mapping[str, Talking], calls: Mapping[str, Calling], uploads: Mapping[str, Talking]) -> None:
+    def serve(
+        self, streams: Mapping[str, StreamHandler], calls: Mapping[str, CallHandler], uploads: Mapping[str, StreamHandler]
+    ) -> None:
         talking = {name: grpc.stream_stream_rpc_method_handler(function) for name, function in streams.items()}
         calling = {name: grpc.unary_unary_rpc_method_handler(function) for name, function in calls.items()}
         calling |= {name: grpc.stream_stream_rpc_method_handler(function) for name, function in uploads.items()}
@@ -201,7 +203,7 @@ class Listener:
             else:
                 port = self._server.add_secure_port(address, credentials.inner)
         except RuntimeError as error:
-            await self._server.stop(None)  # or it complains when it is collected
+            await self._server.stop(None)  # otherwise it warns when it is garbage-collected
             raise _cannot_listen(address) from error
         await self._server.start()
         return port
@@ -211,8 +213,8 @@ class Listener:
 
 
 def refuse_taken(address: str) -> None:
-    """Before anything is made ready to listen there; the port is let go again. As with gRPC, one of a name's addresses will do,
-    and of a name that nobody knows gRPC has its own words."""
+    """Fails early, before a run is prepared, if the port is taken; the probe releases it again. As with gRPC, one free address
+    of a host name is enough. An unknown host name is left to gRPC, which has a message of its own."""
     host, port = split_address(address)
     with contextlib.suppress(socket.gaierror):
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if port else []
@@ -223,7 +225,7 @@ def refuse_taken(address: str) -> None:
 def _is_free(family: int, where: Any) -> bool:
     try:
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # what a dead syncer's connections left is no obstacle
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores TIME_WAIT connections of a dead syncer
             probe.bind(where)
     except OSError:
         return False

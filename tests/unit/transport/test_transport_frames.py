@@ -54,7 +54,7 @@ def test_payload_is_the_same_whatever_the_order_of_its_chunks(pieces: list[bytes
     while (chunk := outbox.next_chunk(0.0)) is not None:
         chunks.append(unpack(chunk.frame))
         assert outbox.next_message() is None, "the head goes after the last chunk was handed over"
-        outbox.handed(chunk)
+        outbox.mark_sent(chunk)
     rng.shuffle(chunks)
     assembly = Assembly(len(b"".join(pieces)), 0.0)
     for frame in chunks:
@@ -118,10 +118,10 @@ def test_large_payload_that_is_only_announced_takes_no_memory() -> None:
     for number in range(8):
         first = frame(CHUNK, number, 0, 1 << 34, b"x")
         inbox.check(first)
-        assert not inbox.holds(first)
+        assert not inbox.must_wait(first)
         assert inbox.chunk(first, 0.0) is None
-    assert inbox.holds(frame(CHUNK, 8, 0, 1 << 34, b"x")), "eight at a time"
-    assert inbox.holds(frame(CHUNK, 0, 1 << 33, 1 << 34, b"x")), "far beyond the hole"
+    assert inbox.must_wait(frame(CHUNK, 8, 0, 1 << 34, b"x")), "eight at a time"
+    assert inbox.must_wait(frame(CHUNK, 0, 1 << 33, 1 << 34, b"x")), "far beyond the hole"
 
 
 def test_backoff_grows_is_jittered_and_starts_again() -> None:

@@ -11,7 +11,7 @@ import pytest
 from transport_peers import Recorder, credentials_of, run, serving
 
 from atoll.transport import Limits, Refused, Server, dial
-from atoll.transport.frames import BULK, BYE, CHUNK, CONTROL, PULSE, STANDING, WELCOME, pack, unpack
+from atoll.transport.frames import BULK, BYE, CHUNK, CONTROL, PULSE, READY, WELCOME, pack, unpack
 from atoll.transport.server import COUNT_KEY, INDEX_KEY, SESSION_KEY
 from atoll.transport.wire import Channel, GrpcStream, StreamBroken, failure
 
@@ -67,7 +67,7 @@ async def hostile(address: str, connections: int = 1) -> AsyncIterator[tuple[Grp
         talk = channels[0].open("Talk", metadata)
         assert unpack(await talk.read() or b"").kind == WELCOME
         bulks = [channels[1 + index].open("Bulk", {**metadata, INDEX_KEY: str(index)}) for index in range(connections)]
-        assert unpack(await talk.read() or b"").kind == STANDING
+        assert unpack(await talk.read() or b"").kind == READY
         yield talk, bulks
     finally:
         for channel in channels:
@@ -175,8 +175,8 @@ def test_session_that_is_not_its_own_is_refused() -> None:
                 ("Bulk", {**good, INDEX_KEY: "0", "token": "guess"}, "belongs to no session"),
                 ("Bulk", {**good, INDEX_KEY: "-1"}, "belongs to no session"),
                 ("Bulk", {**good, SESSION_KEY: "0" * 32}, "belongs to no session"),
-                ("Talk", good, "no number of its own"),
-                ("Talk", {**good, SESSION_KEY: "short"}, "no number of its own"),
+                ("Talk", good, "malformed or already in use"),
+                ("Talk", {**good, SESSION_KEY: "short"}, "malformed or already in use"),
                 ("Talk", {**good, SESSION_KEY: "f" * 32, COUNT_KEY: "999"}, "1 to 16 bulk connections"),
             ):
                 with pytest.raises(StreamBroken) as broken:

@@ -37,7 +37,7 @@ def test_link_carries_messages_both_ways_and_both_ends_are_told() -> None:
             assert (link.messages_sent, link.messages_received) == (3, 3)
             link.close("that was all")
             await there.until(lambda: bool(there.reasons))
-            await link.gone()
+            await link.wait_closed()
         assert here.reasons == ["that was all"] and there.reasons == ["the peer closed: that was all"]
         assert there.told == [("opened", "learner0"), ("closed", "learner0")]
 
@@ -166,13 +166,13 @@ def test_what_was_sent_before_the_last_word_is_heard_before_it_is_over() -> None
             left.send(b"bulk", [bytes(300)])
             left.send(b"leave")
             await left.drain()
-            left.close("left", patience=5.0)
+            left.close("left", timeout=5.0)
             await asyncio.sleep(1.5)  # longer than those who close in anger wait
             assert not there.heads and not there.reasons
             bulk.gate.set()
             await there.until(lambda: bool(there.reasons))
             assert there.heads == [b"bulk", b"leave"] and there.reasons == ["the peer closed: left"]
-            assert left.ended_here and not right.ended_here
+            assert left.closed_here and not right.closed_here
 
     run(story())
 
@@ -184,7 +184,7 @@ def test_peer_that_goes_with_bytes_outstanding_is_waited_for_while_its_streams_l
             bulk.gate.clear()
             left.send(b"bulk", [bytes(300)])
             await left.drain()
-            left.close("left", patience=0.1)
+            left.close("left", timeout=0.1)
             await there.until(lambda: bool(there.reasons), timeout=3.0)
             assert there.reasons == ["the peer closed: left"] and not there.heads
 
@@ -196,8 +196,8 @@ def test_full_queue_closes_the_link_with_a_reason_and_does_not_raise() -> None:
         here, there = Recorder(), Recorder()
         async with serving(there) as (_, address):
             for limits, count, words in (
-                (Limits(queue_messages_max=10), 11, "its queue is full: 10 messages wait"),
-                (Limits(queue_bytes_max=250), 3, "its queue is full: 200 bytes wait and 100 more do not fit"),
+                (Limits(queue_messages_max=10), 11, "the send queue is full: 10 messages"),
+                (Limits(queue_bytes_max=250), 3, "the send queue is full: it holds 200 bytes and 100 more do not fit"),
                 (Limits(head_bytes_max=3), 1, "a head of 4 bytes is longer than 3"),
             ):
                 link = await dialled(address, here, limits=limits)
@@ -254,7 +254,7 @@ def test_server_that_stops_tells_everybody_and_the_link_comes_back_with_backoff(
         async with serving(Recorder()) as (_, address):
             await dialled(address, here)
         await here.until(lambda: bool(here.reasons))
-        assert here.reasons == ["the peer closed: the server stops"]
+        assert here.reasons == ["the peer closed: the server is stopping"]
         server = Server(Recorder(echo=True), lambda _: "x", Limits(), None)
         while len(waits) < 8:
             try:
@@ -269,7 +269,7 @@ def test_server_that_stops_tells_everybody_and_the_link_comes_back_with_backoff(
         link.send(b"again")
         await here.until(lambda: here.heads == [b"again"])
         await server.stop(1)
-        await link.gone()
+        await link.wait_closed()
         assert 2 <= len(waits) < 8
 
     run(story())
@@ -286,7 +286,7 @@ def test_fifty_links_at_once() -> None:
             assert sorted(here.heads, key=int) == [b"%d" % index for index in range(50)]
             assert {link.peer for link in there.links} == {f"learner{index}" for index in range(50)}
         await here.until(lambda: len(here.reasons) == 50)
-        await asyncio.gather(*(link.gone() for link in links))
+        await asyncio.gather(*(link.wait_closed() for link in links))
 
     run(story())
 
@@ -299,7 +299,7 @@ def test_calls_and_uploads() -> None:
             await asyncio.sleep(0)
             return metadata["name"].encode() + request
 
-        def no(metadata: Mapping[str, str], request: bytes) -> bytes:
+        def refuse(metadata: Mapping[str, str], request: bytes) -> bytes:
             raise Refused("not today", retry=True)
 
         taken: list[bytearray] = []
@@ -309,7 +309,7 @@ def test_calls_and_uploads() -> None:
             return b"%d" % len(data)
 
         server.on_call("later", later)
-        server.on_call("no", no)
+        server.on_call("no", refuse)
         server.on_upload("take", take, 3 << 20)
         address = await server.start("127.0.0.1:0")
         assert await call(address, "later", {"name": "n"}, b"!", None, 5) == b"n!"
@@ -356,7 +356,7 @@ def test_upload_may_take_its_time_while_it_is_taken(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sys.modules["atoll.transport.dial"], "Channel", Slow)  # the package's `dial` is the function
         chunk = bytes(Limits.chunk_bytes)
         assert await upload("far.away:1", "take", {}, [chunk] * 8, None, 0.4) == b"thanks"
-        with pytest.raises(LinkFailed, match=re.escape("far.away:1 took nothing for 0.4 s")):
+        with pytest.raises(LinkFailed, match=re.escape("far.away:1 accepted no data for 0.4 s")):
             await upload("far.away:1", "take", {}, [chunk] * 9, None, 0.4)
 
     run(story())
@@ -456,7 +456,7 @@ def test_frozen_connection_is_noticed_on_both_ends_within_ten_seconds() -> None:
             await here.until(lambda: bool(here.reasons), timeout=10)
             await there.until(lambda: bool(there.reasons), timeout=4)
             assert "the connection broke" in here.reasons[0] and "the connection broke" in there.reasons[0]
-            await link.gone()
+            await link.wait_closed()
             proxy.close()
             for pumping in pumps:
                 pumping.cancel()

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from atoll.transport import Limits, Link, Refused, Server, ServerCredentials
-from atoll.transport.link import Bell
+from atoll.transport.link import Notifier
 
 
 class Recorder:
@@ -20,29 +20,29 @@ class Recorder:
         self.reasons: list[str] = []
         self.told: list[tuple[str, str]] = []
         self.echo = echo
-        self._bell = Bell()
+        self._notifier = Notifier()
 
     def opened(self, link: Link) -> None:
         self.links.append(link)
         self.told.append(("opened", link.peer))
-        self._bell.ring()
+        self._notifier.notify_all()
 
     def arrived(self, link: Link, head: bytes, payload: memoryview | None) -> None:
         self.heads.append(head)
         self.payloads.append(payload)
         if self.echo:
             link.send(head, None if payload is None else [payload])
-        self._bell.ring()
+        self._notifier.notify_all()
 
     def closed(self, link: Link, reason: str) -> None:
         self.reasons.append(reason)
         self.told.append(("closed", link.peer))
-        self._bell.ring()
+        self._notifier.notify_all()
 
     async def until(self, condition: Callable[[], bool], timeout: float = 8.0) -> None:
         async with asyncio.timeout(timeout):
             while not condition():
-                await self._bell.wait()
+                await self._notifier.wait()
 
 
 class Pipe:
@@ -107,7 +107,7 @@ async def paired(
     right.begin(streams[0][1], [stream[1] for stream in streams[1:]])
 
     async def hold(link: Link, side: int) -> None:
-        await link.until_over()
+        await link.run_until_closed()
         for stream in streams:
             stream[side].finish()
 

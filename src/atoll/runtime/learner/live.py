@@ -255,7 +255,7 @@ class LiveLearner:
     def closed(self, link: Link, reason: str) -> None:
         if link is not self._link or self._mail is None:
             return
-        if link.ended_here or self._over:
+        if link.closed_here or self._over:
             self._mail.over()
             self._is_lost(link, reason)
         else:
@@ -311,8 +311,8 @@ class LiveLearner:
             except TimeoutError:
                 log.warning("the last words did not get through in %.0f s", GOODBYE_SECONDS)
             link, self._link = self._link, None
-            link.close("over", patience=GOODBYE_SECONDS)
-            await link.gone()
+            link.close("over", timeout=GOODBYE_SECONDS)
+            await link.wait_closed()
         if self._mail is not None:
             self._mail.over()
         await self._peers.stop()

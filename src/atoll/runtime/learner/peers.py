@@ -155,7 +155,7 @@ class Peers:
         mail = self._links.get(int(link.peer))
         if mail is None or mail.link is not link:
             return
-        if link.ended_here:
+        if link.closed_here:
             mail.over()
             self._lost(mail, reason)
         else:  # a state that came whole is worth reading, whatever became of whoever sent it

@@ -207,7 +207,7 @@ class SyncerProcess:
         peer = self._peer(link)
         if peer is None:
             return
-        if link.ended_here:
+        if link.closed_here:
             peer.mail.over()
             self._lost(peer, reason)
         else:  # a last contribution that came whole counts, and so does a goodbye behind it
