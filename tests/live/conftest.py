@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import SharedForkServer
 
 HERE = Path(__file__).parent
 
@@ -15,3 +17,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.live)
             item.add_marker(pytest.mark.xdist_group("live"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_fork_server() -> Iterator[None]:
+    yield
+    SharedForkServer.end()

@@ -7,9 +7,11 @@ invariant checker as the simulator after every event.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import patch
 
 from atoll.chaos import Fault, Plan, Slow
 from atoll.config import Config, load
@@ -19,7 +21,9 @@ from atoll.protocol.interface import Machine
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Effect, Send, Started
+from atoll.runtime.local import cluster as cluster_module
 from atoll.runtime.local.cluster import LocalCluster
+from atoll.runtime.local.forkserver import Child, ForkServer
 from atoll.runtime.local.summary import executor_for_replay
 from atoll.sim.checkers import Safety
 from atoll.sim.run import replay_run
@@ -51,9 +55,40 @@ def small(learners: int = 3, *, preset: str = "decoupled", total_steps: int = 15
     return load(preset_name=preset, overrides=overrides)
 
 
+class SharedForkServer:
+    """One fork server for all runs of the session, since importing torch takes seconds of a core. A run that ends kills its
+    own children alone."""
+
+    _server: ClassVar[ForkServer | None] = None
+
+    def __init__(self) -> None:
+        if SharedForkServer._server is None:
+            SharedForkServer._server = ForkServer()
+        self._children: list[Child] = []
+
+    def spawn(self, argv: Sequence[str], log: Path) -> Child:
+        assert self._server is not None
+        self._children.append(self._server.spawn(argv, log))
+        return self._children[-1]
+
+    def close(self) -> None:
+        for child in self._children:
+            child.signal(signal.SIGKILL)
+        for child in self._children:
+            child.wait(10.0)
+
+    @classmethod
+    def end(cls) -> None:
+        """With the session."""
+        if cls._server is not None:
+            cls._server.close()
+        cls._server = None
+
+
 def run(
-    directory: Path, config: Config, *faults: Fault, watch: Watch | None = None, resume: tuple[Path, int] | None = None
-) -> LocalCluster:
+    directory: Path, config: Config, *faults: Fault, watch: Watch | None = None, resume: tuple[Path, int] | None = None,
+    fork_server: type[ForkServer] | type[SharedForkServer] = SharedForkServer,
+) -> LocalCluster:  # fmt: skip
     """To the end. `watch` sees the syncer's records as they come, and may strike."""
     cluster: LocalCluster
 
@@ -63,7 +98,8 @@ def run(
 
     slow = [Slow(0.0, m, UNHURRIED, 1e6) for m in range(config.learners)]
     cluster = LocalCluster(config, directory, Plan((*slow, *faults)), watch=seen, resume=resume)
-    cluster.run()
+    with patch.object(cluster_module, "ForkServer", fork_server):
+        cluster.run()
     return cluster
 
 

@@ -13,6 +13,7 @@ from atoll.cli.app import app
 from atoll.errors import UserError
 from atoll.protocol.vocabulary import Stored
 from atoll.runtime.local.cluster import LocalCluster
+from atoll.runtime.local.forkserver import ForkServer
 from atoll.store.durable import DurableVersions
 from atoll.tape.format import Record
 
@@ -23,7 +24,7 @@ def test_interrupted_run_is_evaluated_and_its_outer_step_told(tmp_path: Path) ->
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, small(2, total_steps=5000), watch=interrupt)
+        run(tmp_path, small(2, total_steps=5000), watch=interrupt, fork_server=ForkServer)
     reached = max(max(kept) for kept in DurableVersions.open(tmp_path / "syncer", read_only=True).kept())
     assert 12 <= reached < 5000
     done = CliRunner().invoke(app, ["eval", str(tmp_path), "--json"])

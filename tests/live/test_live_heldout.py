@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+from command import atoll
 from harness import judge, run, small
 
 from atoll.protocol.vocabulary import Stored
@@ -61,14 +60,10 @@ def test_a_run_does_not_care_for_an_onlooker_that_is_killed(tmp_path: Path) -> N
     assert len(killed) == 1 and all(point.outer_step < 300 for point in points_in(tmp_path))
 
 
-def atoll(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "atoll", *words], capture_output=True, text=True, timeout=120, check=False)
-
-
 def test_following_by_hand_ends_with_the_run_and_refuses_what_it_cannot_follow(tmp_path: Path) -> None:
     config = small(2, total_steps=40)
     run(tmp_path / "run", config)
-    done = atoll("eval", str(tmp_path / "run"), "--follow", "--every", "10", "--json")
+    done = atoll("eval", str(tmp_path / "run"), "--follow", "--every", "10", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     assert json.loads(line)["outer_step"] == 40
@@ -77,9 +72,9 @@ def test_following_by_hand_ends_with_the_run_and_refuses_what_it_cannot_follow(t
         ([], "has data.heldout_every = 0; say --every so many outer steps"),
         (["--every", "10", "--tasks", "piqa"], "--follow: tells the held-out loss"),
     ):
-        refused = atoll("eval", str(tmp_path / "run"), "--follow", *words)
+        refused = atoll("eval", str(tmp_path / "run"), "--follow", *words, cwd=tmp_path)
         assert refused.returncode == 2 and sentence in refused.stderr, refused.stderr
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.toml").write_bytes((tmp_path / "run" / "config.toml").read_bytes())
-    refused = atoll("eval", str(tmp_path / "empty"), "--follow", "--every", "5")
+    refused = atoll("eval", str(tmp_path / "empty"), "--follow", "--every", "5", cwd=tmp_path)
     assert refused.returncode == 2 and "--follow takes a live run's folder" in refused.stderr, refused.stderr
