@@ -42,7 +42,7 @@ from agreement_predict import (
     schedule_kept,
 )
 
-from atoll.chaos import Kill, Plan
+from atoll.chaos import ChaosPlan, Kill
 from atoll.config import Config, load
 from atoll.tape.format import Record
 
@@ -62,7 +62,7 @@ LOADS = (0.45, 0.7, 0.95)
 """Rates of `decoupled`, as shares of what the schedule needs."""
 MTBI_SECONDS, AWAY_SECONDS = 25.0, 4.0
 SEEDS = (1, 2, 3)
-REHEARSAL = Plan((Kill(5.0, 0, 2.0), Kill(11.0, 1, 2.0), Kill(17.0, 0, 1.0), Kill(22.0, 1, 1.0)))
+REHEARSAL = ChaosPlan((Kill(5.0, 0, 2.0), Kill(11.0, 1, 2.0), Kill(17.0, 0, 1.0), Kill(22.0, 1, 1.0)))
 """What the calibration of kills suffers: comebacks are measured on it."""
 REHEARSAL_SECONDS = 27.0
 POINTS = 5.0
@@ -133,7 +133,7 @@ class Bench:
         self.parameters = parameters_of(blocking_settings(self.interval))
         self.calibrations: dict[str, Any] = {}
 
-    def live(self, name: str, settings: Config, plan: Plan | None = None, mbit: float | None = None) -> list[Record]:
+    def live(self, name: str, settings: Config, plan: ChaosPlan | None = None, mbit: float | None = None) -> list[Record]:
         began = time.monotonic()
         records = run_live(settings, self._folder / name, plan, mbit)
         print(f"{name}: {time.monotonic() - began:.0f} s, load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)

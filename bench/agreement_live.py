@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, pstdev
 
-from atoll.chaos import Kill, Plan
+from atoll.chaos import ChaosPlan, Kill
 from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, WorkerId, nanos, seconds
@@ -133,7 +133,7 @@ class LimitedFaultProxies(FaultProxies):
     """A limited link for each learner, in the place of those that a plan hurts."""
 
     def __init__(self, learners: int, bytes_per_second: float) -> None:
-        super().__init__(Plan(), learners)
+        super().__init__(ChaosPlan(), learners)
         self._links = [LimitedLink(bytes_per_second) for _ in range(learners)]
 
     def start(self, syncer: str) -> None:
@@ -148,11 +148,11 @@ class LimitedFaultProxies(FaultProxies):
         self._loop.stop()
 
 
-def run_live(settings: Config, folder: Path, plan: Plan | None = None, mbit: float | None = None) -> list[Record]:
+def run_live(settings: Config, folder: Path, plan: ChaosPlan | None = None, mbit: float | None = None) -> list[Record]:
     """The run's tapes, woven. Its processes find the model beside this file."""
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *(path for path in known if path and path != str(HERE))])
-    cluster = LocalCluster(settings, folder, plan or Plan(), allowed=[MODEL_NAME])
+    cluster = LocalCluster(settings, folder, plan or ChaosPlan(), allowed=[MODEL_NAME])
     if mbit is not None:
         cluster._fault_proxies = LimitedFaultProxies(settings.learners, mbit * 1e6 / 8)
     cluster.run()
@@ -278,7 +278,7 @@ def calibrated(seen: Seen, warm_up_steps: int) -> Calibration:
     )  # fmt: skip
 
 
-def comebacks(seen: Seen, plan: Plan) -> list[tuple[float, float]]:
+def comebacks(seen: Seen, plan: ChaosPlan) -> list[tuple[float, float]]:
     """For each kill, seconds from the end of its absence until the new process said it had started, and until its first step."""
     assert seen.first_round is not None
     found = []

@@ -10,13 +10,13 @@ import msgspec
 import numpy as np
 from agreement_live import Calibration, Seen
 
-from atoll.chaos import Kill, Plan
+from atoll.chaos import ChaosPlan, Kill
 from atoll.config import Config
 from atoll.executor.null import wire_bits
 from atoll.ids import seconds
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.sim.estimates.decoupled import _Watch as AdoptionWatch
-from atoll.sim.estimates.failures import FailureModel, Learner, Stretch
+from atoll.sim.estimates.failures import FailureModel, SlicedLearner, Stretch
 from atoll.sim.estimates.goodput import simulate
 from atoll.sim.estimates.utilisation import Compute, Exchange, utilisation
 
@@ -43,9 +43,9 @@ def on_virtual_hardware(settings: Config, free: Calibration, parameters: int, mb
     return msgspec.structs.replace(settings, cluster=cluster)
 
 
-def virtual_run(settings: Config, plan: Plan | None = None) -> Seen:
+def virtual_run(settings: Config, plan: ChaosPlan | None = None) -> Seen:
     seen = Seen()
-    Cluster(settings, plan=plan, observers=[seen]).run(until_seconds=PATIENCE_SECONDS)
+    VirtualCluster(settings, plan=plan, observers=[seen]).run(until_seconds=PATIENCE_SECONDS)
     return seen
 
 
@@ -98,7 +98,7 @@ def schedule_kept(watch: AdoptionWatch, settings: Config) -> float:
 def decoupled_machines(settings: Config, free: Calibration, parameters: int, mbit: float, since: int) -> float:
     watch = AdoptionWatch(since)
     virtual = on_virtual_hardware(settings, free, parameters, mbit)
-    Cluster(virtual, observers=[watch]).run(until_seconds=PATIENCE_SECONDS)
+    VirtualCluster(virtual, observers=[watch]).run(until_seconds=PATIENCE_SECONDS)
     return schedule_kept(watch, settings)
 
 
@@ -125,10 +125,10 @@ def failure_model(free: Calibration, comeback: Comeback, mtbi: float, away: floa
 
 def histories(model: FailureModel, learners: int, seed: int, span: float) -> list[list[Stretch]]:
     streams = np.random.default_rng([seed, learners]).spawn(learners)
-    return [Learner(1, model, stream).advance(span) for stream in streams]
+    return [SlicedLearner(1, model, stream).advance(span) for stream in streams]
 
 
-def kill_plan(drawn: Sequence[Sequence[Stretch]], model: FailureModel) -> Plan:
+def kill_plan(drawn: Sequence[Sequence[Stretch]], model: FailureModel) -> ChaosPlan:
     """A failure is a kill at the end of the step in which it is noticed; the absence is the stop without the comeback."""
     kills = [
         Kill(round(s.start + s.seconds, 3), learner, max(0.05, round(s.stop - model.up_seconds, 3)))
@@ -136,17 +136,17 @@ def kill_plan(drawn: Sequence[Sequence[Stretch]], model: FailureModel) -> Plan:
         for s in history
         if s.stop > 0
     ]
-    return Plan(tuple(sorted(kills, key=lambda kill: kill.at)))
+    return ChaosPlan(tuple(sorted(kills, key=lambda kill: kill.at)))
 
 
-def on_virtual_clock(plan: Plan, first_round: float, comeback: Comeback) -> Plan:
+def on_virtual_clock(plan: ChaosPlan, first_round: float, comeback: Comeback) -> ChaosPlan:
     """A live plan's clock starts with the first round, a virtual one's with the run; a virtual process starts at once."""
     kills = (f for f in plan.faults if isinstance(f, Kill))
-    return Plan(tuple(Kill(f.at + first_round, f.learner, f.lasts + comeback.boot_seconds) for f in kills))
+    return ChaosPlan(tuple(Kill(f.at + first_round, f.learner, f.lasts + comeback.boot_seconds) for f in kills))
 
 
 def killed_machines(
-    settings: Config, free: Calibration, parameters: int, plan: Plan, comeback: Comeback, window: float
+    settings: Config, free: Calibration, parameters: int, plan: ChaosPlan, comeback: Comeback, window: float
 ) -> float:
     virtual = on_virtual_hardware(settings, free, parameters, None)
     start = virtual_run(msgspec.structs.replace(virtual, total_steps=2)).first_round

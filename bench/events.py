@@ -14,9 +14,9 @@ import tempfile
 import time
 from pathlib import Path
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import PRESETS, load
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.sim.run import header_for
 from atoll.tape.format import TapeWriter
 
@@ -25,8 +25,8 @@ TARGET = 20_000
 
 def one_run(preset: str, learners: int, total_steps: int, directory: Path, run: int) -> tuple[float, float]:
     config = load(preset_name=preset, overrides={"learners": learners, "total_steps": total_steps})
-    with TapeWriter.create(directory / f"{preset}-{run}.tape", header_for(config, Plan(), None)) as tape:
-        cluster = Cluster(config, observers=[tape.append])
+    with TapeWriter.create(directory / f"{preset}-{run}.tape", header_for(config, ChaosPlan(), None)) as tape:
+        cluster = VirtualCluster(config, observers=[tape.append])
         wall, start = time.perf_counter(), time.process_time()
         cluster.run()
         return cluster.events / (time.process_time() - start), cluster.events / (time.perf_counter() - wall)

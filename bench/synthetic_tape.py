@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import Config, load
 from atoll.protocol.vocabulary import StepDone
 from atoll.sim.estimates.failures import FailureModel
@@ -34,7 +34,7 @@ def settings(recipe: Path, learners: int, total_steps: int, seed: int, model: Fa
 
 
 def record(config: Config, chips: int, model: FailureModel, directory: Path) -> tuple[Tape, int]:
-    run_virtual(config, Plan(), directory, tensors=False, slices=SliceHardware(config, chips, model, config.seed))
+    run_virtual(config, ChaosPlan(), directory, tensors=False, slices=SliceHardware(config, chips, model, config.seed))
     tape = Tape(directory / "run.tape")
     return tape, sum(r.event.tokens for r in tape.records() if isinstance(r.event, StepDone))
 

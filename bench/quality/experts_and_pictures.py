@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_model
 from torch import Tensor, nn
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.cli.runs import run_virtually
 from atoll.config import Config, load, preset
 from atoll.tasks.registry import task_for
@@ -73,7 +73,7 @@ def train(name: str, config: Config) -> Line:
     begun, task = time.time(), task_for(config)
     model = task.build()
     with tempfile.TemporaryDirectory() as folder:
-        summary = run_virtually(config, Plan(), Path(folder), tensors=True, threads=1, quiet=True)
+        summary = run_virtually(config, ChaosPlan(), Path(folder), tensors=True, threads=1, quiet=True)
         load_model(model, Path(folder) / "theta.safetensors")
     told: Line = msgspec.to_builtins(summary)
     more = {

@@ -31,7 +31,7 @@ from typing import Any, Final, TypeAlias
 
 from experts_and_pictures import Line, differences, markdown, read
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.cli.runs import run_virtually
 from atoll.config import load
 from atoll.errors import UserError
@@ -256,7 +256,7 @@ def train_small(directory: Path, threads: int) -> Trained:
         "data": {"tokenizer": "bpe", "vocab": 1024, "seq_len": 256, "batch_size": 2, "heldout_batches": 4},
         "inner": {"learning_rate": 0.006}, "outer": {"outer_momentum": 0.5},
     })  # fmt: skip
-    run_virtually(config, Plan(), directory, tensors=True, threads=threads, quiet=True)
+    run_virtually(config, ChaosPlan(), directory, tensors=True, threads=threads, quiet=True)
     return open_trained(directory)
 
 

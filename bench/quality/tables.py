@@ -35,7 +35,7 @@ from atoll.codecs import codec
 from atoll.config import Config, from_builtins
 from atoll.executor.null import wire_bits
 from atoll.rules import Schedule
-from atoll.sim.estimates.decoupled import decoupled, settings_for
+from atoll.sim.estimates.decoupled import measure_decoupled, settings_for
 from atoll.sim.estimates.utilisation import Compute, Exchange, utilisation
 from atoll.views.figures import GOOD, INK, OTHER, REFERENCE, empty_figure, save
 
@@ -148,7 +148,7 @@ def _by_the_machines(config: Config, parameters: int, step_seconds: float, gbit:
     links = {"up_gbit": gbit, "down_gbit": gbit, "latency_seconds": 0.0}
     cluster = {"step_seconds": step_seconds, "parameters": parameters, **links}
     layers = {"learners": config.learners, "protocol": msgspec.to_builtins(config.protocol), "cluster": cluster}
-    return decoupled(settings_for(config.preset, layers)).utilisation
+    return measure_decoupled(settings_for(config.preset, layers)).utilisation
 
 
 def rows(paths: Sequence[Path], step_seconds: float, reference: str = DATA_PARALLEL) -> list[Row]:

@@ -26,14 +26,14 @@ from typing import Any
 import msgspec
 import torch
 
-from atoll.chaos import Plan, Scavenge
+from atoll.chaos import ChaosPlan, Scavenge
 from atoll.config import ALL, Config, changed, load
 from atoll.executor.fleet.executor import FleetExecutor
 from atoll.executor.virtual_run import evaluated_on
 from atoll.ids import SYNCER, LearnerId, Nanos, WorkerId
 from atoll.protocol.interface import Observer
 from atoll.protocol.vocabulary import Effect, Event, FixParticipants, StepDone
-from atoll.sim.cluster import Cluster, ExecutorFor
+from atoll.sim.cluster import ExecutorFor, VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.run import HeldoutObserver, everybody
 from atoll.sim.slices import SliceHardware
@@ -86,27 +86,27 @@ def numbers(size: str) -> dict[str, int | float | bool]:
     return {key: bool(int(value)) if key == "tied" else int(value) for key, value in given.items()}
 
 
-def plan_for(chosen: argparse.Namespace, config: Config) -> Plan:
+def plan_for(chosen: argparse.Namespace, config: Config) -> ChaosPlan:
     """--scavenge F: F times as many learners more, there for every second quarter of the run."""
     extra = round(chosen.scavenge * config.learners)
     quarter = config.total_steps * config.cluster.step_seconds / 4
-    return Plan(tuple(
+    return ChaosPlan(tuple(
         Scavenge(start * quarter, config.learners + m, quarter) for start in (1, 3) for m in range(extra)
     ))  # fmt: skip
 
 
 def cluster_for(
     chosen: argparse.Namespace, config: Config, executor: ExecutorFor | None, observers: Sequence[Observer]
-) -> Cluster:
+) -> VirtualCluster:
     slices = SliceHardware(config, chosen.chips, FailureModel(), config.seed) if chosen.chips else None
-    return Cluster(config, plan=plan_for(chosen, config), executor_for=executor, observers=observers, hardware=slices)
+    return VirtualCluster(config, plan=plan_for(chosen, config), executor_for=executor, observers=observers, hardware=slices)
 
 
-def run(cluster: Cluster) -> None:
+def run(cluster: VirtualCluster) -> None:
     cluster.run(until_seconds=100 * cluster.config.total_steps * cluster.config.cluster.step_seconds)
 
 
-def trained_tokens(cluster: Cluster) -> int:
+def trained_tokens(cluster: VirtualCluster) -> int:
     return cluster.syncer.fates().trained // cluster.config.protocol.fragments
 
 

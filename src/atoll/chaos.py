@@ -78,8 +78,8 @@ class Scavenge(_Fault, frozen=True):
 
 
 Fault: TypeAlias = Kill | Pause | Slow | Partition | Clog | Corrupt | KillSyncer | Scavenge
-Kind: TypeAlias = Literal["kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer"]
-KINDS: tuple[Kind, ...] = ("kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer")
+FaultKind: TypeAlias = Literal["kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer"]
+KINDS: tuple[FaultKind, ...] = ("kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer")
 """What a random plan is made of."""
 
 
@@ -90,7 +90,7 @@ FAULTS_MAX = 100_000
 SCAVENGED_MAX = 1024
 
 
-class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChaosPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     faults: tuple[Fault, ...] = ()
 
     def healed_at(self) -> float:
@@ -104,10 +104,10 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return "\n".join("\n".join(["[[faults]]", *fault, ""]) for fault in lines)
 
     def __str__(self) -> str:
-        return "\n".join(describe(fault) for fault in self.faults) or "no faults"
+        return "\n".join(describe_fault(fault) for fault in self.faults) or "no faults"
 
 
-def describe(fault: Fault) -> str:
+def describe_fault(fault: Fault) -> str:
     start = f"{fault.at:10.3f} s  "
     match fault:
         case Kill(learner=m, lasts=d):
@@ -132,7 +132,7 @@ def describe(fault: Fault) -> str:
 # ---------------------------------------------------------------- files
 
 
-def load_plan(text: str, learners: int) -> Plan:
+def load_plan(text: str, learners: int) -> ChaosPlan:
     """A plan from a TOML file ([[faults]] tables) or, as a word, a seeded generator: random:SEED:COUNT:SECONDS."""
     if not text.strip():
         raise PlanError(f"--chaos {text!r}: names no plan; give a TOML file or random:SEED:COUNT:SECONDS, or leave it out")
@@ -140,7 +140,7 @@ def load_plan(text: str, learners: int) -> Plan:
         return _parse_random(text, learners)
     path = Path(text)
     try:
-        plan = msgspec.toml.decode(path.read_bytes(), type=Plan)
+        plan = msgspec.toml.decode(path.read_bytes(), type=ChaosPlan)
     except FileNotFoundError:
         raise PlanError(f"chaos plan {text}: no such file; or say random:SEED:COUNT:SECONDS") from None
     except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
@@ -150,7 +150,7 @@ def load_plan(text: str, learners: int) -> Plan:
     return plan
 
 
-def _parse_random(text: str, learners: int) -> Plan:
+def _parse_random(text: str, learners: int) -> ChaosPlan:
     parts = text.split(":")
     try:
         seed, count, span = int(parts[1]), int(parts[2]), float(parts[3])
@@ -165,7 +165,7 @@ def _parse_random(text: str, learners: int) -> Plan:
     return random_plan(random.Random(seed), learners, count=count, span=span)
 
 
-def check_plan(plan: Plan, learners: int) -> None:
+def check_plan(plan: ChaosPlan, learners: int) -> None:
     for number, fault in enumerate(plan.faults, 1):
         workers = [getattr(fault, name) for name in ("learner", "a", "b") if hasattr(fault, name)]
         if isinstance(fault, Scavenge):
@@ -196,8 +196,8 @@ def random_plan(
     count: int = 10,
     span: float = 200.0,
     start: float = 5.0,
-    kinds: tuple[Kind, ...] = KINDS,
-) -> Plan:
+    kinds: tuple[FaultKind, ...] = KINDS,
+) -> ChaosPlan:
     """`count` faults over `span` seconds. A third come as pairs, close together; a kill is often followed by a second
     blow to the same learner while it recovers, or to a peer that may be serving it."""
     faults: list[Fault] = []
@@ -209,10 +209,10 @@ def random_plan(
             again = at + getattr(first, "lasts", 0.0) + rng.expovariate(1 / 2.0) if rng.random() < 0.5 else at + rng.random()
             victim = getattr(first, "learner", getattr(first, "a", None)) if rng.random() < 0.6 else None
             faults.append(_draw(rng, rng.choice(kinds), again, learners, victim))
-    return Plan(tuple(sorted(faults, key=lambda f: f.at)))
+    return ChaosPlan(tuple(sorted(faults, key=lambda f: f.at)))
 
 
-def _draw(rng: random.Random, kind: Kind, at: float, learners: int, victim: WorkerId | None = None) -> Fault:
+def _draw(rng: random.Random, kind: FaultKind, at: float, learners: int, victim: WorkerId | None = None) -> Fault:
     learner = victim if victim is not None and victim >= 0 else rng.randrange(learners)
     other = rng.choice([SYNCER, SYNCER, SYNCER] + [m for m in range(learners) if m != learner])
     lasts = 0.2 + rng.expovariate(1 / 8.0)
@@ -235,10 +235,10 @@ def _draw(rng: random.Random, kind: Kind, at: float, learners: int, victim: Work
             return KillSyncer(at, 0.2 + rng.expovariate(1 / 3.0))
 
 
-def swizzle_clog(rng: random.Random, learners: int, *, at: float = 5.0, step: float = 1.0) -> Plan:
+def swizzle_clog(rng: random.Random, learners: int, *, at: float = 5.0, step: float = 1.0) -> ChaosPlan:
     """Clog a random subset of links one after the other, then let them go in another random order."""
     chosen = [m for m in range(learners) if rng.random() < 0.6] or [0]
     order_in, order_out = rng.sample(chosen, len(chosen)), rng.sample(chosen, len(chosen))
     ends = {m: at + step * (len(chosen) + i + 1) for i, m in enumerate(order_out)}
     starts = {m: at + step * i for i, m in enumerate(order_in)}
-    return Plan(tuple(Clog(starts[m], m, SYNCER, ends[m] - starts[m]) for m in order_in))
+    return ChaosPlan(tuple(Clog(starts[m], m, SYNCER, ends[m] - starts[m]) for m in order_in))

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atoll.chaos import Kill, Plan, check_plan
+from atoll.chaos import ChaosPlan, Kill, check_plan
 from atoll.ids import nanos
 
 
@@ -59,8 +59,8 @@ def test_histories_scatter_around_the_expectation(task: Any, model: Any, monkeyp
 
 
 def test_a_plan_on_the_virtual_clock(task: Any) -> None:
-    plan = task["on_virtual_clock"](Plan((Kill(5.0, 1, 2.0),)), 0.5, task["Comeback"](0.8, 1.5))
-    assert plan == Plan((Kill(5.5, 1, 2.8),))
+    plan = task["on_virtual_clock"](ChaosPlan((Kill(5.0, 1, 2.0),)), 0.5, task["Comeback"](0.8, 1.5))
+    assert plan == ChaosPlan((Kill(5.5, 1, 2.8),))
 
 
 def test_the_rate_limit_becomes_the_cluster_section(task: Any, free: Any) -> None:
@@ -95,7 +95,7 @@ def test_virtual_kills_cost_goodput(task: Any, free: Any) -> None:
     settings, comeback = task["killed_settings"](20.0, 0.1), task["Comeback"](0.8, 1.5)
     whole, killed = (
         task["killed_machines"](settings, free, 1_000_000, plan, comeback, 20.0)
-        for plan in (Plan(), Plan((Kill(5.0, 0, 8.0),)))
+        for plan in (ChaosPlan(), ChaosPlan((Kill(5.0, 0, 8.0),)))
     )
     assert whole == pytest.approx(0.95, abs=0.02)
     assert whole - killed == pytest.approx(0.95 * (8.0 + 0.8) / 40, abs=0.03)

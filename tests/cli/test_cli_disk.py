@@ -21,7 +21,7 @@ from atoll.cli.app import app, main
 from atoll.cli.shared import write_summary
 from atoll.errors import UserError
 from atoll.transport.keys import make_keys
-from atoll.views.run import Summary, Tokens
+from atoll.views.run import Summary, TokenCounts
 
 SMALL = [
     "total_steps=4", "learners=2", "data.seq_len=16", "data.batch_size=2", "data.max_bytes=200000", "data.heldout_batches=2",
@@ -30,7 +30,7 @@ SMALL = [
 TINY = [word for key in SMALL for word in ("--set", key)]
 SUMMARY = Summary(
     preset="decoupled", learners=2, seed=0, total_steps=4, goodput=1.0, uptime=1.0, waited_seconds=0.0, participants={},
-    tokens=Tokens(0, 0, 0, 0, {}), recoveries=[], bytes_up=1, bytes_down=1, loss_first=3.0, loss_final=2.5,
+    tokens=TokenCounts(0, 0, 0, 0, {}), recoveries=[], bytes_up=1, bytes_down=1, loss_first=3.0, loss_final=2.5,
     theta_sha256=None, tape=None, run_dir="run", clock="wall", seconds=1.0, fragments=1,
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.cli.app import app
 from atoll.config import load, to_toml
 from atoll.errors import UserError
@@ -46,7 +46,7 @@ DDP = {key: SMALL[key] for key in ("learners", "model", "data")} | {"total_steps
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("runs") / "small"
-    run_virtual(load(preset_name="decoupled", overrides=SMALL), Plan(), directory, tensors=True)
+    run_virtual(load(preset_name="decoupled", overrides=SMALL), ChaosPlan(), directory, tensors=True)
     return directory
 
 
@@ -97,7 +97,7 @@ def test_weights_have_the_mode_that_the_umask_gives_every_other_file(run: Path, 
     before = os.umask(0o027)
     try:
         atoll("export", run, "--hf", tmp_path / "hf")
-        run_virtual(load(preset_name="ddp", overrides=DDP), Plan(), tmp_path / "run", tensors=True)
+        run_virtual(load(preset_name="ddp", overrides=DDP), ChaosPlan(), tmp_path / "run", tensors=True)
     finally:
         os.umask(before)
     written = [*(tmp_path / "hf").iterdir(), *(tmp_path / "run").iterdir()]

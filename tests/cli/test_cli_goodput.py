@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from atoll.cli.app import app
-from atoll.cli.simulate.failure_options import failure_model
+from atoll.cli.simulate.failure_options import model_from_options
 from atoll.errors import UserError
 from atoll.sim.estimates.failures import FailureModel
 
@@ -25,7 +25,7 @@ def run(*arguments: str) -> str:
 
 
 def test_options_default_to_the_models_own_constants() -> None:
-    assert asdict(failure_model()) == pytest.approx(asdict(FailureModel()))
+    assert asdict(model_from_options()) == pytest.approx(asdict(FailureModel()))
 
 
 def test_goodput_json_is_a_list_of_cells() -> None:

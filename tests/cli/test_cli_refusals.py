@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.cli import resume
 from atoll.cli.app import app
 from atoll.cli.shared import RunProgress
@@ -28,7 +28,7 @@ from atoll.store.snapshots import begin_syncer, seal_syncer
 from atoll.store.tokenizer_file import write_tokenizer_file
 from atoll.tasks.task import initial_versions, language_task
 from atoll.tasks.vision import VISION_MODELS
-from atoll.views.run import RunView, Summary, Tokens
+from atoll.views.run import RunView, Summary, TokenCounts
 from atoll.workload.data.bpe import BpeTokenizer
 
 SMALL = [
@@ -157,7 +157,7 @@ def test_what_a_process_refuses_is_told_without_its_log(tmp_path: Path) -> None:
     worker = _Worker(0, [], tmp_path / "log")
     assert worker.refusal() == f"learner0 refused its input, see {tmp_path / 'log'}"
     worker.log.write_text("12:00:00 atoll.learner: learner 0, incarnation 0, of run x\natoll: key a = 1: is no b\n")
-    cluster = LocalCluster(load(), tmp_path / "run", Plan())
+    cluster = LocalCluster(load(), tmp_path / "run", ChaosPlan())
     with pytest.raises(UserError, match=r"^key a = 1: is no b$"):
         cluster._fail_as(worker, 2)
 
@@ -379,7 +379,7 @@ def test_permission_that_is_not_needed_does_no_harm(tmp_path: Path) -> None:
 def summary(preset: str, directory: Path) -> Summary:
     return Summary(
         preset=preset, learners=2, seed=0, total_steps=4, goodput=1.0, uptime=1.0, waited_seconds=0.0, participants={},
-        tokens=Tokens(0, 0, 0, 0, {}), recoveries=[], bytes_up=1, bytes_down=1, loss_first=3.0, loss_final=2.5,
+        tokens=TokenCounts(0, 0, 0, 0, {}), recoveries=[], bytes_up=1, bytes_down=1, loss_first=3.0, loss_final=2.5,
         theta_sha256=None, tape=None, run_dir=str(directory), clock="wall", seconds=1.0, fragments=1,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import load
 from atoll.sim.run import run_virtual
 from atoll.tasks.trained import Trained, export_hf, open_trained
@@ -51,7 +51,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "protocol": {"fragments": 6, "local_steps_per_round": 6}, "outer": {"outer_momentum": 0.5},
         "data": {"seq_len": 96, "batch_size": 8, "max_bytes": 500_000, "heldout_batches": 2} | data,
     })  # fmt: skip
-    run_virtual(config, Plan(), directory / "run", tensors=True)
+    run_virtual(config, ChaosPlan(), directory / "run", tensors=True)
     return open_trained(directory / "run")
 
 
@@ -97,7 +97,7 @@ def test_transformers_gives_the_ids_of_training_of_a_tokenizer_that_would_say_mo
         "learners": 2, "total_steps": 2, "protocol": {"local_steps_per_round": 2}, "model": {"numbers": {"layers": 1}},
         "data": {"tokenizer": str(tmp_path / "t.json"), "cache": "off", "max_bytes": 200_000, "heldout_batches": 1},
     })  # fmt: skip
-    run_virtual(config, Plan(), tmp_path / "run", tensors=True)
+    run_virtual(config, ChaosPlan(), tmp_path / "run", tensors=True)
     export_hf(run := open_trained(tmp_path / "run"), tmp_path / "hf")
     tokenizer, text = AutoTokenizer.from_pretrained(tmp_path / "hf"), "def function(self, argument): return argument + 1"
     wanted = run.tokenizer.encode(text.encode())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import Config, load
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
 from atoll.ids import SYNCER, Incarnation, LearnerId, OuterStep, WorkerId
@@ -24,7 +24,7 @@ from atoll.protocol.vocabulary import (
     StepDone,
 )
 from atoll.sim.checkers import Liveness, Safety
-from atoll.sim.cluster import Cluster, ExecutorFor
+from atoll.sim.cluster import ExecutorFor, VirtualCluster
 from atoll.store.memory_snapshots import MemorySnapshot, MemorySnapshots
 
 Batch = tuple[LearnerId, int]
@@ -116,20 +116,20 @@ class Run:
     """One virtual run with every invariant watched, whole or up to an outer step."""
 
     def __init__(
-        self, config: Config, executor: ExecutorFor, *, resume: MemorySnapshot | None = None, plan: Plan | None = None
+        self, config: Config, executor: ExecutorFor, *, resume: MemorySnapshot | None = None, plan: ChaosPlan | None = None
     ) -> None:
         self.config, self.executor = config, executor
         self.drawn = Drawn()
         self.log: list[tuple[int, WorkerId, Event, Sequence[Effect]]] = []
         safety = Safety(config)
         watching = [safety, self.drawn, self._see]
-        self.cluster = Cluster(config, plan=plan, executor_for=executor, observers=watching, resume=resume)
+        self.cluster = VirtualCluster(config, plan=plan, executor_for=executor, observers=watching, resume=resume)
         safety.attach(self.cluster)
 
     def _see(self, now: int, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
         self.log.append((now, worker, event, effects))
 
-    def until(self, done: Callable[[Cluster], bool]) -> Run:
+    def until(self, done: Callable[[VirtualCluster], bool]) -> Run:
         """Then it is killed, syncer and learners at once."""
         self.cluster.start()
         while not done(self.cluster):
@@ -174,7 +174,9 @@ def config_for(preset: str, learners: int, *, every: int = 10, total_steps: int 
 class Story:
     """Two runs: one killed at an outer step, one that goes on from its newest snapshot."""
 
-    def __init__(self, preset: str, learners: int, *, had: int = 4, stop: int = 37, plan: Plan | None = None, **cluster: Any):
+    def __init__(
+        self, preset: str, learners: int, *, had: int = 4, stop: int = 37, plan: ChaosPlan | None = None, **cluster: Any
+    ) -> None:
         first = config_for(preset, had, **cluster)
         executor = RecordingExecutor(first)
         self.before = Run(first, executor).until_outer_step(stop)

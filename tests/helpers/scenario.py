@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from atoll.chaos import Clog, Fault, Kill, KillSyncer, Partition, Pause, Plan, random_plan
+from atoll.chaos import ChaosPlan, Clog, Fault, Kill, KillSyncer, Partition, Pause, random_plan
 from atoll.config import Config, load
 from atoll.errors import AtollError
 from atoll.ids import SYNCER, Incarnation, LearnerId, Nanos, WorkerId, nanos
@@ -14,7 +14,7 @@ from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Effect, Event, RecordSyncer, Send, Ticket
 from atoll.sim.checkers import Liveness, Safety
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 
 OUTER_STEPS = 340
 PRESETS = ("decoupled",) * 4 + ("decoupled_ramp", "streaming", "diloco", "async_diloco", "fedavg", "ddp")
@@ -49,7 +49,7 @@ class Ambush:
         self._left = most
         self.struck: Counter[str] = Counter()
         self.last_ends: Nanos = 0
-        self.cluster: Cluster | None = None
+        self.cluster: VirtualCluster | None = None
 
     def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
         if worker != SYNCER:
@@ -95,7 +95,7 @@ class Scenario:
         self.plan = random_plan(rng, self.config.learners, count=rng.randint(10, 18), span=110.0)
         self.ambush = Ambush(rng, self.config.learners)
         safety = Safety(self.config)
-        self.cluster = Cluster(
+        self.cluster = VirtualCluster(
             self.config, plan=self.plan, observers=[safety, self.ambush],
             syncer_machine=syncer_machine, learner_machine=learner_machine,
         )  # fmt: skip
@@ -126,5 +126,5 @@ def verdict(seed: int, **machines: Callable[..., object]) -> AtollError | Assert
     return None
 
 
-def plan_of(*faults: Fault) -> Plan:
-    return Plan(tuple(sorted(faults, key=lambda f: f.at)))
+def plan_of(*faults: Fault) -> ChaosPlan:
+    return ChaosPlan(tuple(sorted(faults, key=lambda f: f.at)))

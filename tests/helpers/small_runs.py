@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.chaos import Fault, Plan
+from atoll.chaos import ChaosPlan, Fault
 from atoll.config import Config, load
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import Incarnation, Nanos, WorkerId
 from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.vocabulary import Contribution, Effect, Envelope, Event, Message, Send
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.tasks.task import Task, layout_for
 from atoll.workload.models.mlp import BatchNormMlp, Mlp
 
@@ -92,7 +92,8 @@ class Run:
         self.executor = TensorExecutor(task)
         self.seen: list[tuple[Nanos, WorkerId, Event, Sequence[Effect]]] = []
         self.packets: list[tuple[Envelope, Payload]] = []
-        self.cluster = Cluster(task.config, executor_for=self._tapped, plan=Plan(tuple(faults)), observers=[self._saw])
+        plan = ChaosPlan(tuple(faults))
+        self.cluster = VirtualCluster(task.config, executor_for=self._tapped, plan=plan, observers=[self._saw])
 
     def _tapped(self, worker: WorkerId, incarnation: Incarnation) -> Executor:
         return _Tapped(self, worker, self.executor(worker, incarnation))

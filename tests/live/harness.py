@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
-from atoll.chaos import Fault, Plan, Slow
+from atoll.chaos import ChaosPlan, Fault, Slow
 from atoll.config import Config, load
 from atoll.executor.environment import use_threads
 from atoll.ids import SYNCER, LearnerId
@@ -97,7 +97,7 @@ def run(
             watch(cluster, record)
 
     slow = [Slow(0.0, m, UNHURRIED, 1e6) for m in range(config.learners)]
-    cluster = LocalCluster(config, directory, Plan((*slow, *faults)), watch=seen, resume=resume)
+    cluster = LocalCluster(config, directory, ChaosPlan((*slow, *faults)), watch=seen, resume=resume)
     with patch.object(cluster_module, "ForkServer", fork_server):
         cluster.run()
     return cluster

@@ -61,7 +61,7 @@ from atoll.protocol.vocabulary import (
 from atoll.rules import tokens_per_step_max
 from atoll.runtime import payload as wire
 from atoll.runtime.syncer.places import JoinRequest, Placement
-from atoll.transport import Limits, Link, LinkFailed, Refused, call, dial, upload
+from atoll.transport import Link, LinkFailed, LinkLimits, Refused, call, dial, upload
 from atoll.transport.frames import BULK as BULK_FRAME
 from atoll.transport.frames import BYE, CHUNK, CONTROL, HEADER_BYTES, READY, WELCOME, Violation, pack, unpack
 from atoll.transport.server import COUNT_KEY, INDEX_KEY, SESSION_KEY
@@ -153,7 +153,7 @@ class Siege:
     async def link(self, place: Placement, kind: str) -> AsyncIterator[Ears]:
         """Well-framed, by Atoll's own transport."""
         ears = Ears(self, place)
-        link = await dial(self.address, ears, peer="syncer", metadata=shown(place), limits=Limits(head_bytes_max=2 << 20))
+        link = await dial(self.address, ears, peer="syncer", metadata=shown(place), limits=LinkLimits(head_bytes_max=2 << 20))
         self.links += 1
         try:
             yield ears
@@ -168,7 +168,7 @@ class Siege:
     async def raw(self, place: Placement, connections: int = 1) -> AsyncIterator[tuple[GrpcStream, list[GrpcStream]]]:
         """Streams of a link that is admitted, and no rules."""
         metadata = {**shown(place), SESSION_KEY: secrets.token_hex(16), COUNT_KEY: str(connections)}
-        wide = Limits(chunk_bytes=8 << 20)
+        wide = LinkLimits(chunk_bytes=8 << 20)
         channels = [Channel(self.address, wide, None) for _ in range(connections + 1)]
         try:
             talk = channels[0].open("Talk", metadata)
@@ -657,7 +657,7 @@ async def wrong_keys(siege: Siege, rng: Rng) -> None:
             ("incarnation", "-1"), ("incarnation", "99999"), (COUNT_KEY, "0"), (COUNT_KEY, "9" * 30), (SESSION_KEY, "short"),
         ))  # fmt: skip
         good = {**shown(place), SESSION_KEY: secrets.token_hex(16), COUNT_KEY: "1"}
-        channel = Channel(siege.address, Limits(), None)
+        channel = Channel(siege.address, LinkLimits(), None)
         siege.thrown["wrong key"] += 1
         try:
             await asyncio.wait_for(channel.open(rng.choice(("Talk", "Talk", "Bulk")), good | {key: value}).read(), 2)
@@ -679,7 +679,7 @@ async def junk_models(siege: Siege, rng: Rng) -> None:
 async def half_open(siege: Siege, rng: Rng) -> None:
     """Talk without Bulk, Bulk without Talk, both and then silence."""
     place = await siege.place(rng)
-    channel = Channel(siege.address, Limits(), None)
+    channel = Channel(siege.address, LinkLimits(), None)
     try:
         streams = []
         for _ in range(rng.choice((1, 20))):

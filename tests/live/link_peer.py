@@ -12,7 +12,7 @@ import json
 import sys
 import time
 
-from atoll.transport import Limits, Link, Server, dial
+from atoll.transport import Link, LinkLimits, Server, dial
 
 THERE = b"there"
 
@@ -51,7 +51,7 @@ def say(what: str, **more: str | int) -> None:
     print(json.dumps({"at": time.monotonic(), "what": what, **more}), flush=True)
 
 
-async def serve(address: str, peer: Peer, limits: Limits) -> None:
+async def serve(address: str, peer: Peer, limits: LinkLimits) -> None:
     server = Server(peer, lambda _: "dialler", limits)
     await server.start(address)
     say("listens")
@@ -59,7 +59,7 @@ async def serve(address: str, peer: Peer, limits: Limits) -> None:
     await server.stop(0.5)
 
 
-async def dialling(address: str, peer: Peer, limits: Limits) -> None:
+async def dialling(address: str, peer: Peer, limits: LinkLimits) -> None:
     link = await dial(address, peer, peer="server", metadata={}, limits=limits)
     while not peer.over.is_set() and not {b"payload", THERE} <= peer.got:
         await asyncio.sleep(0.05)
@@ -72,6 +72,6 @@ if __name__ == "__main__":
     run = serve if role == "serve" else dialling
 
     async def main() -> None:
-        await run(where, Peer(int(size)), Limits(stall_seconds=float(stall)))
+        await run(where, Peer(int(size)), LinkLimits(stall_seconds=float(stall)))
 
     asyncio.run(main())

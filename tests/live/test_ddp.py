@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import Config, load, to_toml
 from atoll.errors import ConfigError, RunFailed, UserError
-from atoll.runtime.ddp.launch import check, run_ddp
+from atoll.runtime.ddp.launch import check_supported, run_ddp
 from atoll.runtime.ddp.report import DdpOutcome, RankReport, Stepped, _Fold, summary_of
 from atoll.sim.run import run_virtual
 from atoll.tape.heldout import HeldoutPoint
@@ -61,7 +61,7 @@ def test_looks_are_those_of_the_virtual_preset_and_no_part_of_the_time(tmp_path:
     config = tiny(data={"batch_size": 2, "seq_len": 16, "max_bytes": 400_000, "heldout_every": 3})
     told: list[HeldoutPoint] = []
     outcome = run_ddp(config, tmp_path / "live", threads=1, looked=told.append)
-    virtual = run_virtual(config, Plan(), tmp_path / "virtual", tensors=True)
+    virtual = run_virtual(config, ChaosPlan(), tmp_path / "virtual", tensors=True)
     assert told == list(outcome.points) == summary_of(config, outcome, tmp_path).heldout
     assert [(point.outer_step, point.loss) for point in told] == [
         (point.outer_step, pytest.approx(point.loss, rel=1e-4)) for point in virtual.points
@@ -72,7 +72,7 @@ def test_looks_are_those_of_the_virtual_preset_and_no_part_of_the_time(tmp_path:
 
 def test_two_processes_train_what_the_virtual_preset_trains(trained: Any, tmp_path: Path) -> None:
     directory, outcome, _ = trained
-    virtual = run_virtual(tiny(), Plan(), tmp_path, tensors=True)
+    virtual = run_virtual(tiny(), ChaosPlan(), tmp_path, tensors=True)
     assert outcome.loss_first == pytest.approx(virtual.loss_first, abs=1e-4)
     assert outcome.loss_final == pytest.approx(virtual.loss_final, abs=1e-4)
     assert outcome.loss_final < outcome.loss_first
@@ -86,7 +86,7 @@ def test_ranks_merge_the_statistics_of_batch_norm_as_the_virtual_preset_does(tmp
     data, model = {"corpus": "digits", "batch_size": 4}, {"name": "resnet18", "numbers": {"width": 4, "depth": 1}}
     config = tiny(3, data=data, model=model)
     outcome = run_ddp(config, tmp_path / "live", threads=1)
-    virtual = run_virtual(config, Plan(), tmp_path / "virtual", tensors=True)
+    virtual = run_virtual(config, ChaosPlan(), tmp_path / "virtual", tensors=True)
     live, simulated = (load_file(tmp_path / kind / "theta.safetensors") for kind in ("live", "virtual"))
     for name, tensor in live.items():
         torch.testing.assert_close(tensor, simulated[name], rtol=1e-3, atol=1e-4, msg=name)
@@ -213,8 +213,8 @@ def test_what_torch_cannot_do_is_refused_by_its_key(key: str, sections: dict[str
 
 def test_another_preset_is_refused_and_equal_batches_by_learner_are_not() -> None:
     with pytest.raises(ConfigError, match=r"^key protocol\.contribution = 'weights'"):
-        check(load(preset_name="diloco"))
-    check(tiny(data={"samples_by_learner": [3, 3]}))
+        check_supported(load(preset_name="diloco"))
+    check_supported(tiny(data={"samples_by_learner": [3, 3]}))
 
 
 @pytest.mark.parametrize("device", ["cuda:4095", "tpu", "cuda:", "cuda:x"])

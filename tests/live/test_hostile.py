@@ -53,7 +53,7 @@ from atoll.sim.checkers import Safety
 from atoll.tape.format import Record, Tape
 from atoll.tape.weave import live_tapes
 from atoll.transport import Refused
-from atoll.transport.keys import Tokens
+from atoll.transport.keys import JoinTokens
 
 HONEST = 2
 
@@ -256,7 +256,7 @@ def test_contribution_that_nobody_asked_for_stretches_no_deadline() -> None:
 
 
 def test_places_that_were_given_to_nobody_are_free_again_soon(tmp_path: Path) -> None:
-    places = Places(tmp_path, "run", Tokens(b"s" * 32), 3, lambda learner: learner == 0)
+    places = Places(tmp_path, "run", JoinTokens(b"s" * 32), 3, lambda learner: learner == 0)
     for learner in (1, 2):
         assert places.place(-1, 100.0)[0].learner == learner
     with pytest.raises(Refused, match="all 3 places") as no:
@@ -266,7 +266,7 @@ def test_places_that_were_given_to_nobody_are_free_again_soon(tmp_path: Path) ->
 
 
 def test_key_of_a_ticket_is_no_key_of_a_place(tmp_path: Path) -> None:
-    places = Places(tmp_path, "run", Tokens(b"s" * 32), 8, lambda learner: False)
+    places = Places(tmp_path, "run", JoinTokens(b"s" * 32), 8, lambda learner: False)
     shown = {"run": "run", "learner": str(-2 - 7), "incarnation": "3", "key": places.ticket_key(7, 3)}
     with pytest.raises(Refused, match="a learner that can be"):
         places.admit(shown)

@@ -27,7 +27,7 @@ from atoll.errors import UserError
 from atoll.runtime.learner.address import Address, ask_for_place
 from atoll.runtime.syncer.places import Placement
 from atoll.transport import ClientCredentials, Refused, client_credentials, dial
-from atoll.transport.keys import SYNCER_NAME, Credentials, Tokens, load_learner, make_keys, session_key
+from atoll.transport.keys import SYNCER_NAME, Credentials, JoinTokens, load_learner, make_keys, session_key
 
 PATIENCE_SECONDS = 60.0
 NUMBERS = ("total_steps=1000000", "data.max_bytes=200000", "data.seq_len=16", "limits.leave_seconds=2")
@@ -194,7 +194,7 @@ def test_second_syncer_in_the_same_directory_is_refused(island: Island) -> None:
 
 def refused_tokens(island: Island) -> list[tuple[str, str, str]]:
     """(token, run asked for, what the syncer says)."""
-    secret = Tokens.load(island.keys)
+    secret = JoinTokens.load(island.keys)
     now = datetime.now(UTC)
     expired = secret.make(expires=now - timedelta(hours=1), now=now - timedelta(hours=2))
     flipped = island.token[:-2] + ("A" if island.token[-2] != "A" else "B") + island.token[-1]
@@ -202,7 +202,7 @@ def refused_tokens(island: Island) -> list[tuple[str, str, str]]:
         ("", "", "wrong token"),
         ("atoll1.", "", "wrong token"),
         (flipped, "", "wrong token"),
-        (Tokens.load(island.strangers).make(), "", "wrong token"),
+        (JoinTokens.load(island.strangers).make(), "", "wrong token"),
         (expired, "", f"token expired at {now - timedelta(hours=1):%Y-%m-%d %H:%M:%S} UTC"),
         (secret.make(run="another"), "", "token is for run another"),
         (island.token, "another", f"this is run {island.run}, not another"),

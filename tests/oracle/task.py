@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import Config, load
 from atoll.executor.virtual_run import TensorExecutor
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.tasks.task import Task, layout_for
 
 WIDTH = 32
@@ -101,9 +101,9 @@ def task_module(config: Config) -> Task:
     )  # fmt: skip
 
 
-def atoll_run(config: Config, plan: Plan | None = None) -> TensorExecutor:
+def atoll_run(config: Config, plan: ChaosPlan | None = None) -> TensorExecutor:
     executor = TensorExecutor(task_module(config))
-    Cluster(config, executor_for=executor, plan=plan).run(until_seconds=2_000.0)
+    VirtualCluster(config, executor_for=executor, plan=plan).run(until_seconds=2_000.0)
     return executor
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from task import Net, assert_same_bits, atoll_run, configured, relative, theta
 
-from atoll.chaos import Clog, Plan, Slow
+from atoll.chaos import ChaosPlan, Clog, Slow
 from atoll.config import Config, load
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.tasks.task import language_task
 
 STEPS = 24
@@ -124,7 +124,7 @@ def test_diloco_with_a_learner_silent_inside_an_interval_gives_the_same_theta() 
     """It went on training while nobody heard of it and runs ahead of the others: its interval is still H steps."""
     config = configured("diloco", total_steps=30, protocol={"local_steps_per_round": 30}, cluster=CALM)
     slow = [Slow(0.0, learner, 2.0, 1_000.0) for learner in (1, 2)]
-    plan = Plan((*slow, Clog(2.5, 0, SYNCER, 24.0)))
+    plan = ChaosPlan((*slow, Clog(2.5, 0, SYNCER, 24.0)))
     assert_same_bits(theta(atoll_run(config, plan)), theta(atoll_run(config)))
 
 
@@ -142,7 +142,7 @@ def language_run(tmp_path: Path, seed: int, **protocol: Any) -> str:
 
 def _sha256(config: Config) -> str:
     executor = TensorExecutor(language_task(config))
-    Cluster(config, executor_for=executor).run(until_seconds=10_000.0)
+    VirtualCluster(config, executor_for=executor).run(until_seconds=10_000.0)
     return executor.disk.theta_sha256()
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tiny import Run, batch_at, batch_norm_mlp, mlp, tensors_in, tiny_config, tiny_task
 from torch import Tensor, nn
 
-from atoll.chaos import Kill, Plan
+from atoll.chaos import ChaosPlan, Kill
 from atoll.codecs import Packet, codec
 from atoll.config import load, warnings
 from atoll.errors import ConfigError
@@ -128,7 +128,7 @@ def test_small_h_never_replays_the_first_batches() -> None:
 
 def test_position_advances_across_restarts() -> None:
     """Its position advances across rounds and restarts."""
-    run = Run(tiny_config("diloco", total_steps=24), plan=Plan((Kill(9.5, 1, 3.0),)))
+    run = Run(tiny_config("diloco", total_steps=24), plan=ChaosPlan((Kill(9.5, 1, 3.0),)))
     starts = [i for i, (_, w, e, _) in enumerate(run.log) if w == 1 and type(e).__name__ == "Started"]
     assert len(starts) == 2
     before = {(f.stream, f.batch) for _, w, _, fx in run.log[: starts[1]] if w == 1 for f in fx if isinstance(f, InnerStep)}
@@ -205,7 +205,7 @@ def test_scheduler_goes_on_across_rounds() -> None:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_nothing_of_the_inner_optimiser_is_ever_sent_to_the_syncer(preset: str) -> None:
     """Inner optimiser and scheduler state ... never appear in a message to the syncer."""
-    run = Run(config_of(preset, learners=3, total_steps=24), batch_norm_mlp, Plan((Kill(6.4, 2, 2.0),)))
+    run = Run(config_of(preset, learners=3, total_steps=24), batch_norm_mlp, ChaosPlan((Kill(6.4, 2, 2.0),)))
     transfers = [s for s in run.sent if isinstance(s.body, StateTransfer)]
     assert all(s.envelope.receiver != SYNCER for s in transfers)
     up = codec(run.config.protocol.codec_up)
@@ -223,7 +223,7 @@ def test_nothing_of_the_inner_optimiser_is_ever_sent_to_the_syncer(preset: str) 
 
 def test_inner_optimiser_state_does_travel_from_learner_to_learner_in_recovery() -> None:
     """... except learner to learner in recovery (invariant 4)."""
-    run = Run(config_of("decoupled", learners=3, total_steps=40), plan=Plan((Kill(6.4, 2, 2.0),)))
+    run = Run(config_of("decoupled", learners=3, total_steps=40), plan=ChaosPlan((Kill(6.4, 2, 2.0),)))
     (transfer,) = [s for s in run.sent if isinstance(s.body, StateTransfer)]
     assert transfer.envelope.receiver == 2
     moments = tensors_in(transfer.payload.content["optimizer"])

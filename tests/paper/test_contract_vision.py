@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tiny import Run, Sent, tensors_in
 from torch import Tensor, nn
 
-from atoll.chaos import Kill, Plan
+from atoll.chaos import ChaosPlan, Kill
 from atoll.codecs import codec
 from atoll.config import Config, load
 from atoll.ids import SYNCER
@@ -36,7 +36,7 @@ def config_of(preset: str, *, learners: int = 2, total_steps: int = 3 * ROUND, *
     return load(preset_name=preset, overrides=top | sections)
 
 
-def run_of(preset: str, plan: Plan | None = None, **sections: Any) -> Run:
+def run_of(preset: str, plan: ChaosPlan | None = None, **sections: Any) -> Run:
     config = config_of(preset, **sections)
     return Run(config, plan=plan, task=task_for(config))
 
@@ -138,7 +138,7 @@ def test_accumulated_micro_batches_move_the_statistics_and_do_not_count_towards_
 @pytest.mark.parametrize("preset", ["diloco", "fedavg", "streaming", "decoupled", "ddp"])
 def test_statistics_travel_in_fp32_and_nothing_of_the_inner_optimiser_does(preset: str) -> None:
     """Inner optimiser state never appears in a message to the syncer; buffers travel in fp32 with their module's fragment."""
-    run = run_of(preset, Plan((Kill(3.4, 1, 2.0),)), learners=3)
+    run = run_of(preset, ChaosPlan((Kill(3.4, 1, 2.0),)), learners=3)
     for fragment in run.task.layout.fragments:
         owners = {slot.name.rpartition(".")[0] for slot in fragment.params}
         assert {slot.name.rpartition(".")[0] for slot in fragment.buffers} <= owners
@@ -157,7 +157,7 @@ def test_statistics_travel_in_fp32_and_nothing_of_the_inner_optimiser_does(prese
 
 def test_recovery_brings_moments_of_convolutions_and_statistics_from_a_peer() -> None:
     """... except learner to learner in recovery (invariant 4)."""
-    run = run_of("decoupled", Plan((Kill(4.4, 2, 2.0),)), learners=3, total_steps=24)
+    run = run_of("decoupled", ChaosPlan((Kill(4.4, 2, 2.0),)), learners=3, total_steps=24)
     (transfer,) = [s for s in run.sent if isinstance(s.body, StateTransfer)]
     content = transfer.payload.content
     assert any(moment.dim() == 4 for moment in tensors_in(content["optimizer"]))

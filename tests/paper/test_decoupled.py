@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny import Run, tensors_in, tiny_config
 
-from atoll.chaos import Clog, Kill, KillSyncer, Partition, Pause, Plan, Slow
+from atoll.chaos import ChaosPlan, Clog, Kill, KillSyncer, Partition, Pause, Slow
 from atoll.codecs import codec
 from atoll.config import Config, load, warnings
 from atoll.ids import SYNCER, Nanos, nanos
@@ -48,16 +48,16 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 from atoll.rules import Schedule
 from atoll.sim.checkers import Safety
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 
 
 class Story:
     """A run without tensors, every event kept, every invariant checked."""
 
-    def __init__(self, config: Config, plan: Plan | None = None) -> None:
+    def __init__(self, config: Config, plan: ChaosPlan | None = None) -> None:
         self.log: list[tuple[Nanos, int, Event, tuple[Effect, ...]]] = []
         safety = Safety(config)
-        self.cluster = Cluster(config, plan=plan, observers=[safety, self._watch])
+        self.cluster = VirtualCluster(config, plan=plan, observers=[safety, self._watch])
         safety.attach(self.cluster)
         self.cluster.run(until_seconds=50_000)
         self.config = config
@@ -133,20 +133,20 @@ def test_learner_adopts_at_the_first_boundary_and_zeroes_the_fragments_counters(
 
 def test_learner_never_waits() -> None:
     """It never waits."""
-    plan = Plan((Clog(10.0, 0, SYNCER, 8.0), KillSyncer(25.0, 6.0), Partition(40.0, 1, SYNCER, 8.0), Pause(20.0, 2, 5.0)))
+    plan = ChaosPlan((Clog(10.0, 0, SYNCER, 8.0), KillSyncer(25.0, 6.0), Partition(40.0, 1, SYNCER, 8.0), Pause(20.0, 2, 5.0)))
     assert Story(small(), plan).effects(Wait) == []
 
 
 def test_learner_goes_on_while_the_syncer_is_away() -> None:
     """It never waits; while the syncer is away the learner goes on in its own shard."""
-    story = Story(small(), Plan((KillSyncer(20.0, 10.0),)))
+    story = Story(small(), ChaosPlan((KillSyncer(20.0, 10.0),)))
     steps = [now for now, w, e, _ in story.log if w == 0 and isinstance(e, StepDone) and nanos(20.0) < now < nanos(30.0)]
     assert 8 <= len(steps) <= 12
 
 
 def test_stalled_learner_applies_all_it_missed_when_it_resumes() -> None:
     """A stalled learner applies all it missed when it resumes."""
-    story = Story(small(limits={"silence_steps": 1000.0, "first_pull_seconds": 2.0}), Plan((Pause(20.2, 2, 6.0),)))
+    story = Story(small(limits={"silence_steps": 1000.0, "first_pull_seconds": 2.0}), ChaosPlan((Pause(20.2, 2, 6.0),)))
     resumed = [fx for now, w, e, fx in story.log if w == 2 and now >= nanos(26.2) and isinstance(e, StepDone)]
     assert len([e for e in resumed[0] if isinstance(e, Adopt)] + [e for e in resumed[1] if isinstance(e, Adopt)]) >= 4
     assert not [e for e in story.effects(LoadState, LoadTheta, of=2) if isinstance(e, LoadState)]
@@ -259,7 +259,7 @@ def test_empty_outer_step_still_consumes_fresh_reports() -> None:
 
 def test_restarted_syncer_tapes_the_abort_and_gathers_the_same_outer_step_again() -> None:
     """A syncer that restarts before storing tapes RoundAborted and gathers the same outer step again."""
-    story = Story(small(), Plan((KillSyncer(20.4, 3.0),)))
+    story = Story(small(), ChaosPlan((KillSyncer(20.4, 3.0),)))
     aborted = story.effects(AbortRound)
     assert aborted and {a.reason for a in aborted} == {"the syncer restarted before storing it"}
     stores = [s.outer_step for s in story.effects(Store)]
@@ -337,7 +337,7 @@ def test_difference_against_a_forgotten_version_is_refused_and_its_learner_recov
     """A difference against a version that is gone is refused and that learner goes through recovery: never re-based."""
     story = Story(
         small(total_steps=120, limits={"versions_max": 2, "silence_steps": 1e6, "first_pull_seconds": 1.0}),
-        Plan((Pause(20.2, 2, 40.0),)),
+        ChaosPlan((Pause(20.2, 2, 40.0),)),
     )
     assert story.cluster.syncer.outer_step == 120
     reasons = {r.reason for r in story.effects(Recovered) if r.learner == 2}
@@ -374,7 +374,7 @@ def test_learners_anchor_is_the_announced_version_byte_for_byte() -> None:
 
 def test_learner_that_lacks_the_previous_version_gets_the_fragment_in_full() -> None:
     """A learner that lacks the previous version gets the fragment in full."""
-    story = Story(small(), Plan((Kill(20.0, 2, 5.0),)))
+    story = Story(small(), ChaosPlan((Kill(20.0, 2, 5.0),)))
     ways = Counter(b.previous == NO_VERSION for b in story.bodies(Announce, to=2) if b.outer_step > 0)
     assert ways[True] >= 1 and ways[False] > 20
 
@@ -384,7 +384,7 @@ def test_learner_that_lacks_the_previous_version_gets_the_fragment_in_full() -> 
 
 def test_newcomer_loads_from_a_healthy_peer_that_has_seen_its_first_broadcast() -> None:
     """The newcomer waits for the first broadcast (stamped t_s), asks a healthy peer; the peer answers once it has seen t_s."""
-    story = Story(small(), Plan((Kill(20.0, 2, 5.0),)))
+    story = Story(small(), ChaosPlan((Kill(20.0, 2, 5.0),)))
     (ticket,) = story.bodies(Ticket)
     (transfer,) = story.bodies(StateTransfer)
     assert transfer.outer_step >= ticket.outer_step > 15
@@ -394,7 +394,7 @@ def test_newcomer_loads_from_a_healthy_peer_that_has_seen_its_first_broadcast() 
 
 def test_peer_answers_without_pausing() -> None:
     """The peer answers, without pausing."""
-    story = Story(small(), Plan((Kill(20.0, 2, 5.0),)))
+    story = Story(small(), ChaosPlan((Kill(20.0, 2, 5.0),)))
     gaps = [now for now, w, e, _ in story.log if w == 0 and isinstance(e, StepDone)]
     assert max(b - a for a, b in pairwise(gaps)) < nanos(1.4)
 
@@ -402,7 +402,7 @@ def test_peer_answers_without_pausing() -> None:
 def test_newcomer_applies_what_it_buffered_and_only_the_newest_of_each_fragment() -> None:
     """The newcomer buffers later broadcasts, only the newest version per fragment, and applies them when the transfer ends."""
     config = small(cluster={"parameters": 40_000_000, "up_gbit": 1.0})  # the state takes seconds to come
-    story = Story(config, Plan((Kill(20.0, 2, 5.0),)))
+    story = Story(config, ChaosPlan((Kill(20.0, 2, 5.0),)))
     (at,) = [i for i, (_, w, _, fx) in enumerate(story.log) if w == 2 and any(isinstance(e, LoadState) for e in fx)]
     entered = next(fx for _, w, _, fx in story.log[at + 1 :] if w == 2 and any(isinstance(e, InnerStep) for e in fx))
     adopted = [e for e in entered if isinstance(e, Adopt)]
@@ -413,7 +413,7 @@ def test_newcomer_never_takes_over_the_peers_data_position() -> None:
     """It never takes over the peer's data position, RNG or error-feedback residual."""
     run = Run(tiny_config("decoupled", learners=3, total_steps=40, protocol={"fragmentation": "balanced", "fragments": 2,
                                                                              "overlap": 1, "error_feedback": True}),
-              plan=Plan((Kill(10.4, 2, 3.0),)))  # fmt: skip
+              plan=ChaosPlan((Kill(10.4, 2, 3.0),)))  # fmt: skip
     (transfer,) = [s for s in run.sent if isinstance(s.body, StateTransfer)]
     assert set(transfer.payload.content) == {"tensors", "optimizer", "anchors", "round_start", "kept"}
     restarted = max(i for i, (_, w, e, _) in enumerate(run.log) if w == 2 and isinstance(e, Started))
@@ -424,7 +424,7 @@ def test_newcomer_never_takes_over_the_peers_data_position() -> None:
 
 def test_no_reachable_peer_means_theta_from_the_syncer_with_fresh_moments() -> None:
     """No reachable peer: the syncer sends all of Theta, moments start fresh, the reason goes on the tape."""
-    story = Story(small(learners=1), Plan((Kill(20.0, 0, 5.0),)))
+    story = Story(small(learners=1), ChaosPlan((Kill(20.0, 0, 5.0),)))
     assert [e.reason for e in story.effects(LoadTheta)] == ["nothing was merged yet", "no peer is in sync"]
     assert story.effects(LoadState) == []
 
@@ -432,21 +432,21 @@ def test_no_reachable_peer_means_theta_from_the_syncer_with_fresh_moments() -> N
 def test_no_broadcast_in_time_means_theta_from_the_syncer() -> None:
     """No broadcast within two expected rounds: the syncer sends all of Theta."""
     config = small(learners=2, quorum=1, pace=1.0)
-    plan = Plan((Kill(20.0, 1, 4.0), Clog(23.0, 0, SYNCER, 7.0)))  # nobody is heard of while learner 1 comes back
+    plan = ChaosPlan((Kill(20.0, 1, 4.0), Clog(23.0, 0, SYNCER, 7.0)))  # nobody is heard of while learner 1 comes back
     story = Story(config, plan)
     assert "no broadcast within two expected rounds" in [e.reason for e in story.effects(LoadTheta)]
 
 
 def test_short_stall_needs_no_recovery() -> None:
     """A short stall needs no recovery."""
-    story = Story(small(), Plan((Partition(20.0, 1, SYNCER, 4.0),)))
+    story = Story(small(), ChaosPlan((Partition(20.0, 1, SYNCER, 4.0),)))
     assert any(isinstance(e, ConnectionLost) for _, w, e, _ in story.log if w == 1)
     assert [r.learner for r in story.effects(Recovered)] == [0, 1, 2]  # the first joins only
 
 
 def test_joining_for_the_first_time_is_the_same_path() -> None:
     """Joining for the first time is the same path (scavenged compute)."""
-    story = Story(small(limits={"start_wait_seconds": 3.0}), Plan((Kill(0.0, 2, 25.0),)))
+    story = Story(small(limits={"start_wait_seconds": 3.0}), ChaosPlan((Kill(0.0, 2, 25.0),)))
     late = [r for r in story.effects(Recovered) if r.learner == 2]
     assert [r.source for r in late] == [0]
     assert any(2 in f.participants for f in story.effects(FixParticipants) if f.outer_step > 40)
@@ -457,7 +457,7 @@ def test_joining_for_the_first_time_is_the_same_path() -> None:
 
 def test_units_of_a_lost_learner_are_trained_by_somebody() -> None:
     """Unsettled units of a lost learner are re-issued (at least once; repeats counted)."""
-    story = Story(small(total_steps=150), Plan((Kill(20.0, 2, 100.0),)))
+    story = Story(small(total_steps=150), ChaosPlan((Kill(20.0, 2, 100.0),)))
     (reissue,) = story.effects(Reissue)
     drawn = {(s.stream, s.batch // 6) for _, w, _, fx in story.log if w in (0, 1) for s in fx if isinstance(s, InnerStep)}
     assert reissue.learner == 2 and {(u.stream, u.index) for u in reissue.units} <= drawn
@@ -466,7 +466,7 @@ def test_units_of_a_lost_learner_are_trained_by_somebody() -> None:
 
 def test_every_token_has_a_fate_and_they_add_up() -> None:
     """Fates: merged; discarded; in flight. They add up; the unit is (token, fragment), so trained = P x tokens."""
-    plan = Plan((Kill(20.0, 2, 5.0), Pause(30.0, 1, 12.0), Slow(10.0, 0, 3.0, 20.0), KillSyncer(45.0, 3.0)))
+    plan = ChaosPlan((Kill(20.0, 2, 5.0), Pause(30.0, 1, 12.0), Slow(10.0, 0, 3.0, 20.0), KillSyncer(45.0, 3.0)))
     story = Story(small(), plan)
     fates = story.cluster.syncer.fates()
     assert fates.add_up() and fates.merged > fates.trained // 2

@@ -16,7 +16,7 @@ from atoll.ids import SYNCER, nanos
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Adopt, Effect, Event, FixParticipants, InnerStep, Keep, Merge, Stage, StepDone, Wait
 from atoll.rules import Schedule, offsets
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 
 
 def streaming(**protocol: object) -> Config:
@@ -32,7 +32,7 @@ class Steps:
         self.staged: list[tuple[int, int, int, int]] = []
         self.adopted: list[tuple[int, int, int, int]] = []
         self.waits: list[tuple[int, str]] = []
-        self.cluster = Cluster(config, observers=[self])
+        self.cluster = VirtualCluster(config, observers=[self])
         self.cluster.run(until_seconds=5000)
 
     def __call__(self, now: int, worker: int, event: Event, effects: list[Effect]) -> None:
@@ -138,7 +138,7 @@ def test_every_learner_takes_part_in_every_round() -> None:
     def watch(now: int, worker: int, event: Event, effects: list[Effect]) -> None:
         fixed.extend(e for e in effects if isinstance(e, FixParticipants))
 
-    Cluster(streaming(), observers=[watch]).run(until_seconds=1000)
+    VirtualCluster(streaming(), observers=[watch]).run(until_seconds=1000)
     assert {f.participants for f in fixed} == {(0, 1)}
 
 

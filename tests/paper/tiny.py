@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import Config, load
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId
 from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.vocabulary import Effect, Event, Message, Send
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.tasks.task import Task, layout_for
 from atoll.workload.data.seeds import generator
 from atoll.workload.models.mlp import BatchNormMlp, Mlp
@@ -71,14 +71,14 @@ class Run:
     """A cluster that trains; everything that was sent and every effect, to look at afterwards."""
 
     def __init__(
-        self, config: Config, build: Build = mlp, plan: Plan | None = None, task: Task | None = None
+        self, config: Config, build: Build = mlp, plan: ChaosPlan | None = None, task: Task | None = None
     ) -> None:
         self.config = config
         self.task = task or tiny_task(config, build)
         self.executor = TensorExecutor(self.task)
         self.sent: list[Sent] = []
         self.log: list[tuple[Nanos, WorkerId, Event, Sequence[Effect]]] = []
-        self.cluster = Cluster(config, plan=plan, executor_for=self._executor, observers=[self._watch])
+        self.cluster = VirtualCluster(config, plan=plan, executor_for=self._executor, observers=[self._watch])
         self.cluster.run(until_seconds=5000)
 
     def _watch(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:

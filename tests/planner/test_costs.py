@@ -6,12 +6,13 @@ import pytest
 
 from atoll.planner import costs, site
 from atoll.planner.score import Candidate, Judge
-from atoll.planner.site import Cluster
+from atoll.planner.site import ClusterDescription
 
 
-def pair(parameters: float = 1e9, **more: object) -> Cluster:
+def pair(parameters: float = 1e9, **more: object) -> ClusterDescription:
     sites = [{"name": n, "chips": 8, "step_seconds": 2.0} for n in ("a", "b")]
-    return site.from_builtins({"model": {"parameters": parameters, "layers": 24}, "sites": sites, "link": {"gbit": 1.0}, **more})
+    model = {"parameters": parameters, "layers": 24}
+    return site.cluster_from_builtins({"model": model, "sites": sites, "link": {"gbit": 1.0}, **more})
 
 
 def streaming(fragments: int, interval: int = 100, overlap: int = 1) -> Candidate:
@@ -61,7 +62,7 @@ def test_a_learner_of_two_sites_pays_for_its_ring() -> None:
 def test_the_syncers_cores_are_those_of_the_benchmark() -> None:
     """bench/syncer_load.py: 64 learners, rounds of 262,144 fp32 parameters each half second want 1.05 of a core."""
     sites = [{"name": "a", "chips": 1, "step_seconds": 0.5, "count": 64}]
-    cluster = site.from_builtins({"model": {"parameters": 24 * 262_144}, "sites": sites, "link": {"gbit": 1.0}})
+    cluster = site.cluster_from_builtins({"model": {"parameters": 24 * 262_144}, "sites": sites, "link": {"gbit": 1.0}})
     need = costs.syncer_need(Candidate("decoupled", 64, 24, 24, 2, 1, "fp32", "bf16"), Judge(cluster))
     assert need is not None
     assert need.cores == pytest.approx(1.05, rel=0.05)
@@ -71,7 +72,7 @@ def test_the_syncers_cores_are_those_of_the_benchmark() -> None:
 def test_the_syncers_memory_is_the_benchmarks_budget(learners: int, budget: float) -> None:
     """bench/syncer_memory.py: 85 million parameters; measured peaks were 2006 and 2145 MB."""
     sites = [{"name": "a", "chips": 1, "step_seconds": 1.0, "count": learners}]
-    cluster = site.from_builtins({"model": {"parameters": 85.3e6}, "sites": sites, "link": {"gbit": 1.0}})
+    cluster = site.cluster_from_builtins({"model": {"parameters": 85.3e6}, "sites": sites, "link": {"gbit": 1.0}})
     need = costs.syncer_need(Candidate("decoupled", learners, 24, 24, 2, 1, "int4", "bf16"), Judge(cluster))
     assert need is not None
     assert need.memory_gb * 1e9 == pytest.approx(budget, rel=0.01)

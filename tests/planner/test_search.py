@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import Config, from_builtins, load
 from atoll.errors import ConfigError
 from atoll.planner import recipe, site
 from atoll.planner.changes import changes
 from atoll.planner.division import divisions, failure_model, pace_share
-from atoll.planner.score import INTERVAL_SIMULATED, Candidate, Judge, Memory
-from atoll.planner.search import Found, neighbours, search, simplest
-from atoll.planner.site import Cluster
-from atoll.sim.estimates.decoupled import decoupled, settings_for
+from atoll.planner.score import INTERVAL_SIMULATED, Candidate, Judge, SimulatorCache
+from atoll.planner.search import SearchResult, neighbours, search, simplest
+from atoll.planner.site import ClusterDescription
+from atoll.sim.estimates.decoupled import measure_decoupled, settings_for
 from atoll.sim.run import run_virtual
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
@@ -29,16 +29,16 @@ TEXTBOOK = ("one_datacentre", "two_continents", "spot")
 
 
 @cache
-def textbook(name: str) -> tuple[Cluster, Found, Memory]:
-    cluster, memory = site.load(PLANS / f"{name}.toml"), Memory()
+def textbook(name: str) -> tuple[ClusterDescription, SearchResult, SimulatorCache]:
+    cluster, memory = site.load_cluster(PLANS / f"{name}.toml"), SimulatorCache()
     return cluster, search(cluster, memory), memory
 
 
-def cluster_of(sites: list[dict[str, object]], **more: object) -> Cluster:
-    return site.from_builtins({"model": {"parameters": 1e9, "layers": 12}, "sites": sites, **more})
+def cluster_of(sites: list[dict[str, object]], **more: object) -> ClusterDescription:
+    return site.cluster_from_builtins({"model": {"parameters": 1e9, "layers": 12}, "sites": sites, **more})
 
 
-def two_sites(gbit: float = 1.0, **more: object) -> Cluster:
+def two_sites(gbit: float = 1.0, **more: object) -> ClusterDescription:
     sites: list[dict[str, object]] = [{"name": n, "chips": 8, "step_seconds": 1.0, **more} for n in ("a", "b")]
     return cluster_of(sites, link={"gbit": gbit, "latency_seconds": 0.05})
 
@@ -81,7 +81,7 @@ def test_no_other_preset_at_its_best_is_better_by_2_percent(name: str) -> None:
 
 
 def test_what_would_change_the_answer_is_what_the_search_says_there() -> None:
-    cluster, memory = msgspec.structs.replace(two_sites(), fixed=site.Fixed(preset="streaming")), Memory()
+    cluster, memory = msgspec.structs.replace(two_sites(), fixed=site.Fixed(preset="streaming")), SimulatorCache()
     found = search(cluster, memory)
     told = [change for change in changes(cluster, found, memory) if change.number == "Slowest link"]
     assert {change.side for change in told} == {"below", "above"}
@@ -132,14 +132,14 @@ def test_a_preemption_is_a_failure_of_the_whole_site() -> None:
 def test_a_part_of_a_long_interval_answers_for_all_of_it(gbit: float) -> None:
     candidate = Candidate("decoupled", 3, 96, 24, 2, 1, "int4", "bf16")
     assert candidate.interval > 2 * INTERVAL_SIMULATED
-    mine = Memory().decoupled(
+    mine = SimulatorCache().decoupled(
         candidate, parameters=1e9, gbit=gbit, latency=0.05, step_seconds=1.0, slow_share=0.0, slow_factor=1.0
     )
     layers = {
         "learners": 3, "protocol": {"local_steps_per_round": 96},
         "cluster": {"parameters": 10**9, "step_seconds": 1.0, "up_gbit": gbit, "down_gbit": gbit, "latency_seconds": 0.05},
     }  # fmt: skip
-    whole = decoupled(settings_for("decoupled", layers))
+    whole = measure_decoupled(settings_for("decoupled", layers))
     assert mine.schedule_kept == pytest.approx(whole.schedule_kept, abs=0.03)
     assert mine.staleness == pytest.approx(whole.staleness, rel=0.15, abs=0.3)
 
@@ -175,12 +175,12 @@ def test_a_model_that_fits_nowhere_is_refused() -> None:
 
 
 def test_more_bandwidth_never_lowers_the_best_score() -> None:
-    memory = Memory()
+    memory = SimulatorCache()
     scores = [search(two_sites(gbit), memory).best.score for gbit in (0.2, 2.0, 200.0)]
     assert all(b >= 0.985 * a for a, b in itertools.pairwise(scores)), scores
 
 
-def accepted(found: Found, judge: Judge) -> Config:
+def accepted(found: SearchResult, judge: Judge) -> Config:
     config = recipe.settings(found.best, judge)
     assert from_builtins(msgspec.to_builtins(config)) == config
     return config
@@ -202,7 +202,7 @@ def test_a_plan_for_any_cluster_is_a_config(
     kinds: list[dict[str, object]], parameters: float, layers: int, gbit: float, latency: float
 ) -> None:
     sites = [{"name": f"s{i}", **kind} for i, kind in enumerate(kinds)]
-    cluster = site.from_builtins({
+    cluster = site.cluster_from_builtins({
         "model": {"parameters": parameters, "layers": layers}, "sites": sites, "link": {"gbit": gbit, "latency_seconds": latency},
     })  # fmt: skip
     judge = Judge(cluster)
@@ -217,7 +217,7 @@ def test_the_recipe_is_accepted_as_it_is_written(name: str, tmp_path: Path) -> N
     cluster, found, memory = textbook(name)
     judge = Judge(cluster, memory)
     path = tmp_path / "recipe.toml"
-    path.write_text(recipe.to_toml(found.best, judge, name), encoding="utf8")
+    path.write_text(recipe.recipe_toml(found.best, judge, name), encoding="utf8")
     assert load(path) == accepted(found, judge)
 
 
@@ -226,13 +226,13 @@ def test_the_recipe_trains(name: str, tmp_path: Path) -> None:
     """30 outer steps of a small model; of a hundred learners three are enough to see it."""
     cluster, found, memory = textbook(name)
     path = tmp_path / "recipe.toml"
-    path.write_text(recipe.to_toml(found.best, Judge(cluster, memory), name), encoding="utf8")
+    path.write_text(recipe.recipe_toml(found.best, Judge(cluster, memory), name), encoding="utf8")
     small = {
         "total_steps": 30, "learners": min(3, load(path).learners),
         "data": {"seq_len": 8, "batch_size": 2, "max_bytes": 200_000, "heldout_batches": 2},
         "model": {"numbers": {"width": 32, "heads": 2, "mlp": 64}},
     }  # fmt: skip
-    done = run_virtual(load(path, overrides=small), Plan(), None, tensors=True)
+    done = run_virtual(load(path, overrides=small), ChaosPlan(), None, tensors=True)
     assert done.loss_first is not None
     assert done.loss_final is not None
     assert done.loss_final < done.loss_first

@@ -37,7 +37,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
 
 
 def test_a_good_file_is_accepted_and_links_are_found_either_way() -> None:
-    cluster = site.from_builtins(GOOD)
+    cluster = site.cluster_from_builtins(GOOD)
     assert cluster.chips == 32
     assert cluster.link_between("lima", "oslo").latency_seconds == 0.1
     assert cluster.link_between("lima", "lima").gbit == 10.0
@@ -72,7 +72,7 @@ def test_a_good_file_is_accepted_and_links_are_found_either_way() -> None:
 )  # fmt: skip
 def test_nonsense_is_refused_in_one_sentence(path: str, value: Any, says: list[str]) -> None:
     with pytest.raises(ConfigError) as refused:
-        site.from_builtins(changed(path, value))
+        site.cluster_from_builtins(changed(path, value))
     text = str(refused.value)
     assert "\n" not in text
     for part in says:
@@ -82,20 +82,20 @@ def test_nonsense_is_refused_in_one_sentence(path: str, value: Any, says: list[s
 def test_several_equal_sites_need_a_link_among_them() -> None:
     raw = changed("links", GOOD["links"][:1])
     with pytest.raises(ConfigError, match="none between the 2 sites of 'lima'"):
-        site.from_builtins(raw)
+        site.cluster_from_builtins(raw)
     raw["link"] = {"gbit": 1.0}
-    assert site.from_builtins(raw).link_between("lima", "lima").gbit == 1.0
+    assert site.cluster_from_builtins(raw).link_between("lima", "lima").gbit == 1.0
 
 
 def test_a_file_that_is_no_toml_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.toml").write_text("[model\n")
     for name, says in (("a.toml", "not valid TOML"), ("b.toml", "no such file")):
         with pytest.raises(ConfigError, match=says):
-            site.load(tmp_path / name)
+            site.load_cluster(tmp_path / name)
 
 
 def test_changed_moves_what_it_names_and_nothing_else() -> None:
-    cluster = site.from_builtins(GOOD)
+    cluster = site.cluster_from_builtins(GOOD)
     assert cluster.changed() == cluster
     faster = cluster.changed(rate=2.0, latency=3.0)
     assert (faster.links[0].gbit, faster.links[0].latency_seconds) == (2.0, pytest.approx(0.3))

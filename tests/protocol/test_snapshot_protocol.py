@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 from stage import LearnerStage, SyncerStage, arrival, of
 
-from atoll.chaos import Kill, Plan
+from atoll.chaos import ChaosPlan, Kill
 from atoll.config import Config, load
 from atoll.ids import SYNCER
 from atoll.protocol.snapshot import marker_of
@@ -27,7 +27,7 @@ from atoll.protocol.vocabulary import (
     Started,
     StepDone,
 )  # fmt: skip
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 
 
 def test_marker_is_the_newest_multiple_and_zero_is_none() -> None:
@@ -168,7 +168,7 @@ def small(preset: str) -> Config:
 @pytest.mark.parametrize("preset", ["decoupled", "decoupled_ramp", "streaming", "diloco", "async_diloco", "fedavg"])
 def test_recorded_learner_state_holds_no_version_later_than_the_marker(preset: str) -> None:
     cut = Cut()
-    Cluster(small(preset), observers=[cut]).run(until_seconds=2000)
+    VirtualCluster(small(preset), observers=[cut]).run(until_seconds=2000)
     complete = [s for s in cut.sealed if s.complete]
     assert len(complete) >= 5
     for seal in complete:
@@ -180,7 +180,7 @@ def test_recorded_learner_state_holds_no_version_later_than_the_marker(preset: s
 def test_recorded_state_and_in_flight_reports_leave_no_gap_and_no_overlap() -> None:
     """What the syncer knew at its record, and the reports in flight, reach up to the learner's recorded step, not beyond."""
     cut = Cut()
-    Cluster(small("decoupled"), observers=[cut]).run(until_seconds=2000)
+    VirtualCluster(small("decoupled"), observers=[cut]).run(until_seconds=2000)
     checked = 0
     for seal in [s for s in cut.sealed if s.complete]:
         for learner in seal.learners:
@@ -195,7 +195,7 @@ def test_recorded_state_and_in_flight_reports_leave_no_gap_and_no_overlap() -> N
 
 def test_snapshots_with_a_learner_killed_still_complete_and_leave_it_out() -> None:
     cut = Cut()
-    plan = Plan((Kill(20.3, 2, 15.0),))
-    Cluster(small("decoupled"), plan=plan, observers=[cut]).run(until_seconds=2000)
+    plan = ChaosPlan((Kill(20.3, 2, 15.0),))
+    VirtualCluster(small("decoupled"), plan=plan, observers=[cut]).run(until_seconds=2000)
     assert any(s.complete and 2 not in s.learners and len(s.learners) == 3 for s in cut.sealed)
     assert any(s.complete and s.learners == (0, 1, 2, 3) for s in cut.sealed)

@@ -9,7 +9,7 @@ import pytest
 from atoll.config import load
 from atoll.protocol.vocabulary import Recovered
 from atoll.sim.checkers import Safety
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.sim.hardware import Hardware
 
 
@@ -65,7 +65,7 @@ def test_cluster_on_failing_hardware_goes_on_and_its_learners_recover() -> None:
     def observe(now: int, worker: int, event: object, effects: object) -> None:
         recovered.extend(e for e in effects if isinstance(e, Recovered) and now > 10**10)  # type: ignore[attr-defined]
 
-    cluster = Cluster(config, observers=[safety, observe])
+    cluster = VirtualCluster(config, observers=[safety, observe])
     safety.attach(cluster)
     cluster.run(until_seconds=2000)
     assert len(recovered) > 10

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from resumption import CASES, RecordingExecutor, Run, Story, config_for, newest_sealed
 
-from atoll.chaos import Kill, KillSyncer, Plan
+from atoll.chaos import ChaosPlan, Kill, KillSyncer
 from atoll.config import Config, changed
 from atoll.config.resuming import refuse_changed
 from atoll.executor.virtual_run import TensorExecutor
@@ -61,7 +61,7 @@ def test_units_of_learners_that_do_not_come_back_are_trained_by_those_that_do(pr
 
 def test_learner_killed_in_a_resumed_run_and_a_killed_syncer_come_back_as_ever() -> None:
     """The re-derived syncer is fed the books again; the learner's new process has no snapshot to go on from."""
-    plan = Plan((Kill(5.3, 1, 3.0), KillSyncer(12.2, 2.0), Kill(14.0, 0, 2.0)))
+    plan = ChaosPlan((Kill(5.3, 1, 3.0), KillSyncer(12.2, 2.0), Kill(14.0, 0, 2.0)))
     for preset in ("decoupled", "streaming", "diloco"):
         story = Story(preset, 4, plan=plan)
         assert len(story.after.effects(LoadSnapshot)) == 4

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atoll.chaos import Clog, Fault, Kill, KillSyncer, Partition, Pause, Plan
+from atoll.chaos import ChaosPlan, Clog, Fault, Kill, KillSyncer, Partition, Pause
 from atoll.config import load
 from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import (
@@ -23,7 +23,7 @@ from atoll.protocol.vocabulary import (
     Send,
 )
 from atoll.sim.checkers import Liveness, Safety
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 
 
 class Story:
@@ -33,7 +33,7 @@ class Story:
         self.config = load(preset_name=preset, overrides={"learners": learners, "total_steps": total_steps} | sections)
         self.log: list[tuple[int, int, Event, Sequence[Effect]]] = []
         safety = Safety(self.config)
-        self.cluster = Cluster(self.config, plan=Plan(faults), observers=[safety, self._see])
+        self.cluster = VirtualCluster(self.config, plan=ChaosPlan(faults), observers=[safety, self._see])
         safety.attach(self.cluster)
         self.cluster.run(until_seconds=until)
         Liveness(self.cluster).check_end()

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import Config, load
 from atoll.errors import RunFailed, UserError
 from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import FixParticipants, InnerStep, Recovered, Resized, StepDone
 from atoll.sim.checkers import Safety
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.estimates.goodput import simulate
 from atoll.sim.run import Outputs, config_on_tape, replay_run, run_virtual, train_on_tape
@@ -33,7 +33,7 @@ def settings(learners: int = 4, total_steps: int = 30, **sections: dict[str, obj
 
 def record(config: Config, directory: Path, chips: int = 400_000, model: FailureModel | None = None) -> Tape:
     slices = SliceHardware(config, chips, model or FailureModel(), seed=1)
-    done = run_virtual(config, Plan(), directory, tensors=False, slices=slices)
+    done = run_virtual(config, ChaosPlan(), directory, tensors=False, slices=slices)
     assert done.tape is not None
     return Tape(done.tape)
 
@@ -84,7 +84,7 @@ def test_synthetic_history_breaks_no_rule() -> None:
     config = settings(learners=4, total_steps=400)
     model = FailureModel(mtbi_seconds=128 * 1500.0, return_seconds=60.0)
     safety, recovered = Safety(config), []
-    cluster = Cluster(
+    cluster = VirtualCluster(
         config, hardware=SliceHardware(config, 4 * 128, model, seed=3),
         observers=[safety, lambda now, worker, event, effects: recovered.extend(e for e in effects if isinstance(e, Recovered))],
     )  # fmt: skip
@@ -115,7 +115,7 @@ def test_training_on_a_tape_equals_training_directly_on_the_same_hardware(tmp_pa
     fast = {"up_gbit": 1e9, "down_gbit": 1e9, "latency_seconds": 0.0}
     config = settings(cluster=fast)
     direct = run_virtual(
-        config, Plan(), tmp_path / "direct", tensors=True, slices=SliceHardware(config, 400_000, FailureModel(), seed=1)
+        config, ChaosPlan(), tmp_path / "direct", tensors=True, slices=SliceHardware(config, 400_000, FailureModel(), seed=1)
     )
     taped = train(record(config, tmp_path / "history"), tmp_path / "trained")
     assert taped.theta_sha256 == direct.theta_sha256

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atoll.chaos import Kill, KillSyncer, Partition, Pause, Plan
+from atoll.chaos import ChaosPlan, Kill, KillSyncer, Partition, Pause
 from atoll.config import PRESETS, Config, load
 from atoll.errors import ReplayDiverged
 from atoll.sim.run import Outputs, replay_run, run_virtual
@@ -20,7 +20,7 @@ def test_every_preset_of_the_default_recipe_learns_and_ends_close_to_data_parall
     ends: dict[str, float] = {}
     for name in PRESETS:
         config = load(RECIPE, preset_name=name)
-        run = run_virtual(config, Plan(), None, tensors=True)
+        run = run_virtual(config, ChaosPlan(), None, tensors=True)
         assert run.loss_first is not None
         assert run.loss_final is not None
         assert run.loss_final <= 0.7 * run.loss_first, name
@@ -50,12 +50,12 @@ CASES = {
     "decoupled": {"fragments": 8, "local_steps_per_round": 8, "error_feedback": True},
     "decoupled_ramp": {"fragments": 6, "local_steps_per_round": 6, "ramp": 0.3, "codec_down": "int8"},
 }
-FAULTS = Plan((
+FAULTS = ChaosPlan((
     Kill(4.3, 1, 5.0), Pause(6.0, 0, 2.0), KillSyncer(10.5, 1.5), Partition(14.0, 2, -1, 5.0), Kill(16.2, 0, 2.0),
 ))  # fmt: skip
 
 
-def go(preset: str, directory: Path | None, seed: int = 0, plan: Plan = FAULTS) -> Outputs:
+def go(preset: str, directory: Path | None, seed: int = 0, plan: ChaosPlan = FAULTS) -> Outputs:
     return run_virtual(small(preset, seed, **CASES[preset]), plan, directory, tensors=True)
 
 
@@ -76,7 +76,7 @@ def test_same_seed_gives_the_same_tape_and_weights_and_another_does_not(tmp_path
 
 def test_replay_with_weights_that_differ_stops_at_the_first_theta_that_does(tmp_path: Path) -> None:
     """A tape whose config says another inner learning rate decides alike and trains otherwise."""
-    go("decoupled", tmp_path, plan=Plan())
+    go("decoupled", tmp_path, plan=ChaosPlan())
     tape = Tape(tmp_path / "run.tape")
     header = tape.header
     header.config["inner"]["learning_rate"] *= 1.5
@@ -90,12 +90,12 @@ def test_replay_with_weights_that_differ_stops_at_the_first_theta_that_does(tmp_
 
 def test_snapshots_of_a_training_run_hold_every_live_learner_and_the_syncer(tmp_path: Path) -> None:
     from atoll.executor.virtual_run import TensorExecutor
-    from atoll.sim.cluster import Cluster
+    from atoll.sim.cluster import VirtualCluster
     from atoll.tasks.task import language_task
 
     config = small("decoupled", **CASES["decoupled"])
     executor = TensorExecutor(language_task(config))
-    Cluster(config, executor_for=executor).run(until_seconds=600)
+    VirtualCluster(config, executor_for=executor).run(until_seconds=600)
     assert sorted(executor.snapshots.pictures) == [10, 20]
     for picture in executor.snapshots.pictures.values():
         assert picture.sealed == (0, 1, 2)

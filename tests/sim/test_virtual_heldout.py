@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atoll.chaos import KillSyncer, Plan
+from atoll.chaos import ChaosPlan, KillSyncer
 from atoll.config import Config, load
 from atoll.sim.run import Outputs, run_virtual, train_on_tape
 from atoll.tape.format import Tape
@@ -24,7 +24,7 @@ def small(preset: str = "decoupled", total_steps: int = 24, every: int = 8, **se
 
 
 def run(config: Config, directory: Path | None = None, *faults: KillSyncer) -> Outputs:
-    return run_virtual(config, Plan(faults), directory, tensors=True)
+    return run_virtual(config, ChaosPlan(faults), directory, tensors=True)
 
 
 @pytest.mark.parametrize("preset", ["decoupled", "ddp"])
@@ -45,7 +45,7 @@ def test_where_theta_changes_every_so_often_it_is_looked_at_when_it_next_does() 
 
 def test_looks_change_nothing_and_lie_beside_the_tape(tmp_path: Path) -> None:
     told: list[HeldoutPoint] = []
-    looked = run_virtual(small(), Plan(), tmp_path / "looked", tensors=True, looked=told.append)
+    looked = run_virtual(small(), ChaosPlan(), tmp_path / "looked", tensors=True, looked=told.append)
     plain = run(small(every=0), tmp_path / "plain")
     assert looked.theta_sha256 == plain.theta_sha256 and looked.loss_final == plain.loss_final
     assert list(looked.points) == told == points_in(tmp_path / "looked") and len(told) == 2

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from atoll.chaos import Kill, KillSyncer, Plan, Slow
+from atoll.chaos import ChaosPlan, Kill, KillSyncer, Slow
 from atoll.config import Config, load
 from atoll.ids import Nanos, WorkerId, nanos
 from atoll.protocol.vocabulary import ConnectionLost, Effect, Event, FixParticipants, Recovered, Started, Stored
 from atoll.sim.checkers import Safety
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.tape.format import Record
 from atoll.views.strip import strip_lines
 
@@ -30,20 +30,20 @@ def config(*, fragments: int = 2, overlap: int = 1, total_steps: int = 12, **pro
     })  # fmt: skip
 
 
-def played(config: Config, plan: Plan) -> list[Record]:
+def played(config: Config, plan: ChaosPlan) -> list[Record]:
     records: list[Record] = []
 
     def watch(now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
         records.append(Record(len(records) + 1, now, worker, event, tuple(effects)))
 
     safety = Safety(config)
-    cluster = Cluster(config, plan=plan, observers=[watch, safety])
+    cluster = VirtualCluster(config, plan=plan, observers=[watch, safety])
     safety.attach(cluster)
     cluster.run(until_seconds=200)
     return records
 
 
-def strip(records: Sequence[Record], plan: Plan, since: float, until: float) -> str:
+def strip(records: Sequence[Record], plan: ChaosPlan, since: float, until: float) -> str:
     lines = [str(plan), "-" * 8]
     for record, line in zip(records, strip_lines(records), strict=True):
         if nanos(since) <= record.now <= nanos(until) and (decided(line) or isinstance(record.event, NAMED)):
@@ -65,7 +65,7 @@ def compare(name: str, found: str, rewrite: bool) -> None:
 
 
 def test_learner_killed_comes_back_through_a_peer(rewrite: bool) -> None:
-    plan = Plan((Kill(3.5, 2, 2.0),))
+    plan = ChaosPlan((Kill(3.5, 2, 2.0),))
     records = played(config(), plan)
     (recovered,) = [e for r in records for e in r.effects if isinstance(e, Recovered) and r.now > nanos(1.0)]
     assert (recovered.learner, recovered.source) == (2, 0)
@@ -73,7 +73,7 @@ def test_learner_killed_comes_back_through_a_peer(rewrite: bool) -> None:
 
 
 def test_syncer_killed_resumes_at_the_last_stored_outer_step(rewrite: bool) -> None:
-    plan = Plan((KillSyncer(4.16, 2.0),))  # while the fragment of a round is on its way up
+    plan = ChaosPlan((KillSyncer(4.16, 2.0),))  # while the fragment of a round is on its way up
     records = played(config(), plan)
     stored = [r.event.outer_step for r in records if isinstance(r.event, Stored)]
     assert stored == list(range(1, 13))
@@ -81,7 +81,7 @@ def test_syncer_killed_resumes_at_the_last_stored_outer_step(rewrite: bool) -> N
 
 
 def test_straggler_inside_the_grace_window_is_merged_and_outside_is_not(rewrite: bool) -> None:
-    plan = Plan((Slow(6.5, 2, 3.5, 3.0),))  # one step of 3.5 s: misses the window of round 9, arrives inside that of round 10
+    plan = ChaosPlan((Slow(6.5, 2, 3.5, 3.0),))  # one step of 3.5 s: misses the window of round 9, makes that of round 10
     records = played(config(fragments=4, overlap=3, total_steps=14, quorum=2, pace=0.0), plan)
     fixed = {e.outer_step: e for r in records for e in r.effects if isinstance(e, FixParticipants)}
     assert (fixed[9].participants, fixed[10].participants) == ((0, 1), (0, 1, 2))

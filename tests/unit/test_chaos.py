@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from atoll.chaos import (
     KINDS,
+    ChaosPlan,
     Clog,
     Corrupt,
     Fault,
@@ -19,7 +20,6 @@ from atoll.chaos import (
     KillSyncer,
     Partition,
     Pause,
-    Plan,
     Slow,
     check_plan,
     load_plan,
@@ -46,17 +46,17 @@ from atoll.ids import SYNCER
     ],
 )
 def test_fault_prints_when_what_whom_and_how_long(fault: Fault, line: str) -> None:
-    assert str(Plan((fault,))) == line
+    assert str(ChaosPlan((fault,))) == line
 
 
 def test_plan_prints_one_line_a_fault_and_says_when_there_is_none() -> None:
-    assert str(Plan((Kill(1.0, 0), Corrupt(2.0, 0)))).count("\n") == 1
-    assert str(Plan()) == "no faults"
+    assert str(ChaosPlan((Kill(1.0, 0), Corrupt(2.0, 0)))).count("\n") == 1
+    assert str(ChaosPlan()) == "no faults"
 
 
 def test_plan_is_healed_when_its_last_fault_is_over() -> None:
-    assert Plan((Kill(5.0, 0, 20.0), Corrupt(24.0, 1), Clog(3.0, 1, lasts=2.0))).healed_at() == 25.0
-    assert Plan().healed_at() == 0.0
+    assert ChaosPlan((Kill(5.0, 0, 20.0), Corrupt(24.0, 1), Clog(3.0, 1, lasts=2.0))).healed_at() == 25.0
+    assert ChaosPlan().healed_at() == 0.0
 
 
 # ---------------------------------------------------------------- files
@@ -90,7 +90,7 @@ def test_plan_written_as_toml_tables_is_read(tmp_path: Path) -> None:
 
 def test_plan_survives_builtins_as_the_tapes_header_keeps_it() -> None:
     plan = random_plan(random.Random(3), 4, count=20)
-    assert msgspec.convert(msgspec.to_builtins(plan), Plan) == plan
+    assert msgspec.convert(msgspec.to_builtins(plan), ChaosPlan) == plan
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_plan_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> No
 )
 def test_fault_that_makes_no_sense_is_refused_by_number_in_one_sentence(fault: Fault, what: str) -> None:
     with pytest.raises(PlanError, match="fault 2") as caught:
-        check_plan(Plan((Kill(1.0, 0), fault)), 3)
+        check_plan(ChaosPlan((Kill(1.0, 0), fault)), 3)
     assert what in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -158,7 +158,7 @@ def test_random_plan_is_a_function_of_its_seed() -> None:
 
 def test_random_plan_by_word_has_as_many_faults_as_asked() -> None:
     assert len(load_plan("random:1:25:100", 4).faults) == 25
-    assert load_plan("random:1:0:100", 4) == Plan()
+    assert load_plan("random:1:0:100", 4) == ChaosPlan()
 
 
 @pytest.mark.parametrize("text", ["random:", "random:1", "random:1:2", "random:x:2:3", "random:1:2:3:4", "random:1:-2:3",

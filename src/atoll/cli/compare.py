@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.chaos import Plan, load_plan
+from atoll.chaos import ChaosPlan, load_plan
 from atoll.cli.building import check_buildable
 from atoll.cli.options import AllowOption, DeviceOption
 from atoll.cli.runs import _refuse_custom, check_live, run_live, run_virtually
@@ -54,7 +54,7 @@ def compare(
     """Train several presets on the same recipe, data and number of outer steps; print one table and draw it."""
     names = list(dict.fromkeys(presets or PRESETS))
     each = [settings_from(recipe, name, learners, seed, set_) for name in names]
-    plan = load_plan(chaos, min(settings.learners for settings in each)) if chaos is not None else Plan()
+    plan = load_plan(chaos, min(settings.learners for settings in each)) if chaos is not None else ChaosPlan()
     if chaos is not None and not virtual and "ddp" in names:
         raise UserError("--chaos: torch's DDP has no answer to faults; leave ddp out, or say --virtual")
     base, allowed = out_dir or new_directory("compare", each[0].seed), allow_model or []

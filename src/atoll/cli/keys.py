@@ -20,9 +20,9 @@ def make_keys_command(directory: Path, learners: int, days: int, add: bool) -> l
 
 
 def make_token_command(directory: Path, run: str, hours: float) -> str:
-    from atoll.transport.keys import Tokens
+    from atoll.transport.keys import JoinTokens
 
-    return Tokens.load(directory).make(run=run, expires=datetime.now(UTC) + timedelta(hours=hours))
+    return JoinTokens.load(directory).make(run=run, expires=datetime.now(UTC) + timedelta(hours=hours))
 
 
 def keys(

@@ -34,7 +34,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Recommend preset, learners, H, P, tau, K and codecs for a cluster, with what to expect and why."""
-    cluster = site.load(cluster_file)
+    cluster = site.load_cluster(cluster_file)
     if recipe_file is not None:
         _refuse_unwritable(recipe_file)
     answer = _answer(cluster, what_if, candidates or (8 if verbose else 3))
@@ -44,7 +44,7 @@ def plan(
         out.print(report(answer, cluster, runners=candidates > 0 or verbose, constants=verbose))
     if recipe_file is not None:  # last: the answer is told whatever becomes of the file
         try:
-            recipe_file.write_text(recipe.to_toml(answer.scored, Judge(cluster), cluster_file.name), encoding="utf8")
+            recipe_file.write_text(recipe.recipe_toml(answer.scored, Judge(cluster), cluster_file.name), encoding="utf8")
         except OSError as error:
             raise UserError(f"--out {recipe_file}: cannot be written ({error.strerror})") from None
         if not as_json:
@@ -61,7 +61,7 @@ def _refuse_unwritable(path: Path) -> None:
         raise UserError(f"--out {path}: may not be written to; choose another")
 
 
-def _answer(cluster: site.Cluster, what_if: bool, runners: int) -> Plan:
+def _answer(cluster: site.ClusterDescription, what_if: bool, runners: int) -> Plan:
     """A line that changes on a terminal; silence otherwise, as it takes seconds."""
     if not err.is_terminal:
         return make_plan(cluster, what_if=what_if, runners=runners)
@@ -88,7 +88,7 @@ def as_builtins(answer: Plan) -> dict[str, object]:
 # ---------------------------------------------------------------- what is printed
 
 
-def report(answer: Plan, cluster: site.Cluster, *, runners: bool, constants: bool) -> Group:
+def report(answer: Plan, cluster: site.ClusterDescription, *, runners: bool, constants: bool) -> Group:
     parts: list[object] = [_headline(answer), "", _expectations(answer), "", _site_table(answer.costs)]
     for title, sentences in (
         ("why", answer.choices),

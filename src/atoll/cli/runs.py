@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from atoll import config
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.cli.building import built, log_to_stderr
 from atoll.cli.resume import _syncer_part, what_is_resumed
 from atoll.cli.shared import RunProgress, err, new_directory, write_summary
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def run_virtually(
-    settings: Config, plan: Plan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool, device: str = "cpu",
+    settings: Config, plan: ChaosPlan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool, device: str = "cpu",
     allowed: Collection[str] = (),
 ) -> Summary:  # fmt: skip
     from atoll.executor.environment import use_threads  # torch takes seconds to import; --help and config do not wait for it
@@ -107,7 +107,7 @@ def run_on_tape(
 
 
 def run_live(
-    settings: Config, plan: Plan, directory: Path | None, threads: int, quiet: bool, device: str, allowed: list[str],
+    settings: Config, plan: ChaosPlan, directory: Path | None, threads: int, quiet: bool, device: str, allowed: list[str],
     resume: tuple[Path, int] | None = None,
 ) -> Summary:  # fmt: skip
     """Processes on this machine; `--preset ddp` is torch's own data-parallel training under the same launcher."""
@@ -150,9 +150,9 @@ def check_live(settings: Config, device: str) -> None:
     if settings.preset != "ddp":
         checked_device(device)
         return
-    from atoll.runtime.ddp.launch import check, devices_for
+    from atoll.runtime.ddp.launch import check_supported, devices_for
 
-    check(settings)
+    check_supported(settings)
     devices_for(device, settings.learners)
 
 
@@ -172,7 +172,7 @@ def ddp_summary(
 
 
 def cluster_summary(
-    settings: Config, plan: Plan, directory: Path, threads: int, device: str, allowed: list[str],
+    settings: Config, plan: ChaosPlan, directory: Path, threads: int, device: str, allowed: list[str],
     resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
 ) -> Summary:  # fmt: skip
     from atoll.runtime.local.cluster import LocalCluster

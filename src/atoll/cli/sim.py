@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.chaos import Plan, load_plan
+from atoll.chaos import ChaosPlan, load_plan
 from atoll.cli.runs import run_virtually
 from atoll.cli.shared import (
     ChaosOption,
@@ -30,5 +30,5 @@ def sim(
 ) -> None:
     """Run the protocol alone, without tensors: who merges with whom, who waits, what travels."""
     settings = settings_from(recipe, preset, learners, seed, set_)
-    plan = load_plan(chaos, settings.learners) if chaos is not None else Plan()
+    plan = load_plan(chaos, settings.learners) if chaos is not None else ChaosPlan()
     show(run_virtually(settings, plan, out_dir, tensors=False, threads=1, quiet=as_json), as_json)

@@ -108,10 +108,10 @@ def _refuse_false_start(directory: Path, listen: str, keys: Path | None) -> None
     refuse_unusable(directory, "--dir")
     if keys is not None:  # before gRPC is loaded, or it tells nobody why a handshake failed
         os.environ.setdefault("GRPC_VERBOSITY", "INFO")
-    from atoll.transport.keys import Tokens
+    from atoll.transport.keys import JoinTokens
     from atoll.transport.wire import refuse_taken
 
     if keys is not None and os.path.exists(keys / "token.key"):
-        Tokens.load(keys)
+        JoinTokens.load(keys)
     if not (directory / "run.tape").exists():
         refuse_taken(listen)

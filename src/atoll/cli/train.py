@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from atoll import config
-from atoll.chaos import Plan, load_plan
+from atoll.chaos import ChaosPlan, load_plan
 from atoll.cli.options import AllowOption, DeviceOption
 from atoll.cli.resume import snapshot_to_resume
 from atoll.cli.runs import run_live, run_on_tape, run_virtually
@@ -74,7 +74,7 @@ def train(
     if resume is not None:
         named = f"recipe {recipe} is of preset {settings.preset!r}"
         _refuse_other_preset(resume, settings.preset, named, "leave the recipe out, or give --preset too")
-    plan = load_plan(chaos, settings.learners) if chaos is not None else Plan()
+    plan = load_plan(chaos, settings.learners) if chaos is not None else ChaosPlan()
     allowed = allow_model or []
     if twin and not plan.faults:
         raise UserError("--twin: runs the same again without faults; give some with --chaos")
@@ -90,7 +90,7 @@ def train(
         refuse_used(_twin_of(directory))
     summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start)
     if twin:
-        again = run_live(settings, Plan(), _twin_of(directory), threads, as_json, device, allowed, start)
+        again = run_live(settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start)
         summary = msgspec.structs.replace(summary, twin_loss=again.loss_final)
         write_summary(directory, summary)
     show(summary, as_json)

@@ -32,7 +32,7 @@ BITS: Final[dict[str, int]] = {"int8": 8, "int4": 4, "int2": 2, "int1": 1, "e3m0
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class CodeLayout:
     code_dtype: torch.dtype
     codes: int
     scales: int | None
@@ -70,15 +70,15 @@ def kept_count(numel: int, share: float) -> int:
     return min(numel, max(1, round(share * numel)))
 
 
-def layout(name: str, numel: int) -> Layout:
+def layout(name: str, numel: int) -> CodeLayout:
     family, share = parse(name)
     if family == "fp32":
-        return Layout(torch.float32, numel, None)
+        return CodeLayout(torch.float32, numel, None)
     if family == "bf16":
-        return Layout(torch.bfloat16, numel, None)
+        return CodeLayout(torch.bfloat16, numel, None)
     if family in SPARSE:
         kept = kept_count(numel, share)
-        return Layout(torch.int32, kept, kept)
+        return CodeLayout(torch.int32, kept, kept)
     per_byte = 8 // BITS[family]
     full, rest = divmod(numel, BLOCK)
-    return Layout(torch.int8, full * (BLOCK // per_byte) + -(-rest // per_byte), block_count(numel))
+    return CodeLayout(torch.int8, full * (BLOCK // per_byte) + -(-rest // per_byte), block_count(numel))

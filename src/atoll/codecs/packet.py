@@ -22,7 +22,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from atoll.codecs.layout import SPARSE, Layout, layout, parse
+from atoll.codecs.layout import SPARSE, CodeLayout, layout, parse
 from atoll.errors import ConfigError, DataError
 
 MAGIC: Final = b"ATPK"
@@ -100,7 +100,7 @@ def _read_header(view: memoryview) -> tuple[str, int, int]:
     return name, numel, end
 
 
-def _expected(name: str, numel: int) -> Layout:
+def _expected(name: str, numel: int) -> CodeLayout:
     try:
         return layout(name, numel)
     except ConfigError as error:

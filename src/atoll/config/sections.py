@@ -9,7 +9,7 @@ from msgspec import Meta
 
 Positive = Annotated[int, Meta(ge=1, le=10**9)]
 Natural = Annotated[int, Meta(ge=0, le=10**9)]
-Share = Annotated[float, Meta(ge=0.0, le=1.0)]
+From0To1 = Annotated[float, Meta(ge=0.0, le=1.0)]
 NonNegative = Annotated[float, Meta(ge=0.0, le=1e9)]
 Above0 = Annotated[float, Meta(gt=0.0, le=1e9)]
 Seconds = Annotated[float, Meta(gt=0.0, le=1e9)]
@@ -50,7 +50,7 @@ class Protocol(_Section, frozen=True):
     """K: the least number of learners whose reports count towards one outer step. "all": every member in sync."""
     grace: Literal["none", "adaptive"] = "adaptive"
     """`adaptive`: a round with a quorum waits for more learners while the overlap hides the wait; `none`: it does not wait."""
-    grace_gamma: Share = 0.8
+    grace_gamma: From0To1 = 0.8
     """Share of the slack that the adaptive grace window may use."""
     ema_weight: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.1
     """Weight of the newest value in the moving averages of step, pull, round and sync times."""
@@ -69,7 +69,7 @@ class Protocol(_Section, frozen=True):
     """What RDA takes as one vector: each tensor, each row of a tensor, or the whole fragment."""
     embedding_glob: str = ""
     """Glob of parameter names that count as embeddings; empty: weights of `nn.Embedding` and tensors tied to them."""
-    alpha: Share = 0.0
+    alpha: From0To1 = 0.0
     """Mixing on adoption: alpha * own + (1 - alpha) * Theta."""
     anchor: Literal["adopted", "present", "round_start"] = "present"
     """What the outer gradient is taken against: the version the learner last `adopted`, the syncer's `present` Theta, or the
@@ -123,9 +123,9 @@ class Inner(_Section, frozen=True):
     """Decoupled weight decay of AdamW and Muon; L2 penalty of Adam and SGD."""
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     """Decay rates of AdamW's and Adam's two moments."""
-    momentum: Share = 0.0
+    momentum: From0To1 = 0.0
     """SGD's."""
-    muon_momentum: Share = 0.95
+    muon_momentum: From0To1 = 0.95
     """Momentum of the matrices that Muon steps."""
     muon_except: str = "*head*"
     """Globs, separated by commas: matrices that Muon leaves to AdamW besides the embeddings."""
@@ -133,9 +133,9 @@ class Inner(_Section, frozen=True):
     """0 switches clipping off."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """How the rate falls after the warm-up: `cosine` down to `final_share`, or `constant`."""
-    warmup_share: Share = 0.05
+    warmup_share: From0To1 = 0.05
     """Share of the run over which the rate rises from near 0."""
-    final_share: Share = 0.1
+    final_share: From0To1 = 0.1
     """Rate at the end of the cosine, as a share of `learning_rate`."""
     accumulate: Annotated[int, Meta(ge=1, le=10**5)] = 1
     """Micro-batches per optimiser step. H counts optimiser steps, never these."""
@@ -199,7 +199,7 @@ class Cluster(_Section, frozen=True):
     """Standard deviation of a step's duration, as a share of its mean."""
     step_distribution: Literal["normal", "lognormal"] = "normal"
     """`lognormal` has a long tail of slow steps."""
-    slow_share: Share = 0.0
+    slow_share: From0To1 = 0.0
     """Share of the learners that are slow."""
     slow_factor: Annotated[float, Meta(ge=1.0, le=1e6)] = 1.18
     """How many times as long a step of a slow learner takes."""

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from atoll.planner.score import Memory, Scored
-from atoll.planner.search import Found, Progress, search
-from atoll.planner.site import Cluster
+from atoll.planner.score import Scored, SimulatorCache
+from atoll.planner.search import Progress, SearchResult, search
+from atoll.planner.site import ClusterDescription
 
 LADDER = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 15.0, 25.0)
 SPREADS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
@@ -41,7 +41,9 @@ class Change:
         return f"{self.number} {self.value:.3g} {self.unit} or {more}: {answer}."
 
 
-def changes(cluster: Cluster, found: Found, memory: Memory, say: Progress | None = None) -> list[Change]:
+def changes(
+    cluster: ClusterDescription, found: SearchResult, memory: SimulatorCache, say: Progress | None = None
+) -> list[Change]:
     """For each number and direction the first rung with another answer, and the first with another preset."""
     same = (found.best, search(cluster, memory, near=found).best)  # the rougher search may differ by itself
     told: list[Change] = []
@@ -59,7 +61,9 @@ def changes(cluster: Cluster, found: Found, memory: Memory, say: Progress | None
     return told
 
 
-def _search_moved(move: Callable[[float], Cluster], memory: Memory, near: Found, value: float) -> Scored:
+def _search_moved(
+    move: Callable[[float], ClusterDescription], memory: SimulatorCache, near: SearchResult, value: float
+) -> Scored:
     return search(move(value), memory, near=near).best
 
 
@@ -97,9 +101,9 @@ def _preset(s: Scored) -> str:
     return s.candidate.preset
 
 
-def _moves(cluster: Cluster) -> list[tuple[str, str, str, Sequence[float], Callable[[float], Cluster]]]:
+def _moves(cluster: ClusterDescription) -> list[tuple[str, str, str, Sequence[float], Callable[[float], ClusterDescription]]]:
     down = tuple(1 / f for f in LADDER)
-    found: list[tuple[str, str, str, Sequence[float], Callable[[float], Cluster]]] = []
+    found: list[tuple[str, str, str, Sequence[float], Callable[[float], ClusterDescription]]] = []
     if cluster.link is not None or cluster.links:
         for side, rungs in (("below", down), ("above", LADDER)):
             found.append(("Slowest link", "Gbit/s", side, rungs, lambda f: cluster.changed(rate=f)))
@@ -118,7 +122,7 @@ def _moves(cluster: Cluster) -> list[tuple[str, str, str, Sequence[float], Calla
     return found
 
 
-def _value(cluster: Cluster, number: str, factor: float) -> float:
+def _value(cluster: ClusterDescription, number: str, factor: float) -> float:
     links = [*cluster.links, *((cluster.link,) if cluster.link else ())]
     match number:
         case "Slowest link":

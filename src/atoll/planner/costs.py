@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from atoll.config import Limits
 from atoll.executor.null import wire_bits
-from atoll.planner.division import DAY, Division, Kind, syncer_site
+from atoll.planner.division import DAY, Division, LearnerKind, syncer_site
 from atoll.planner.score import GRADIENT_BITS, Candidate, Judge, Scored
 
 GB = 1e9
@@ -27,7 +27,7 @@ SYNCER_BASE_BYTES = 500e6
 
 
 @dataclass(frozen=True)
-class Traffic:
+class SiteTraffic:
     """Of one site of this name."""
 
     site: str
@@ -39,7 +39,7 @@ class Traffic:
 
 
 @dataclass(frozen=True)
-class Memory:
+class LearnerMemory:
     """Of one learner, evenly over its chips; activations are the model's own business."""
 
     device_gb: float
@@ -63,8 +63,8 @@ class SyncerNeed:
 
 @dataclass(frozen=True)
 class Costs:
-    traffic: tuple[Traffic, ...]
-    memory: Memory
+    traffic: tuple[SiteTraffic, ...]
+    memory: LearnerMemory
     syncer: SyncerNeed | None
     staleness_seconds: float
     steps_day: float
@@ -93,7 +93,7 @@ def window_seconds(c: Candidate, step_seconds: float) -> float:
     return c.overlap * step_seconds
 
 
-def _traffic(c: Candidate, kind: Kind, judge: Judge, steps_day: float, step_seconds: float) -> Traffic:
+def _traffic(c: Candidate, kind: LearnerKind, judge: Judge, steps_day: float, step_seconds: float) -> SiteTraffic:
     """Up and down to the syncer; inside a learner of several sites also the ring's, each way."""
     n = judge.cluster.model.parameters
     name = "+".join(f"{s.name}" if m == 1 else f"{m} {s.name}" for s, m in kind.members)
@@ -108,7 +108,7 @@ def _traffic(c: Candidate, kind: Kind, judge: Judge, steps_day: float, step_seco
     if kind.across is not None:
         ring = 2 * (kind.sites - 1) / kind.sites * n * GRADIENT_BITS / 8
         up, down, peak = up + ring, down + ring, max(peak, kind.across.gbit)
-    return Traffic(name, learners, up * steps_day / GB, down * steps_day / GB, peak)
+    return SiteTraffic(name, learners, up * steps_day / GB, down * steps_day / GB, peak)
 
 
 # ---------------------------------------------------------------- memory
@@ -119,21 +119,21 @@ def device_ratio(in_flight_share: float, *, momentum: bool) -> float:
     return (3 + in_flight_share * (2 if momentum else 1)) / 3
 
 
-def memory(c: Candidate, judge: Judge, kind: Kind) -> Memory:
+def memory(c: Candidate, judge: Judge, kind: LearnerKind) -> LearnerMemory:
     """Parameters, gradients and two moments in fp32. Outer copies of fragments that are not in flight live in host memory;
     the outer momentum lives at the syncer."""
     model = judge.cluster.model.parameters * WORD
     device = 4 * model
     if c.learners == 1:
-        return Memory(device / GB, device / kind.chips / GB, 1.0, device / GB, 0.0)
+        return LearnerMemory(device / GB, device / kind.chips / GB, 1.0, device / GB, 0.0)
     share = in_flight(c) / c.fragments
-    return Memory(
+    return LearnerMemory(
         (device + share * model) / GB, (device + share * model) / kind.chips / GB, device_ratio(share, momentum=False),
         (device + 2 * model) / GB, model / GB,
     )  # fmt: skip
 
 
-def smallest(division: Division) -> Kind:
+def smallest(division: Division) -> LearnerKind:
     return min(division.kinds, key=lambda kind: kind.chips)
 
 

@@ -13,7 +13,7 @@ from statistics import fmean
 
 import msgspec
 
-from atoll.planner.site import FREE, Cluster, Link, Site
+from atoll.planner.site import FREE, ClusterDescription, LinkDescription, Site
 from atoll.sim.estimates.failures import FailureModel
 
 DAY = 86400.0
@@ -25,7 +25,7 @@ STATE_BYTES = 12
 
 
 @dataclass(frozen=True)
-class Kind:
+class LearnerKind:
     """Learners that are alike."""
 
     members: tuple[tuple[Site, int], ...]
@@ -35,9 +35,9 @@ class Kind:
     """Of one learner."""
     share: int
     """Learners that divide one site among them."""
-    link: Link
+    link: LinkDescription
     """One learner's part of the link to the syncer."""
-    across: Link | None
+    across: LinkDescription | None
     """The slowest link between its sites; None: it sits in one."""
 
     @property
@@ -66,7 +66,7 @@ class Kind:
 @dataclass(frozen=True)
 class Division:
     name: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[LearnerKind, ...]
 
     @property
     def learners(self) -> int:
@@ -87,7 +87,7 @@ class Division:
         return min(rate, syncer_gbit / self.learners) if syncer_gbit else rate
 
 
-def divisions(cluster: Cluster) -> list[Division]:
+def divisions(cluster: ClusterDescription) -> list[Division]:
     """By number of learners, the data-parallel one first."""
     found = [Division("everything together", (_everything(cluster),))]
     if sum(s.count for s in cluster.sites) > 1:
@@ -104,20 +104,20 @@ def divisions(cluster: Cluster) -> list[Division]:
     return [by_number[m] for m in sorted(by_number)]
 
 
-def _asked(cluster: Cluster) -> list[int]:
+def _asked(cluster: ClusterDescription) -> list[int]:
     """The split a fixed number of learners needs."""
     sites = sum(s.count for s in cluster.sites)
     fixed = cluster.fixed.learners
     return [fixed // sites] if fixed and fixed % sites == 0 else []
 
 
-def _everything(cluster: Cluster) -> Kind:
+def _everything(cluster: ClusterDescription) -> LearnerKind:
     members = tuple((s, s.count) for s in cluster.sites)
-    local = Link(gbit=FREE)
-    return Kind(members, 1, cluster.chips, 1, local, _slowest(cluster, members))
+    local = LinkDescription(gbit=FREE)
+    return LearnerKind(members, 1, cluster.chips, 1, local, _slowest(cluster, members))
 
 
-def _slowest(cluster: Cluster, members: Sequence[tuple[Site, int]]) -> Link | None:
+def _slowest(cluster: ClusterDescription, members: Sequence[tuple[Site, int]]) -> LinkDescription | None:
     """The slow end of the slowest, and the longest way, of what joins these sites: a ring waits for both."""
     links = [
         cluster.link_between(a.name, b.name)
@@ -128,19 +128,19 @@ def _slowest(cluster: Cluster, members: Sequence[tuple[Site, int]]) -> Link | No
     if not links:
         return None
     gbit = min(link.gbit * (1 - link.variation) for link in links)
-    return Link(gbit=gbit, latency_seconds=max(link.latency_seconds for link in links))
+    return LinkDescription(gbit=gbit, latency_seconds=max(link.latency_seconds for link in links))
 
 
-def _split(cluster: Cluster, k: int) -> Division:
+def _split(cluster: ClusterDescription, k: int) -> Division:
     home = syncer_site(cluster)
     kinds = tuple(
-        Kind(((s, 1),), s.count * k, s.chips // k, k, _to_syncer(cluster, ((s, 1),), home, s.count == 1, k), None)
+        LearnerKind(((s, 1),), s.count * k, s.chips // k, k, _to_syncer(cluster, ((s, 1),), home, s.count == 1, k), None)
         for s in cluster.sites
     )
     return Division("one learner a site" if k == 1 else f"{k} learners a site", kinds)
 
 
-def _joined(cluster: Cluster, rate: float) -> Division:
+def _joined(cluster: ClusterDescription, rate: float) -> Division:
     """Sites that a link of at least `rate` joins, directly or by way of others, are one learner."""
     left, kinds, home = list(cluster.sites), [], syncer_site(cluster)
     while left:
@@ -156,21 +156,23 @@ def _joined(cluster: Cluster, rate: float) -> Division:
         members = tuple((s, 1 if apart else s.count) for s in group)
         number = group[0].count if apart else 1
         link = _to_syncer(cluster, members, home, not apart, 1)
-        kinds.append(Kind(members, number, sum(s.chips * n for s, n in members), 1, link, _slowest(cluster, members)))
+        kinds.append(LearnerKind(members, number, sum(s.chips * n for s, n in members), 1, link, _slowest(cluster, members)))
     return Division(f"sites joined at {rate:g} Gbit/s", tuple(kinds))
 
 
-def _to_syncer(cluster: Cluster, members: Sequence[tuple[Site, int]], home: str, may_be_local: bool, k: int) -> Link:
+def _to_syncer(
+    cluster: ClusterDescription, members: Sequence[tuple[Site, int]], home: str, may_be_local: bool, k: int
+) -> LinkDescription:
     """A learner's own part of the way to the syncer: the best link any of its sites has, divided by k."""
     names = [s.name for s, _ in members]
     if home in names and may_be_local:
         inside = next(s.inside_gbit or FREE for s, _ in members if s.name == home)
-        return Link(gbit=inside / k)
+        return LinkDescription(gbit=inside / k)
     best = max((cluster.link_between(name, home) for name in names), key=lambda link: link.gbit)
     return msgspec.structs.replace(best, gbit=best.gbit / k)
 
 
-def syncer_site(cluster: Cluster) -> str:
+def syncer_site(cluster: ClusterDescription) -> str:
     """Where the user put it, or the site whose links to the others are best: slowest first, then all of them."""
     if cluster.syncer.site:
         return cluster.syncer.site
@@ -185,7 +187,7 @@ def syncer_site(cluster: Cluster) -> str:
 # ---------------------------------------------------------------- pace
 
 
-def pace_share(cluster: Cluster, division: Division, *, waits: bool) -> float:
+def pace_share(cluster: ClusterDescription, division: Division, *, waits: bool) -> float:
     """Of what all chips could do, each at its own pace: who waits steps as fast as the slowest."""
     ideal = sum(s.chips * s.count * (1 + 1 / (1 + s.speed_spread)) / 2 / s.step_seconds for s in cluster.sites)
     if waits:
@@ -197,7 +199,7 @@ def pace_share(cluster: Cluster, division: Division, *, waits: bool) -> float:
 # ---------------------------------------------------------------- failures
 
 
-def failure_model(cluster: Cluster, kinds: Sequence[Kind], step_seconds: float) -> FailureModel:
+def failure_model(cluster: ClusterDescription, kinds: Sequence[LearnerKind], step_seconds: float) -> FailureModel:
     """One model for all chips of these learners.
 
     The simulator knows chips that fail and take a slice along. A preemption is such a failure too, of a slice that is the
@@ -228,7 +230,7 @@ def failure_model(cluster: Cluster, kinds: Sequence[Kind], step_seconds: float) 
     )  # fmt: skip
 
 
-def _parts(kinds: Sequence[Kind]) -> list[tuple[Kind, Site, int, int]]:
+def _parts(kinds: Sequence[LearnerKind]) -> list[tuple[LearnerKind, Site, int, int]]:
     """(learner, site, its chips there, how many such parts there are)."""
     return [(k, s, s.chips // k.share, n * k.number) for k in kinds for s, n in k.members]
 

@@ -9,9 +9,9 @@ from atoll.planner import quality
 from atoll.planner.changes import Change, changes
 from atoll.planner.costs import Costs, costs
 from atoll.planner.costs import fits as costs_fit
-from atoll.planner.score import Candidate, Judge, Memory, Scored
-from atoll.planner.search import TOLERANCE, Found, Progress, grid, search
-from atoll.planner.site import Cluster, Quality
+from atoll.planner.score import Candidate, Judge, Scored, SimulatorCache
+from atoll.planner.search import TOLERANCE, Progress, SearchResult, all_axes, search
+from atoll.planner.site import ClusterDescription, Quality
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Plan:
     """Runs of the real machines."""
 
 
-def plan(cluster: Cluster, *, what_if: bool = True, runners: int = 3, say: Progress | None = None) -> Plan:
-    memory = Memory()
+def plan(cluster: ClusterDescription, *, what_if: bool = True, runners: int = 3, say: Progress | None = None) -> Plan:
+    memory = SimulatorCache()
     found = search(cluster, memory, say=say)
     judge = Judge(cluster, memory)
     best = found.best
@@ -52,11 +52,11 @@ def plan(cluster: Cluster, *, what_if: bool = True, runners: int = 3, say: Progr
     return Plan(
         best.candidate, division.name, min(kind.chips for kind in division.kinds), best, spent,
         tuple(choices(cluster, judge, found)), tuple(changes(cluster, found, memory, say)) if what_if else (),
-        tuple(warnings(cluster, best, spent)), tuple(_runners(found, runners)), cluster.quality, memory.asked,
+        tuple(plan_warnings(cluster, best, spent)), tuple(_runners(found, runners)), cluster.quality, memory.asked,
     )  # fmt: skip
 
 
-def _runners(found: Found, number: int) -> list[Runner]:
+def _runners(found: SearchResult, number: int) -> list[Runner]:
     """The best of every other preset first, then others, best first."""
     left = {c: s for c, s in found.scored.items() if c != found.best.candidate}
     others = [left.pop(s.candidate) for s in found.families.values() if s.candidate in left]
@@ -71,7 +71,7 @@ def _worse(s: Scored) -> float:
 # ---------------------------------------------------------------- sentences
 
 
-def choices(cluster: Cluster, judge: Judge, found: Found) -> list[str]:
+def choices(cluster: ClusterDescription, judge: Judge, found: SearchResult) -> list[str]:
     c = found.best.candidate
     if c.preset == "ddp":
         alone = f"M: all {cluster.chips} chips are one learner, so nothing is lost to less frequent merges."
@@ -82,7 +82,7 @@ def choices(cluster: Cluster, judge: Judge, found: Found) -> list[str]:
     ]  # fmt: skip
 
 
-def _preset_sentence(found: Found) -> str:
+def _preset_sentence(found: SearchResult) -> str:
     """The preset against the best of each other, with what decided."""
     best = found.best
     others = [s for s in found.families.values() if s.candidate.preset != best.candidate.preset]
@@ -101,7 +101,7 @@ def _preset_sentence(found: Found) -> str:
     return f"{text}; what speaks most for it is {what}, {_percent(mine)} against {_percent(theirs)}."
 
 
-def _learners_sentence(cluster: Cluster, judge: Judge, found: Found) -> str:
+def _learners_sentence(cluster: ClusterDescription, judge: Judge, found: SearchResult) -> str:
     c, q = found.best.candidate, cluster.quality
     text = f"M: {judge.divisions[c.learners].name} makes {c.learners}"
     cost = f"loss {found.best.loss_percent:.2g} % over data-parallel at equal tokens"
@@ -113,7 +113,7 @@ def _learners_sentence(cluster: Cluster, judge: Judge, found: Found) -> str:
     return f"{text}; {cost}; with {m} that would be {factor:.2g} times as much."
 
 
-def _interval_sentence(judge: Judge, found: Found) -> str:
+def _interval_sentence(judge: Judge, found: SearchResult) -> str:
     """H, and the best that was scored on either side of it."""
     best = found.best
     c = best.candidate
@@ -135,7 +135,7 @@ def _interval_sentence(judge: Judge, found: Found) -> str:
 
 def _unscored(judge: Judge, c: Candidate, word: str) -> str:
     """Why no candidate on this side was worth a run."""
-    axes = next(a for a in grid(judge) if (a.preset, a.learners) == (c.preset, c.learners))
+    axes = next(a for a in all_axes(judge) if (a.preset, a.learners) == (c.preset, c.learners))
     side = [h for h in axes.interval if (h < c.interval) == (word == "shorter") and h != c.interval]
     if not side:
         return f"there is no {word} one on the grid"
@@ -167,7 +167,7 @@ def _quorum_sentence(c: Candidate) -> str:
     return f"K: {c.quorum} of {c.learners} make a round: that keeps the schedule better than 1 does."
 
 
-def _codecs_sentence(cluster: Cluster, judge: Judge, c: Candidate) -> str:
+def _codecs_sentence(cluster: ClusterDescription, judge: Judge, c: Candidate) -> str:
     cost = sum(quality.codec_percent(codec, cluster.quality) for codec in (c.codec_up, c.codec_down))
     gbit = judge.divisions[c.learners].gbit(waits=c.waits, syncer_gbit=cluster.syncer.gbit)
     text = f"Codecs: {c.codec_up} up and {c.codec_down} down add {cost:.2g} % of loss; a learner's link counts {gbit:.3g} Gbit/s"
@@ -178,7 +178,7 @@ def _codecs_sentence(cluster: Cluster, judge: Judge, c: Candidate) -> str:
     return f"{text}."
 
 
-def warnings(cluster: Cluster, best: Scored, spent: Costs) -> list[str]:
+def plan_warnings(cluster: ClusterDescription, best: Scored, spent: Costs) -> list[str]:
     c, found = best.candidate, []
     if c.learners > quality.PUBLISHED_LEARNERS:
         found.append(

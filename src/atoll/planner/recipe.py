@@ -10,7 +10,7 @@ from atoll import config
 from atoll.config import Config
 from atoll.planner.division import MEMBERS_MAX
 from atoll.planner.score import Candidate, Judge, Scored
-from atoll.planner.site import Cluster
+from atoll.planner.site import ClusterDescription
 
 
 def ranks(chips: int) -> int:
@@ -54,7 +54,7 @@ def settings(scored: Scored, judge: Judge) -> Config:
     return config.load(preset_name=said.pop("preset"), overrides=said)
 
 
-def to_toml(scored: Scored, judge: Judge, source: str) -> str:
+def recipe_toml(scored: Scored, judge: Judge, source: str) -> str:
     c, said = scored.candidate, keys(scored, judge)
     settings(scored, judge)  # what is written has been accepted once
     lines = [
@@ -73,7 +73,7 @@ def to_toml(scored: Scored, judge: Judge, source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _fragments_note(c: Candidate, cluster: Cluster) -> str:
+def _fragments_note(c: Candidate, cluster: ClusterDescription) -> str:
     if c.preset == "streaming":
         return f"P follows from its layers: {c.fragments} with the {cluster.model.layers} planned for."
     return "The outer settings are the preset's, made for long runs."

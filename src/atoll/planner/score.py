@@ -18,10 +18,10 @@ import numpy as np
 from atoll.config import Config
 from atoll.executor.null import wire_bits
 from atoll.planner import quality
-from atoll.planner.division import Division, Kind, divisions, failure_model, pace_share
-from atoll.planner.site import FREE, Cluster
+from atoll.planner.division import Division, LearnerKind, divisions, failure_model, pace_share
+from atoll.planner.site import FREE, ClusterDescription
 from atoll.sim.estimates import goodput
-from atoll.sim.estimates.decoupled import MEASURED, DecoupledAnswer, decoupled, settings_for
+from atoll.sim.estimates.decoupled import MEASURED, DecoupledEstimate, measure_decoupled, settings_for
 from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.estimates.utilisation import Compute, Curve, Exchange, Method, utilisation
 
@@ -79,14 +79,16 @@ class Scored:
 
 
 class Judge:
-    """Scores candidates for one cluster. `Memory` may be shared by judges of clusters that differ in a few numbers."""
+    """Scores candidates for one cluster. `SimulatorCache` may be shared by judges of clusters that differ in a few numbers."""
 
-    def __init__(self, cluster: Cluster, memory: Memory | None = None, *, precision: float = GOODPUT_PRECISION) -> None:
+    def __init__(
+        self, cluster: ClusterDescription, memory: SimulatorCache | None = None, *, precision: float = GOODPUT_PRECISION
+    ) -> None:
         self.cluster = cluster
         self._precision = precision
-        self.memory = memory or Memory()
+        self.memory = memory or SimulatorCache()
         self.divisions = {d.learners: d for d in divisions(cluster)}
-        self._shares: dict[Kind, float] = {}
+        self._shares: dict[LearnerKind, float] = {}
         self._goodputs: dict[tuple[str, int], float] = {}
 
     def score(self, candidate: Candidate) -> Scored:
@@ -156,12 +158,12 @@ class Judge:
         """Of the slowest learner, the exchange of gradients inside it included."""
         return max(kind.slow_seconds / self._inside(kind) for kind in division.kinds)
 
-    def _inside(self, kind: Kind) -> float:
+    def _inside(self, kind: LearnerKind) -> float:
         if kind not in self._shares:
             self._shares[kind] = self._data_parallel(kind)
         return self._shares[kind]
 
-    def _data_parallel(self, kind: Kind) -> float:
+    def _data_parallel(self, kind: LearnerKind) -> float:
         """Utilisation of data-parallel steps inside a learner: its chips first, then its sites."""
         share, seconds = 1.0, kind.slow_seconds
         if kind.inside_gbit < FREE and kind.chips > kind.sites:
@@ -197,7 +199,7 @@ class Judge:
         return total / self.cluster.chips
 
 
-def exchange_of(candidate: Candidate, cluster: Cluster, latency: float) -> Exchange:
+def exchange_of(candidate: Candidate, cluster: ClusterDescription, latency: float) -> Exchange:
     """In units of a step. A learner's fragment goes up to the syncer and comes down again: a serial link that carries the
     bits of both and two trips, which is what the simulator does for a ring of two."""
     names: dict[str, Method] = {"diloco": "diloco", "async_diloco": "async_diloco", "streaming": "streaming"}
@@ -215,12 +217,12 @@ def at_rate(shares: Curve, gbit_seconds: float, bits: float, parameters: float) 
     return float(np.interp(math.log10(max(rate, RATES[0])), LOG_RATES, shares))
 
 
-class Memory:
+class SimulatorCache:
     """What simulators answered, by all that they were asked."""
 
     def __init__(self) -> None:
         self._curves: dict[tuple[int, Exchange], Curve] = {}
-        self._runs: dict[bytes, DecoupledAnswer] = {}
+        self._runs: dict[bytes, DecoupledEstimate] = {}
         self._goodputs: dict[tuple[int, int, FailureModel, bool, float], float] = {}
         self.asked = 0
         """Decoupled runs, the slow ones."""
@@ -242,12 +244,12 @@ class Memory:
     def decoupled(
         self, candidate: Candidate, *, parameters: float, gbit: float, latency: float, step_seconds: float, slow_share: float,
         slow_factor: float,
-    ) -> DecoupledAnswer:  # fmt: skip
+    ) -> DecoupledEstimate:  # fmt: skip
         settings = _short_run(candidate, parameters, gbit, latency, step_seconds, slow_share, slow_factor)
         key = msgspec.json.encode((settings.learners, settings.protocol, settings.cluster))
         if key not in self._runs:
             self.asked += 1
-            self._runs[key] = decoupled(settings)
+            self._runs[key] = measure_decoupled(settings)
         return self._runs[key]
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from atoll.errors import ConfigError
 from atoll.executor.null import wire_bits
 from atoll.planner import costs
-from atoll.planner.score import GOODPUT_PRECISION, ROUGH_PRECISION, Candidate, Judge, Memory, Scored
-from atoll.planner.site import Cluster, Fixed
+from atoll.planner.score import GOODPUT_PRECISION, ROUGH_PRECISION, Candidate, Judge, Scored, SimulatorCache
+from atoll.planner.site import ClusterDescription, Fixed
 
 TOLERANCE = 0.01
 HANDICAP = 0.002
@@ -96,7 +96,7 @@ class Axes:
         )  # fmt: skip
 
 
-def grid(judge: Judge) -> list[Axes]:
+def all_axes(judge: Judge) -> list[Axes]:
     """All that the cluster, and what the user fixed, allow."""
     cluster, fixed = judge.cluster, judge.cluster.fixed
     found = [
@@ -116,7 +116,7 @@ def grid(judge: Judge) -> list[Axes]:
     return found
 
 
-def _axes(preset: str, learners: int, cluster: Cluster) -> Axes:
+def _axes(preset: str, learners: int, cluster: ClusterDescription) -> Axes:
     if preset == "ddp":
         return Axes(preset, learners, (1,), (1,), (0,), (0,), ("fp32",), ("fp32",))
     if preset == "decoupled":
@@ -154,19 +154,24 @@ def _fixed(axes: Axes, fixed: Fixed) -> Axes | None:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     best: Scored
     families: dict[str, Scored]
     """The best of each preset."""
     scored: dict[Candidate, Scored]
 
 
-def search(cluster: Cluster, memory: Memory | None = None, *, near: Found | None = None, say: Progress | None = None) -> Found:
+def search(
+    cluster: ClusterDescription, memory: SimulatorCache | None = None, *, near: SearchResult | None = None,
+    say: Progress | None = None,
+) -> SearchResult:  # fmt: skip
     """`near`: the answer for a cluster that differs in a few numbers. Then fragments, quorum and decoupled's other knobs stay
     as they are in each preset's best candidate there; learners, H, and what is cheap to score are searched anew."""
     judge = Judge(cluster, memory, precision=GOODPUT_PRECISION if near is None else ROUGH_PRECISION)
     scored: dict[Candidate, Scored] = {}
-    everything = grid(judge) if near is None else [_narrowed(axes, near) for axes in grid(judge) if _is_near(axes, judge, near)]
+    everything = all_axes(judge)
+    if near is not None:
+        everything = [_narrowed(axes, near) for axes in everything if _is_near(axes, judge, near)]
     for axes in everything:
         if axes.preset != "decoupled":
             if say:
@@ -187,14 +192,14 @@ def search(cluster: Cluster, memory: Memory | None = None, *, near: Found | None
     return _found(scored, cluster.model.layers)
 
 
-def _is_near(axes: Axes, judge: Judge, near: Found) -> bool:
+def _is_near(axes: Axes, judge: Judge, near: SearchResult) -> bool:
     """As many learners as before, the next more or fewer, or all in one."""
     numbers = list(judge.divisions)
     at = min(range(len(numbers)), key=lambda i: abs(numbers[i] - near.best.candidate.learners))
     return axes.learners in (1, *numbers[max(0, at - 1) : at + 2])
 
 
-def _narrowed(axes: Axes, near: Found) -> Axes:
+def _narrowed(axes: Axes, near: SearchResult) -> Axes:
     if axes.preset not in near.families:
         return axes
     best = near.families[axes.preset].candidate
@@ -210,7 +215,7 @@ def _with(axes: Axes, knob: str, value: int | str) -> Axes:
     return replace(axes, **changes)
 
 
-def _starts(judge: Judge, axes: Axes, near: Found | None) -> list[Candidate]:
+def _starts(judge: Judge, axes: Axes, near: SearchResult | None) -> list[Candidate]:
     """The preset's settings at the H that promises most, and at one two steps longer: promises do not see latency."""
     same = near.families.get("decoupled") if near is not None else None
     usual = axes.nearest(same.candidate if same else Candidate("decoupled", axes.learners, 24, 24, 2, 1, "int4", "bf16"))
@@ -241,13 +246,13 @@ def _climb(judge: Judge, axes: Axes, start: Candidate, ceiling: float, scored: d
     return ceiling
 
 
-def _found(scored: dict[Candidate, Scored], layers: int) -> Found:
+def _found(scored: dict[Candidate, Scored], layers: int) -> SearchResult:
     families: dict[str, Scored] = {}
     for preset in PRESETS:
         of_it = [s for s in scored.values() if s.candidate.preset == preset]
         if of_it:
             families[preset] = simplest(of_it, layers)
-    return Found(simplest(list(scored.values()), layers), families, scored)
+    return SearchResult(simplest(list(scored.values()), layers), families, scored)
 
 
 def simplest(scored: list[Scored], layers: int) -> Scored:
@@ -277,7 +282,7 @@ def bytes_a_step(s: Scored) -> float:
 
 def neighbours(judge: Judge, candidate: Candidate) -> list[Candidate]:
     """One knob moved one step, the number of learners included."""
-    everything = grid(judge)
+    everything = all_axes(judge)
     mine = next(a for a in everything if (a.preset, a.learners) == (candidate.preset, candidate.learners))
     found = list(mine.beside(candidate))
     same = sorted((a for a in everything if a.preset == candidate.preset), key=lambda a: a.learners)

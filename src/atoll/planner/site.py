@@ -27,7 +27,7 @@ from atoll.config import CodecName
 from atoll.errors import ConfigError
 from atoll.toml import read_toml
 
-Count = Annotated[int, Meta(ge=1, le=10**7)]
+WholeNumber = Annotated[int, Meta(ge=1, le=10**7)]
 Above0 = Annotated[float, Meta(gt=0.0, le=1e15)]
 NonNegative = Annotated[float, Meta(ge=0.0, le=1e15)]
 Below1 = Annotated[float, Meta(ge=0.0, lt=1.0)]
@@ -39,7 +39,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pass
 
 
-class Model(_Section, frozen=True):
+class ModelDescription(_Section, frozen=True):
     parameters: Annotated[float, Meta(ge=1000, le=1e14)]
     layers: Annotated[int, Meta(ge=1, le=10_000)] = 24
 
@@ -48,7 +48,7 @@ class Site(_Section, frozen=True):
     """Chips that sit together. Split into k learners, each has a k-th of chips and batch, so the step takes as long."""
 
     name: Annotated[str, Meta(min_length=1, max_length=60)]
-    chips: Count
+    chips: WholeNumber
     step_seconds: Annotated[float, Meta(ge=1e-4, le=1e6)]
     """One inner step of all its chips together."""
     count: Annotated[int, Meta(ge=1, le=4096)] = 1
@@ -59,7 +59,7 @@ class Site(_Section, frozen=True):
     """Of one chip's share of its host."""
     mtbi_hours: Above0 = 8760.0
     """Mean time between interruptions of one chip."""
-    slice_chips: Count = 8
+    slice_chips: WholeNumber = 8
     """Chips that one failure takes out."""
     preemptions_per_day: NonNegative = 0.0
     """Of the whole site."""
@@ -69,7 +69,7 @@ class Site(_Section, frozen=True):
     """Half of the learners of this kind of site take 1 + speed_spread times as long for a step."""
 
 
-class Link(_Section, frozen=True):
+class LinkDescription(_Section, frozen=True):
     gbit: Above0
     """Each way."""
     latency_seconds: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
@@ -122,20 +122,20 @@ class Quality(_Section, frozen=True):
 
 class Fixed(_Section, frozen=True):
     preset: Literal["ddp", "diloco", "async_diloco", "streaming", "decoupled"] | None = None
-    learners: Count | None = None
+    learners: WholeNumber | None = None
     interval: Annotated[int, Meta(ge=1, le=10**6)] | None = None
     fragments: Annotated[int, Meta(ge=1, le=10**5)] | None = None
     overlap: Annotated[int, Meta(ge=0, le=10**6)] | None = None
-    quorum: Count | None = None
+    quorum: WholeNumber | None = None
     codec_up: CodecName | None = None
     codec_down: CodecName | None = None
 
 
-class Cluster(_Section, frozen=True):
-    model: Model
+class ClusterDescription(_Section, frozen=True):
+    model: ModelDescription
     sites: tuple[Site, ...]
-    link: Link | None = None
-    links: tuple[Link, ...] = ()
+    link: LinkDescription | None = None
+    links: tuple[LinkDescription, ...] = ()
     syncer: Syncer = Syncer()
     failures: Failures = Failures()
     quality: Quality = Quality()
@@ -145,7 +145,7 @@ class Cluster(_Section, frozen=True):
     def chips(self) -> int:
         return sum(s.chips * s.count for s in self.sites)
 
-    def link_between(self, a: str, b: str) -> Link:
+    def link_between(self, a: str, b: str) -> LinkDescription:
         for link in self.links:
             if set(link.between) == {a, b}:
                 return link
@@ -155,7 +155,7 @@ class Cluster(_Section, frozen=True):
     def changed(
         self, *, rate: float = 1.0, inside: float = 1.0, latency: float = 1.0, interruptions: float = 1.0,
         spread: float | None = None,
-    ) -> Cluster:  # fmt: skip
+    ) -> ClusterDescription:  # fmt: skip
         """Every link `rate` times as fast and `latency` times as far, chips of a site joined `inside` times as fast, all of them
         interrupted `interruptions` times as often,
         learners uneven by `spread`: half of those that are alike, or else the first site."""
@@ -168,7 +168,7 @@ class Cluster(_Section, frozen=True):
                 return msgspec.structs.replace(s, speed_spread=spread)
             return msgspec.structs.replace(s, step_seconds=s.step_seconds * (1 + spread))
 
-        def stretch(link: Link) -> Link:
+        def stretch(link: LinkDescription) -> LinkDescription:
             return msgspec.structs.replace(link, gbit=link.gbit * rate, latency_seconds=link.latency_seconds * latency)
 
         sites = tuple(
@@ -186,14 +186,14 @@ class Cluster(_Section, frozen=True):
 # ---------------------------------------------------------------- the border
 
 
-def load(path: Path) -> Cluster:
-    return from_builtins(read_toml(path, "cluster"))
+def load_cluster(path: Path) -> ClusterDescription:
+    return cluster_from_builtins(read_toml(path, "cluster"))
 
 
-def from_builtins(raw: Mapping[str, Any]) -> Cluster:
+def cluster_from_builtins(raw: Mapping[str, Any]) -> ClusterDescription:
     _known_keys(raw)
     try:
-        cluster = msgspec.convert(raw, Cluster, strict=True)
+        cluster = msgspec.convert(raw, ClusterDescription, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), raw)) from None
     for wrong, sentence in _cross_checks(cluster):
@@ -203,8 +203,8 @@ def from_builtins(raw: Mapping[str, Any]) -> Cluster:
 
 
 _TABLES: dict[str, type[_Section]] = {
-    "model": Model, "sites": Site, "link": Link, "links": Link, "syncer": Syncer, "failures": Failures,
-    "quality": Quality, "fixed": Fixed,
+    "model": ModelDescription, "sites": Site, "link": LinkDescription, "links": LinkDescription, "syncer": Syncer,
+    "failures": Failures, "quality": Quality, "fixed": Fixed,
 }  # fmt: skip
 _LISTS = ("sites", "links")
 
@@ -263,7 +263,7 @@ _NEEDED = {
 }  # fmt: skip
 
 
-def _cross_checks(c: Cluster) -> list[tuple[bool, str]]:
+def _cross_checks(c: ClusterDescription) -> list[tuple[bool, str]]:
     names = [s.name for s in c.sites]
     twice = next((n for n in names if names.count(n) > 1), None)
     found: list[tuple[bool, str]] = [
@@ -288,7 +288,7 @@ def _unknown(key: str, value: str, names: list[str]) -> str:
     return f"key {key} = {value!r}: no such site; {hint}"
 
 
-def _link_checks(key: str, link: Link, sites: tuple[Site, ...], names: list[str]) -> list[tuple[bool, str]]:
+def _link_checks(key: str, link: LinkDescription, sites: tuple[Site, ...], names: list[str]) -> list[tuple[bool, str]]:
     found = [(len(link.between) != 2, f"key {key} = {list(link.between)}: must name two sites")]
     found += [(end not in names, _unknown(key, end, names)) for end in link.between]
     if len(set(link.between)) == 1:
@@ -298,7 +298,7 @@ def _link_checks(key: str, link: Link, sites: tuple[Site, ...], names: list[str]
     return found
 
 
-def _missing_link(c: Cluster, pairs: set[frozenset[str]]) -> str | None:
+def _missing_link(c: ClusterDescription, pairs: set[frozenset[str]]) -> str | None:
     if c.link is not None:
         return None
     for i, a in enumerate(c.sites):
@@ -308,7 +308,7 @@ def _missing_link(c: Cluster, pairs: set[frozenset[str]]) -> str | None:
     return None
 
 
-def _fixed_checks(c: Cluster) -> list[tuple[bool, str]]:
+def _fixed_checks(c: ClusterDescription) -> list[tuple[bool, str]]:
     f = c.fixed
     tau, h = f.overlap, f.interval
     return [

@@ -25,7 +25,7 @@ from atoll.protocol.vocabulary import (
     Welcome,
 )  # fmt: skip
 
-Clock = tuple[int, ...]
+VectorClock = tuple[int, ...]
 
 OPENERS = (Hello, Welcome, StateRequest, StateTransfer)
 """Messages that open a channel: after a broken connection the sequence goes on with a gap, and only they may jump it."""
@@ -43,7 +43,7 @@ def may_overtake(envelope: Envelope) -> bool:
     return envelope.after == 0 and isinstance(envelope.body, MAY_OVERTAKE)
 
 
-def merge_clocks(a: Clock, b: Clock) -> Clock:
+def merge_clocks(a: VectorClock, b: VectorClock) -> VectorClock:
     if a == b:
         return a
     if len(a) < len(b):
@@ -67,7 +67,7 @@ class Mailbox:
         self._expected: dict[WorkerId, tuple[int, int]] = {}
         self._incarnations: dict[WorkerId, Incarnation] = {}
         self._marked = 0
-        self.clock: Clock = (0,) * (1 + workers)
+        self.clock: VectorClock = (0,) * (1 + workers)
         self.duplicates = 0
 
     def seal(self, receiver: WorkerId, body: Message) -> Envelope:

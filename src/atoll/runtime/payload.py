@@ -25,7 +25,7 @@ from atoll.errors import DataError
 from atoll.executor.cuda.learner import StagedSend
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Envelope, Message, StateTransfer
-from atoll.store.tensor_files import pack, unpack
+from atoll.store.tensor_files import pack_state, unpack_state
 
 Buffers = list[bytes | bytearray | memoryview]
 
@@ -84,7 +84,7 @@ def _payload(kind: str, content: Any) -> Buffers | None:
     if content is None:
         return []  # nothing that may be sent: it still arrives as what it is, and the syncer says what is wrong
     if kind == "state":
-        return list(pack(content))
+        return list(pack_state(content))
     first, buffers = content
     if isinstance(first, Packet):
         header = replace(first, codes=first.codes[:0], scales=None).to_bytes()
@@ -98,7 +98,7 @@ def from_buffer(body: Message, data: memoryview) -> Payload:
     """The blob a message brought; DataError says why its bytes cannot be one."""
     size = data.nbytes
     if isinstance(body, StateTransfer):
-        return Payload("state", size, unpack(data))
+        return Payload("state", size, unpack_state(data))
     if size < _PREFIX.size:
         raise DataError(f"payload of {size} bytes is too short" if size else "it is empty: the learner found NaN or Inf in it")
     tag, length = _PREFIX.unpack_from(data)

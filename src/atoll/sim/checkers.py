@@ -53,7 +53,7 @@ from atoll.protocol.vocabulary import (
 from atoll.rules import Schedule
 
 if TYPE_CHECKING:
-    from atoll.sim.cluster import Cluster
+    from atoll.sim.cluster import VirtualCluster
 
 
 class Safety:
@@ -63,7 +63,7 @@ class Safety:
         self.config = config
         self._schedule = Schedule(config)
         self._fragments = config.protocol.fragments
-        self.cluster: Cluster | None = None
+        self.cluster: VirtualCluster | None = None
         self._running: dict[WorkerId, bool] = {}
         self._standing: dict[LearnerId, str] = {}
         self._fixed: dict[OuterStep, FixParticipants] = {}
@@ -82,7 +82,7 @@ class Safety:
         self._drawn: dict[tuple[LearnerId, int], set[tuple[int, int]]] = defaultdict(set)
         self._reissued: set[tuple[int, int]] = set()
 
-    def attach(self, cluster: Cluster) -> None:
+    def attach(self, cluster: VirtualCluster) -> None:
         self.cluster = cluster
 
     def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
@@ -345,7 +345,7 @@ def _came_pending(event: Event) -> dict[FragmentId, OuterStep]:
 class Liveness:
     """Once healed, everybody is back in sync and rounds go on."""
 
-    def __init__(self, cluster: Cluster, healed_at: float | None = None) -> None:
+    def __init__(self, cluster: VirtualCluster, healed_at: float | None = None) -> None:
         self._cluster = cluster
         self._healed_at = cluster.plan.healed_at() if healed_at is None else healed_at
 

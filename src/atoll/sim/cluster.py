@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Scavenge, Slow
+from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Scavenge, Slow
 from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
@@ -64,9 +64,9 @@ class _Worker:
         """Standstill before the next step: its slices are being counted anew."""
 
 
-class Cluster:
+class VirtualCluster:
     def __init__(
-        self, config: Config, *, plan: Plan | None = None, executor_for: ExecutorFor | None = None,
+        self, config: Config, *, plan: ChaosPlan | None = None, executor_for: ExecutorFor | None = None,
         observers: Sequence[Observer] = (),
         syncer_machine: Callable[[Config], SyncerMachine] = SyncerMachine,
         learner_machine: Callable[[Config, WorkerId, Incarnation], LearnerMachine] = LearnerMachine,
@@ -75,7 +75,7 @@ class Cluster:
         """`resume`: go on from this snapshot, whose tensors `hands_for` brings; learners it does not know join as usual."""
         self.config = config
         self._resume = resume
-        self.plan = plan or Plan()
+        self.plan = plan or ChaosPlan()
         self.world = World()
         self.network = Network(config, self.world, self)
         self.hardware = hardware or Hardware(config)

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 
-from atoll.chaos import Plan, Scavenge
+from atoll.chaos import ChaosPlan, Scavenge
 from atoll.config import Config, changed, from_builtins, to_toml
 from atoll.errors import UserError
 from atoll.executor.environment import code_version, cpu_capability, mismatches
@@ -20,21 +20,21 @@ from atoll.ids import SYNCER, Nanos, WorkerId
 from atoll.protocol.interface import Observer
 from atoll.protocol.ledger import Fates
 from atoll.protocol.vocabulary import Effect, Event, Stored
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.sim.slices import SliceHardware
 from atoll.store.tokenizer_file import write_tokenizer_file
 from atoll.store.weights import save_weights
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tape.heldout import HeldoutPoint, append_point
-from atoll.tape.replay import Outcome, Source, replay
+from atoll.tape.replay import Outcome, TapeSource, replay
 from atoll.tape.retrain import retrain
 from atoll.tasks.registry import task_for
 from atoll.tasks.task import Task
 from atoll.tensors.access import named_tensors
 
 HOST = torch.device("cpu")
-Looked = Callable[[HeldoutPoint], None]
+OnPoint = Callable[[HeldoutPoint], None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class HeldoutObserver:
     """An observer: Theta's held-out loss, every `data.heldout_every` outer steps, or as soon after as there is another Theta. In
     the moment in which a version is stored the disk holds it and none that is newer."""
 
-    def __init__(self, task: Task, executor: TensorExecutor | FleetExecutor, directory: Path | None, looked: Looked) -> None:
+    def __init__(self, task: Task, executor: TensorExecutor | FleetExecutor, directory: Path | None, looked: OnPoint) -> None:
         self._task, self._executor, self._directory, self._looked = task, executor, directory, looked
         self._every, self._last = task.config.data.heldout_every, task.config.total_steps
         self.taken: list[HeldoutPoint] = []
@@ -77,7 +77,7 @@ class HeldoutObserver:
 
 
 def header_for(
-    config: Config, plan: Plan, task: Task | None, hardware: dict[str, Any] | None = None, device: str = "cpu"
+    config: Config, plan: ChaosPlan, task: Task | None, hardware: dict[str, Any] | None = None, device: str = "cpu"
 ) -> Header:
     return Header(
         config=msgspec.to_builtins(config), code_version=code_version(),
@@ -89,9 +89,9 @@ def header_for(
 
 
 def run_virtual(
-    config: Config, plan: Plan, directory: Path | None, *, tensors: bool, observers: Sequence[Observer] = (),
+    config: Config, plan: ChaosPlan, directory: Path | None, *, tensors: bool, observers: Sequence[Observer] = (),
     task: Task | None = None, limit_seconds: float | None = None, slices: SliceHardware | None = None,
-    device: torch.device = HOST, looked: Looked = unseen,
+    device: torch.device = HOST, looked: OnPoint = unseen,
 ) -> Outputs:  # fmt: skip
     """`limit_seconds` bounds virtual time; by default ten times what an undisturbed run would take, and the plan's length.
     `slices`: learners made of chips that fail, for a synthetic history. `device`: where all learners train, side by side."""
@@ -107,7 +107,7 @@ def run_virtual(
     watching: list[Observer] = [writer.append] if writer else []
     points = HeldoutObserver(task, executor, directory, looked) if task and executor else None
     watching += [points] if points else []
-    cluster = Cluster(config, plan=plan, executor_for=executor, observers=[*watching, *observers], hardware=slices)
+    cluster = VirtualCluster(config, plan=plan, executor_for=executor, observers=[*watching, *observers], hardware=slices)
     cluster.run(until_seconds=limit_seconds if limit_seconds is not None else patience(config, plan))
     if writer:
         writer.close()
@@ -122,21 +122,21 @@ def run_virtual(
     )  # fmt: skip
 
 
-def everybody(config: Config, plan: Plan) -> int:
+def everybody(config: Config, plan: ChaosPlan) -> int:
     """The declared learners, and those beyond them whom the plan lets come."""
     return max([config.learners, *(fault.learner + 1 for fault in plan.faults if isinstance(fault, Scavenge))])
 
 
 def train_on_tape(
     tape: Tape, config: Config, directory: Path, observers: Sequence[Observer] = (), allowed: Collection[str] = (),
-    looked: Looked = unseen,
+    looked: OnPoint = unseen,
 ) -> Outputs:  # fmt: skip
     """The tape's history under real weights; leaves a run of its own, which replays like any other."""
     refuse_used(directory)
     task = task_for(config, allowed)
     executor = TensorExecutor(task)
     first = task.evaluate_theta(*executor.disk.theta())
-    plan = msgspec.convert({"faults": tape.header.plan}, Plan)
+    plan = msgspec.convert({"faults": tape.header.plan}, ChaosPlan)
     points = HeldoutObserver(task, executor, directory, looked)
     with _open_tape(directory, config, plan, header_for(config, plan, task, tape.header.hardware), task) as writer:
         outcome = retrain(tape, config, executor, [writer.append, points, *observers])
@@ -165,7 +165,7 @@ def config_on_tape(tape: Tape, tables: Mapping[str, Any], assignments: Sequence[
     return wanted
 
 
-def patience(config: Config, plan: Plan) -> float:
+def patience(config: Config, plan: ChaosPlan) -> float:
     c = config.cluster
     step = c.step_seconds * c.slow_factor + 4 * c.latency_seconds + _transfer_seconds(config)
     return plan.healed_at() + config.limits.start_wait_seconds + 10 * config.total_steps * step
@@ -175,7 +175,7 @@ def _transfer_seconds(config: Config) -> float:
     return config.cluster.parameters * 32 * 2 / (min(config.cluster.up_gbit, config.cluster.down_gbit) * 1e9)
 
 
-def _open_tape(directory: Path, config: Config, plan: Plan, header: Header, task: Task | None) -> TapeWriter:
+def _open_tape(directory: Path, config: Config, plan: ChaosPlan, header: Header, task: Task | None) -> TapeWriter:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -193,7 +193,7 @@ def _save_theta(path: Path, task: Task, executor: TensorExecutor | FleetExecutor
     save_weights(path, named_tensors(model))
 
 
-def doubts_about(tape: Source, task: Task | None) -> list[str]:
+def doubts_about(tape: TapeSource, task: Task | None) -> list[str]:
     """Why decisions or bits may differ here from those on the tape."""
     found: list[str] = []
     for h in tape.headers():
@@ -208,7 +208,7 @@ def doubts_about(tape: Source, task: Task | None) -> list[str]:
 
 
 def replay_run(
-    tape: Source, *, weights: bool, progress: Callable[[int], None] | None = None, doubt: Callable[[str], None] | None = None,
+    tape: TapeSource, *, weights: bool, progress: Callable[[int], None] | None = None, doubt: Callable[[str], None] | None = None,
     executor_of: Callable[[Task], TensorExecutor] = TensorExecutor, allowed: Collection[str] = (),
 ) -> tuple[Outcome, str | None, list[str]]:  # fmt: skip
     """Decisions, and with `weights` every Theta. What speaks against equal bits is told (`doubt`) before the replay, so

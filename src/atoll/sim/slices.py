@@ -13,7 +13,7 @@ from typing import Any
 from atoll.config import Config
 from atoll.ids import LearnerId, Nanos, nanos, seconds
 from atoll.sim.estimates.failures import FailureModel
-from atoll.sim.estimates.goodput import check, learners_of
+from atoll.sim.estimates.goodput import check_sizes, learners_of
 from atoll.sim.hardware import Boundary, Hardware
 
 
@@ -21,7 +21,7 @@ class SliceHardware(Hardware):
     def __init__(self, config: Config, chips: int, model: FailureModel, seed: int) -> None:
         super().__init__(config)
         self._told = {"chips": chips, "seed": seed, "model": asdict(model)}
-        check(chips, config.learners, model)
+        check_sizes(chips, config.learners, model)
         self._slices = learners_of(chips, config.learners, model, seed)
         for slices in self._slices:  # the run begins on a cluster that has been failing for a while
             slices.advance(2 * model.return_seconds)

@@ -38,7 +38,7 @@ from atoll.codecs import Packet
 from atoll.errors import DataError, UserError
 from atoll.ids import FragmentId, OuterStep
 from atoll.store import tensor_files as state
-from atoll.store.tensor_files import PARTIAL, Chunk, Entry, StorageFailed, free_bytes
+from atoll.store.tensor_files import PARTIAL, ByteChunk, StorageFailed, TensorEntry, free_bytes
 from atoll.store.versions import Version, digest
 from atoll.tensors.outer import OuterState
 
@@ -66,7 +66,7 @@ class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 # ---------------------------------------------------------------- one file
 
 
-def _encode(p: FragmentId, fragments: int, v: OuterStep, version: Version) -> tuple[list[Chunk], str]:
+def _encode(p: FragmentId, fragments: int, v: OuterStep, version: Version) -> tuple[list[ByteChunk], str]:
     tensors = {"theta": version.theta, "buffers": version.buffers}
     if version.announced is not version.theta:
         tensors["announced"] = version.announced
@@ -99,7 +99,7 @@ def _label(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return f"{name} {dtype} {shape} ".encode()
 
 
-def _read_facts(stream: io.RawIOBase, size: int, path: Path) -> tuple[_Facts, dict[str, Entry], str]:
+def _read_facts(stream: io.RawIOBase, size: int, path: Path) -> tuple[_Facts, dict[str, TensorEntry], str]:
     entries, metadata = state.read_header(stream, size, str(path))
     text, root = metadata.get("atoll", ""), metadata.get("sha256", "")
     if hashlib.sha256(text.encode()).hexdigest() != root:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from atoll.config import Config
 from atoll.errors import DataError
-from atoll.store.tensor_files import pack, unpack
+from atoll.store.tensor_files import pack_state, unpack_state
 from atoll.tensors.inventory import AND_FROZEN, with_frozen
 from atoll.tensors.layout import Fragment, Layout, Slot, fingerprint_of
 
@@ -34,7 +34,7 @@ def pack_model(layout: Layout, params: Sequence[Tensor], buffers: Sequence[Tenso
     slots = [[_plain(slot) for slot in (*f.params, *f.buffers)] for f in layout.fragments]
     frozen = layout.fingerprint.partition(AND_FROZEN)[2]
     uploaded = {"pattern": layout.pattern, "slots": slots, "params": list(params), "buffers": list(buffers), "frozen": frozen}
-    return list(pack(uploaded))
+    return list(pack_state(uploaded))
 
 
 def _plain(slot: Slot) -> list[Any]:
@@ -43,7 +43,7 @@ def _plain(slot: Slot) -> list[Any]:
 
 def unpack_model(config: Config, data: memoryview) -> tuple[Layout, list[Tensor], list[Tensor]]:
     """DataError says what is wrong with it."""
-    found = unpack(data, "offered model")
+    found = unpack_state(data, "offered model")
     try:
         pattern, slots, params, buffers = (found[key] for key in ("pattern", "slots", "params", "buffers"))
         fragments = [_fragment(p, [_slot(row) for row in rows]) for p, rows in enumerate(slots)]

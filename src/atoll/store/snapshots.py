@@ -29,7 +29,16 @@ import msgspec
 from atoll.errors import DataError
 from atoll.ids import LearnerId, OuterStep
 from atoll.store.durable import FOLDER, DurableVersions, check_version, version_sha256
-from atoll.store.tensor_files import Chunk, discard, read_state, reading, storage_failed, sync_directory, write_file, write_state
+from atoll.store.tensor_files import (
+    ByteChunk,
+    discard,
+    read_state,
+    reading,
+    storage_failed,
+    sync_directory,
+    write_file,
+    write_state,
+)
 
 MACHINE_FILE: Final = "machine.json"
 MANIFEST: Final = "manifest.json"
@@ -111,7 +120,7 @@ def begin_syncer(root: Path, snapshot: OuterStep, disk: DurableVersions, syncer_
         write_file(target / MACHINE_FILE, [syncer_state])
 
 
-def add_syncer_file(root: Path, snapshot: OuterStep, name: str, chunks: Sequence[Chunk]) -> bool:
+def add_syncer_file(root: Path, snapshot: OuterStep, name: str, chunks: Sequence[ByteChunk]) -> bool:
     """More for an open snapshot: what was in flight when it began. False where it is over, or was never begun."""
     target = _open_dir(root, snapshot)
     if not target.is_dir():
@@ -237,7 +246,7 @@ def load_syncer(directory: Path) -> SyncerPart:
     return SyncerPart(DurableVersions.open(directory, read_only=True), _read_machine_state(directory, manifest), manifest)
 
 
-def load_learner(directory: Path) -> LearnerPart:
+def load_learner_part(directory: Path) -> LearnerPart:
     manifest = read_manifest(directory)
     state = read_state(directory / STATE, _entry(directory, manifest, STATE).sha256)
     return LearnerPart(state, _read_machine_state(directory, manifest), manifest)

@@ -49,7 +49,7 @@ _DTYPES: Final[dict[str, torch.dtype]] = {
 }  # fmt: skip
 _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
-Chunk: TypeAlias = bytes | memoryview
+ByteChunk: TypeAlias = bytes | memoryview
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 # Tensors are written as they lie in memory.
@@ -60,7 +60,7 @@ class StorageFailed(RunFailed):
     """The medium did not take the bytes. What was there before is as it was; the same call may be tried again."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class TensorEntry(msgspec.Struct, frozen=True):
     """A tensor in a header."""
 
     dtype: str
@@ -160,7 +160,7 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
     return flat
 
 
-def tensor_chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[Chunk]:
+def tensor_chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[ByteChunk]:
     """Header and tensors. They alias the tensors: write them before anything changes."""
     # Wide elements first, as the safetensors library does: then every tensor is aligned in the file.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
@@ -168,12 +168,12 @@ def tensor_chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[
     end = 0
     for name, tensor in ordered:
         start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = Entry(_NAMES[tensor.dtype], tuple(tensor.shape), (start, end))
+        header[name] = TensorEntry(_NAMES[tensor.dtype], tuple(tensor.shape), (start, end))
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_MAX:
         raise ConfigError(f"{len(tensors)} tensors need a header of {len(text)} bytes; at most {HEADER_MAX} are allowed")
-    views: list[Chunk] = [tensor_bytes(tensor) for _, tensor in ordered if tensor.numel()]
+    views: list[ByteChunk] = [tensor_bytes(tensor) for _, tensor in ordered if tensor.numel()]
     return [len(text).to_bytes(8, "little") + text, *views]
 
 
@@ -199,7 +199,7 @@ def fill(stream: io.RawIOBase, target: memoryview, what: str) -> None:
         target = target[count:]
 
 
-def read_header(stream: io.RawIOBase, size: int, what: str) -> tuple[dict[str, Entry], dict[str, str]]:
+def read_header(stream: io.RawIOBase, size: int, what: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Entries in the order of their bytes, and metadata. Lengths are checked before anything is allocated by them."""
     prefix = bytearray(8)
     fill(stream, memoryview(prefix), what)
@@ -211,7 +211,7 @@ def read_header(stream: io.RawIOBase, size: int, what: str) -> tuple[dict[str, E
     try:
         parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(parts.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
-        entries = {name: msgspec.json.decode(raw, type=Entry) for name, raw in parts.items()}
+        entries = {name: msgspec.json.decode(raw, type=TensorEntry) for name, raw in parts.items()}
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise DataError(f"{what}: its header is no safetensors header: {error}") from None
     ordered = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
@@ -229,7 +229,7 @@ def read_header(stream: io.RawIOBase, size: int, what: str) -> tuple[dict[str, E
     return ordered, metadata
 
 
-def read_tensor(stream: io.RawIOBase, entry: Entry, what: str) -> Tensor:
+def read_tensor(stream: io.RawIOBase, entry: TensorEntry, what: str) -> Tensor:
     tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
     if tensor.numel():
         fill(stream, tensor_bytes(tensor), what)
@@ -241,15 +241,15 @@ def read_tensor(stream: io.RawIOBase, entry: Entry, what: str) -> Tensor:
 # ---------------------------------------------------------------- a learner's state
 
 
-def pack(state: Any) -> list[Chunk]:
+def pack_state(state: Any) -> list[ByteChunk]:
     """For the wire and for files. The chunks alias the state's tensors (on the CPU), so nothing is copied here; they must
     be gone out before the state changes."""
     structure, tensors = flatten(state, "state")
     return tensor_chunks(tensors, {"format": FORMAT, "structure": base64.b64encode(structure).decode("ascii")})
 
 
-def unpack(data: bytes | bytearray | memoryview, what: str = "state") -> Any:
-    """Tensors of its own, one copy: `data` may go. DataError for whatever `pack` did not make."""
+def unpack_state(data: bytes | bytearray | memoryview, what: str = "state") -> Any:
+    """Tensors of its own, one copy: `data` may go. DataError for bytes that `pack_state` did not make."""
     view = memoryview(data).cast("B")
     return _read(_View(view), len(view), what)
 
@@ -306,7 +306,7 @@ def _as_saved(parameter: Tensor, loaded: Any, saved: Any) -> Any:
 
 def write_state(path: Path, state: Any) -> str:
     """Atomically and durably; SHA-256 of the file."""
-    chunks = pack(state)
+    chunks = pack_state(state)
     sha = hashlib.sha256()
     for chunk in chunks:
         sha.update(chunk)
@@ -340,7 +340,7 @@ def reading(path: Path, use: Callable[[io.RawIOBase, int], Any]) -> Any:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
-def write_file(path: Path, chunks: Sequence[Chunk]) -> None:
+def write_file(path: Path, chunks: Sequence[ByteChunk]) -> None:
     """All or nothing, and on the medium when it returns."""
     temporary = stage(path, chunks)
     try:
@@ -351,7 +351,7 @@ def write_file(path: Path, chunks: Sequence[Chunk]) -> None:
         raise storage_failed(path, sum(map(len, chunks)), error) from error
 
 
-def stage(path: Path, chunks: Sequence[Chunk]) -> Path:
+def stage(path: Path, chunks: Sequence[ByteChunk]) -> Path:
     """Write and sync under a temporary name beside `path`; renaming is the caller's."""
     temporary = path.with_name(path.name + PARTIAL)
     try:

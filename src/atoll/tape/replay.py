@@ -25,7 +25,7 @@ from atoll.protocol.vocabulary import Effect, Event, Received, Send, Started, St
 from atoll.tape.format import Header, Record
 
 
-class Source(Protocol):
+class TapeSource(Protocol):
     """A tape, or a live run's tapes woven together."""
 
     path: Path
@@ -49,7 +49,7 @@ def machine_for(config: Config, worker: WorkerId, incarnation: int) -> Machine:
 
 
 def replay(
-    tape: Source,
+    tape: TapeSource,
     executor_for: Callable[[WorkerId, int], Executor] | None = None,
     progress: Callable[[int], None] | None = None,
     observe: Callable[[Record, Machine], None] | None = None,
@@ -100,7 +100,7 @@ class Company:
             raise TapeError(f"tape {self._path}: record {record.number}: {worker_name(worker)} acts before it started")
         return self._machines[key]
 
-    def outcome(self, tape: Source) -> Outcome:
+    def outcome(self, tape: TapeSource) -> Outcome:
         if self.syncer is None:
             return Outcome(tape.whole_records, tape.cut, 0)
         return Outcome(tape.whole_records, tape.cut, self.syncer.outer_step, self.syncer.fates())

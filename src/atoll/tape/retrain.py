@@ -19,11 +19,11 @@ from atoll.protocol.causality import lane_of
 from atoll.protocol.interface import Executor, Observer
 from atoll.protocol.vocabulary import Effect, Envelope, Event, Poisoned, Received, Send, Started, StepDone, Stored
 from atoll.tape.format import Record
-from atoll.tape.replay import Company, Outcome, Source
+from atoll.tape.replay import Company, Outcome, TapeSource
 
 
 def retrain(
-    tape: Source, config: Config, executor_for: Callable[[WorkerId, int], Executor], observers: Sequence[Observer]
+    tape: TapeSource, config: Config, executor_for: Callable[[WorkerId, int], Executor], observers: Sequence[Observer]
 ) -> Outcome:
     """`config` may differ from the tape's in whatever no decision depends on: model, data, optimisers."""
     company = Company(config, executor_for, tape.path)

@@ -18,7 +18,7 @@ from atoll.protocol.causality import lane_of
 from atoll.protocol.vocabulary import Received, Send, Started
 from atoll.tape.format import Header, Record, Tape
 
-Channel = tuple[WorkerId, int, WorkerId, int]
+ChannelKey = tuple[WorkerId, int, WorkerId, int]
 
 
 class _Thread:
@@ -59,7 +59,7 @@ class Woven:
         """(which tape, record), numbered anew."""
         threads = [_Thread(key, tape) for key, tape in enumerate(self.tapes)]
         taped = {(t.tape.header.worker, t.incarnation) for t in threads}
-        sent: dict[Channel, int] = {}
+        sent: dict[ChannelKey, int] = {}
         while open_ := [t for t in threads if t.head is not None]:
             ready = [t for t in open_ if _may_come(t.head, sent, taped)]
             if not ready:
@@ -81,7 +81,7 @@ class Woven:
             yield record
 
 
-def _may_come(record: Record | None, sent: dict[Channel, int], taped: set[tuple[WorkerId | None, int]]) -> bool:
+def _may_come(record: Record | None, sent: dict[ChannelKey, int], taped: set[tuple[WorkerId | None, int]]) -> bool:
     """What it received was sent, or by somebody whose tape is not here."""
     if record is None or not isinstance(record.event, Received):
         return True

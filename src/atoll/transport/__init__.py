@@ -14,18 +14,18 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from atoll.transport.credentials import ClientCredentials, ServerCredentials, client_credentials, server_credentials
 from atoll.transport.dial import Backoff, call, dial, upload
-from atoll.transport.frames import Limits, LinkFailed, Payload, Refused
+from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import Server
 
 __all__ = [
     "Backoff",
+    "Buffers",
     "ClientCredentials",
     "Handler",
-    "Limits",
     "Link",
     "LinkFailed",
-    "Payload",
+    "LinkLimits",
     "Refused",
     "Server",
     "ServerCredentials",

@@ -14,9 +14,9 @@ from atoll.transport.frames import (
     READY,
     REFUSAL,
     WELCOME,
-    Limits,
+    Buffers,
     LinkFailed,
-    Payload,
+    LinkLimits,
     Refused,
     Violation,
     pack,
@@ -40,12 +40,12 @@ async def dial(
     *,
     peer: str,
     metadata: Mapping[str, str],
-    limits: Limits | None = None,
+    limits: LinkLimits | None = None,
     credentials: ClientCredentials | None = None,
     timeout: float = 10.0,
 ) -> Link:
     """One attempt. Raises Refused if the server refused, LinkFailed if it could not be reached."""
-    limits = limits or Limits()
+    limits = limits or LinkLimits()
     channels: list[Channel] = []
     held = False
     try:
@@ -68,7 +68,7 @@ async def dial(
 
 
 async def _open(
-    address: str, metadata: Metadata, limits: Limits, credentials: ClientCredentials | None, channels: list[Channel]
+    address: str, metadata: Metadata, limits: LinkLimits, credentials: ClientCredentials | None, channels: list[Channel]
 ) -> tuple[GrpcStream, list[GrpcStream]]:
     """Adds each channel to the list when it is made, so that the caller can close them all if a later one fails."""
     session = {**metadata, SESSION_KEY: secrets.token_hex(NONCE_CHARACTERS // 2), COUNT_KEY: str(limits.connections)}
@@ -108,7 +108,7 @@ async def call(
     credentials: ClientCredentials | None = None,
     timeout: float = 10.0,
 ) -> bytes:
-    channel = Channel(address, Limits(), credentials)
+    channel = Channel(address, LinkLimits(), credentials)
     try:
         async with asyncio.timeout(timeout):
             return await channel.call(name, metadata, request)
@@ -124,12 +124,12 @@ async def upload(
     address: str,
     name: str,
     metadata: Mapping[str, str],
-    payload: Payload,
+    payload: Buffers,
     credentials: ClientCredentials | None = None,
     timeout: float = 60.0,
 ) -> bytes:
     """`timeout` applies to each chunk and to the answer: an upload that makes progress may take longer in total."""
-    channel = Channel(address, Limits(), credentials)
+    channel = Channel(address, LinkLimits(), credentials)
     try:
         async with asyncio.timeout(timeout) as deadline:
             stream = channel.open(name, metadata, CALL_SERVICE)
@@ -152,7 +152,7 @@ async def _send_upload(stream: GrpcStream, transfer: Transfer, deadline: asyncio
     try:
         while transfer.taken < transfer.total and not answer.done():
             offset = transfer.taken
-            await stream.write(pack(CHUNK, 0, offset, transfer.total, transfer.take(Limits.chunk_bytes)))
+            await stream.write(pack(CHUNK, 0, offset, transfer.total, transfer.take(LinkLimits.chunk_bytes)))
             deadline.reschedule(asyncio.get_running_loop().time() + timeout)
         if not answer.done():
             await stream.finish()

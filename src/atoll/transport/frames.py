@@ -21,7 +21,7 @@ from zlib import crc32
 from atoll.errors import AtollError, PeerViolation
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
-Payload: TypeAlias = Sequence[Buffer]
+Buffers: TypeAlias = Sequence[Buffer]
 """Buffers that are concatenated on the wire. They are copied only when they are sent, so they must not change before that."""
 
 CONTROL: Final = b"ctrl"
@@ -62,7 +62,7 @@ class Violation(PeerViolation):
 
 
 @dataclass(frozen=True)
-class Limits:
+class LinkLimits:
     head_bytes_max: int = 1 << 20
     payload_bytes_max: int = 1 << 34
     queue_messages_max: int = 4096

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from atoll.transport.frames import BULK, CHUNK, CONTROL, Frame, Limits, Violation
+from atoll.transport.frames import BULK, CHUNK, CONTROL, Frame, LinkLimits, Violation
 
 AHEAD_BYTES_MAX: Final = 64 << 20
 """How far a chunk may lie beyond the first hole of its payload."""
@@ -91,7 +91,7 @@ class Held(NamedTuple):
 
 
 class Inbox:
-    def __init__(self, limits: Limits, refused: Counter[str]) -> None:
+    def __init__(self, limits: LinkLimits, refused: Counter[str]) -> None:
         self._limits = limits
         self._refused = refused
         self.payload_bytes_max = limits.payload_bytes_max

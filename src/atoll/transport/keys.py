@@ -366,14 +366,14 @@ def check_token(secret: bytes, token: str, run: str, now: datetime | None = None
     return None if claim.run in (ANY_RUN, run) else f"token is for run {claim.run}"
 
 
-class Tokens:
+class JoinTokens:
     """The syncer's side: makes and checks tokens with the secret in `token.key`."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     @classmethod
-    def load(cls, directory: Path) -> Tokens:
+    def load(cls, directory: Path) -> JoinTokens:
         secret = _read(directory / "token.key")
         if len(secret) < 32:
             raise UserError(f"{directory / 'token.key'} is too short for a secret; make keys again with `atoll keys`")

@@ -20,10 +20,10 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final, Protocol
 
-from atoll.transport.frames import BYE, PULSE, Frame, Limits, Payload, Violation, pack, unpack
+from atoll.transport.frames import BYE, PULSE, Buffers, Frame, LinkLimits, Violation, pack, unpack
 from atoll.transport.inbox import Inbox
 from atoll.transport.outbox import Outbox
-from atoll.transport.wire import Stream, StreamBroken
+from atoll.transport.wire import FrameStream, StreamBroken
 
 CLOSE_SECONDS: Final = 1.0
 REASON_CHARACTERS_MAX: Final = 1000
@@ -65,7 +65,7 @@ class Notifier:
 class Link:
     """`send` and `close` may be called from any thread; everything else only from the loop's."""
 
-    def __init__(self, peer: str, handler: Handler, limits: Limits, refused: Counter[str] | None = None) -> None:
+    def __init__(self, peer: str, handler: Handler, limits: LinkLimits, refused: Counter[str] | None = None) -> None:
         self.peer = peer
         self.refused: Counter[str] = Counter() if refused is None else refused
         """Violations by the peer, by kind. All links of a server share one counter."""
@@ -108,7 +108,7 @@ class Link:
 
     # Public
 
-    def send(self, head: bytes, payload: Payload | None = None, *, may_overtake: bool = False) -> None:
+    def send(self, head: bytes, payload: Buffers | None = None, *, may_overtake: bool = False) -> None:
         """Raises nothing for what the peer or the network does: a link whose queue is full closes and calls its handler."""
         if self._reason is not None:
             return
@@ -140,7 +140,7 @@ class Link:
 
     # For the two makers of links: the server and `dial`
 
-    def begin(self, talk: Stream, bulks: Sequence[Stream]) -> None:
+    def begin(self, talk: FrameStream, bulks: Sequence[FrameStream]) -> None:
         self._bulk_count = len(bulks)
         self._handler.opened(self)
         jobs: list[Coroutine[Any, Any, None]] = [self._write_talk(talk), self._read_talk(talk)]
@@ -211,7 +211,7 @@ class Link:
 
     # The talk stream
 
-    async def _write_talk(self, talk: Stream) -> None:
+    async def _write_talk(self, talk: FrameStream) -> None:
         while self._reason is None:
             frame = self._outbox.next_message()
             if frame is not None:
@@ -229,7 +229,7 @@ class Link:
         if self._close_frame is not None:
             await talk.write(self._close_frame)
 
-    async def _read_talk(self, talk: Stream) -> None:
+    async def _read_talk(self, talk: FrameStream) -> None:
         """Reads on after a violation: the end of this stream shows that the peer has read the reason."""
         while (data := await talk.read()) is not None:
             self.bytes_received += len(data)
@@ -291,7 +291,7 @@ class Link:
 
     # The bulk streams
 
-    async def _write_bulk(self, bulk: Stream) -> None:
+    async def _write_bulk(self, bulk: FrameStream) -> None:
         while self._reason is None:
             chunk = self._outbox.next_chunk(self._loop.time())
             if chunk is None:
@@ -307,7 +307,7 @@ class Link:
         # `_task_ended` would take the end of this task for a broken stream, so it waits until the link releases its streams.
         await self._released.wait()
 
-    async def _read_bulk(self, bulk: Stream) -> None:
+    async def _read_bulk(self, bulk: FrameStream) -> None:
         while (data := await bulk.read()) is not None:
             self.bytes_received += len(data)
             if self._reason is not None:

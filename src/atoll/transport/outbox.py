@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-from atoll.transport.frames import BULK, CHUNK, CONTROL, Limits, Payload, pack
+from atoll.transport.frames import BULK, CHUNK, CONTROL, Buffers, LinkLimits, pack
 
 
 class Control(NamedTuple):
@@ -23,7 +23,7 @@ class Control(NamedTuple):
 class Transfer:
     """A bulk message. It releases its buffers when gRPC has accepted all of them."""
 
-    def __init__(self, number: int, after: int, head: bytes, payload: Payload) -> None:
+    def __init__(self, number: int, after: int, head: bytes, payload: Buffers) -> None:
         self.number = number
         self.after = after
         self.head = head
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 class Outbox:
     """`put` may be called from any thread; everything else only from the loop's."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: LinkLimits) -> None:
         self._limits = limits
         self._lock = threading.Lock()
         self._controls: deque[Control] = deque()
@@ -74,7 +74,7 @@ class Outbox:
         self._taken = [0, 0]
         self._written = (0, 0)
 
-    def put(self, head: bytes, payload: Payload | None, may_overtake: bool) -> str | None:
+    def put(self, head: bytes, payload: Buffers | None, may_overtake: bool) -> str | None:
         """None, or the reason why the message does not fit."""
         limits = self._limits
         if len(head) > limits.head_bytes_max:

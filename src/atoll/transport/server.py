@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from atoll.transport.credentials import ServerCredentials
-from atoll.transport.frames import ANSWER, CHUNK, READY, REFUSAL, WELCOME, Limits, Refused, Violation, pack, unpack
+from atoll.transport.frames import ANSWER, CHUNK, READY, REFUSAL, WELCOME, LinkLimits, Refused, Violation, pack, unpack
 from atoll.transport.link import CLOSE_SECONDS, Handler, Link
 from atoll.transport.wire import Context, GrpcStream, Listener, Metadata, StreamBroken, metadata_of, refuse
 
@@ -45,7 +45,7 @@ class Server:
         self,
         handler: Handler,
         admit: Callable[[Mapping[str, str]], str],
-        limits: Limits | None = None,
+        limits: LinkLimits | None = None,
         credentials: ServerCredentials | None = None,
     ) -> None:
         """`admit` reads a client's metadata and returns the peer's name, or raises Refused."""
@@ -53,7 +53,7 @@ class Server:
         """Violations by clients, by kind. "duplicate" counts frames that were dropped without harm."""
         self._handler = handler
         self._admit = admit
-        self._limits = limits or Limits()
+        self._limits = limits or LinkLimits()
         self._credentials = credentials
         self._payload_bytes_max = self._limits.payload_bytes_max
         self._sessions: dict[str, _Session] = {}

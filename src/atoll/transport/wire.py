@@ -17,7 +17,7 @@ import grpc.aio  # type: ignore[import-untyped]
 
 from atoll.errors import UserError
 from atoll.transport.credentials import ClientCredentials, ServerCredentials
-from atoll.transport.frames import Limits, LinkFailed, Refused
+from atoll.transport.frames import LinkFailed, LinkLimits, Refused
 from atoll.transport.keys import split_address
 
 Metadata: TypeAlias = Mapping[str, str]
@@ -38,7 +38,7 @@ class StreamBroken(Exception):
     """The stream ended without a close frame from the peer."""
 
 
-class Stream(Protocol):
+class FrameStream(Protocol):
     async def read(self) -> bytes | None: ...
 
     async def write(self, frame: bytes) -> None: ...
@@ -69,7 +69,7 @@ class GrpcStream:
         try:
             return await operation
         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError) as error:
-            raise StreamBroken(describe(error)) from error
+            raise StreamBroken(describe_error(error)) from error
         except asyncio.CancelledError:
             # gRPC raises this also for a stream that the *peer* cancelled. Only the task knows which of the two it is.
             task = asyncio.current_task()
@@ -78,13 +78,13 @@ class GrpcStream:
             raise StreamBroken("the peer cancelled it") from None
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     if isinstance(error, grpc.aio.AioRpcError):
         return f"{error.code().name.lower().replace('_', ' ')}: {error.details() or 'refusal details'}"
     return str(error) or type(error).__name__
 
 
-def options(limits: Limits) -> list[Option]:
+def options(limits: LinkLimits) -> list[Option]:
     message_bytes_max = limits.frame_bytes_max + SLACK_BYTES
     return [
         ("grpc.max_receive_message_length", message_bytes_max),
@@ -93,7 +93,7 @@ def options(limits: Limits) -> list[Option]:
     ]
 
 
-def keep_alive(limits: Limits) -> list[Option]:
+def keep_alive(limits: LinkLimits) -> list[Option]:
     """gRPC must not judge by ping latency whether a peer is alive. A ping queues behind the bytes before it, and its answer
     behind those of the other direction: on a link of 3 Mbit/s these are megabytes, hence seconds, each way. gRPC times every
     ping, also those that measure bandwidth, and data that arrives meanwhile does not count (`keepalive_timeout` is meant to
@@ -146,13 +146,13 @@ def failure(error: BaseException, address: str) -> Refused | LinkFailed:
         mark = dict(cause.trailing_metadata() or ()).get(REFUSED_KEY)
         if mark is not None:
             return Refused(cause.details() or "no reason given", mark == "later")
-    return LinkFailed(f"{address} cannot be reached ({describe(error)})")
+    return LinkFailed(f"{address} cannot be reached ({describe_error(error)})")
 
 
 class Channel:
     """One TCP connection: by default gRPC shares one between channels to the same address."""
 
-    def __init__(self, address: str, limits: Limits, credentials: ClientCredentials | None) -> None:
+    def __init__(self, address: str, limits: LinkLimits, credentials: ClientCredentials | None) -> None:
         wanted = [*options(limits), ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0)]
         if credentials is None:
             self._channel: Any = grpc.aio.insecure_channel(address, options=wanted)
@@ -180,7 +180,7 @@ CallHandler: TypeAlias = Callable[[bytes, Context], Awaitable[bytes]]
 class Listener:
     """A gRPC server that is not started yet."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: LinkLimits) -> None:
         self._server: Any = grpc.aio.server(options=[*options(limits), ("grpc.so_reuseport", 0)])
 
     def serve(

@@ -59,10 +59,10 @@ def plot_comparison(summaries: Sequence[Summary], path: Path, reference: str = "
     check_suffix(path)
     if not summaries:
         raise UserError(f"figure {path}: there is no run to draw")
-    save(path, lambda: draw(summaries, reference))
+    save(path, lambda: draw_runs(summaries, reference))
 
 
-def draw(summaries: Sequence[Summary], reference: str) -> Figure:
+def draw_runs(summaries: Sequence[Summary], reference: str) -> Figure:
     names = [_name(s, summaries) for s in summaries]
     lines = sum(max(name.count("\n") + 1, 2) for name in names)
     figure = empty_figure(12.0, 2.3 + 0.27 * lines)

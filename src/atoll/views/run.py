@@ -38,7 +38,7 @@ class Recovery(msgspec.Struct, frozen=True):
     bytes: int
 
 
-class Traffic(msgspec.Struct, frozen=True):
+class LearnerTraffic(msgspec.Struct, frozen=True):
     learner: LearnerId
     bytes_up: int
     bytes_down: int
@@ -154,15 +154,15 @@ class RunView:
     def uptime(self) -> float:
         return sum(end - start for start, end in self._stepping) / self.lasted if self.lasted else 0.0
 
-    def traffic(self) -> list[Traffic]:
-        return [Traffic(m, self.up[m], self.down[m]) for m in sorted({*self.up, *self.down})]
+    def traffic(self) -> list[LearnerTraffic]:
+        return [LearnerTraffic(m, self.up[m], self.down[m]) for m in sorted({*self.up, *self.down})]
 
     @property
     def train_loss(self) -> float | None:
         return sum(self.losses.values()) / len(self.losses) if self.losses else None
 
 
-class Tokens(msgspec.Struct, frozen=True):
+class TokenCounts(msgspec.Struct, frozen=True):
     """In (token, fragment) units."""
 
     trained: int
@@ -172,8 +172,8 @@ class Tokens(msgspec.Struct, frozen=True):
     discarded_by_reason: dict[str, int]
 
 
-def tokens_of(fates: Fates) -> Tokens:
-    return Tokens(fates.trained, fates.merged, sum(fates.discarded.values()), fates.in_flight, fates.discarded)
+def tokens_of(fates: Fates) -> TokenCounts:
+    return TokenCounts(fates.trained, fates.merged, sum(fates.discarded.values()), fates.in_flight, fates.discarded)
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -187,7 +187,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     uptime: float
     waited_seconds: float
     participants: dict[str, int]
-    tokens: Tokens
+    tokens: TokenCounts
     recoveries: list[Recovery]
     bytes_up: int
     bytes_down: int
@@ -201,7 +201,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Of that clock: a virtual run's from its start, a live run's from its first inner step."""
     fragments: int
-    traffic: list[Traffic] = []
+    traffic: list[LearnerTraffic] = []
     refused: int = 0
     faults: list[str] = []
     twin_loss: float | None = None

@@ -46,10 +46,10 @@ def plot_utilisation(panels: Sequence[Panel], path: Path, note: str = "") -> Non
     check_suffix(path)
     if not any(line.points for panel in panels for line in panel.lines):
         raise UserError(f"figure {path}: there is no line to draw")
-    save(path, lambda: draw(panels, note))
+    save(path, lambda: draw_utilisation(panels, note))
 
 
-def draw(panels: Sequence[Panel], note: str = "") -> Figure:
+def draw_utilisation(panels: Sequence[Panel], note: str = "") -> Figure:
     names = list(dict.fromkeys(line.name for panel in panels for line in panel.lines))
     columns = min(len(panels), 3)
     rows = math.ceil(len(panels) / columns)

@@ -9,14 +9,23 @@ import pytest
 
 from atoll.cli.simulate import bandwidth_options
 from atoll.executor.null import wire_bits
-from atoll.sim.estimates.bandwidth import METHODS, PUBLISHED_METHODS, Link, Question, Row, effective_bits, exchange_for, row
-from atoll.sim.estimates.published import BANDWIDTH, GOODPUT, MODELS, TARGETS, UPTIME, grid, grid_points_apart, printed
+from atoll.sim.estimates.bandwidth import (
+    METHODS,
+    PUBLISHED_METHODS,
+    LinkSettings,
+    Question,
+    Row,
+    effective_bits,
+    exchange_for,
+    row,
+)
+from atoll.sim.estimates.published import BANDWIDTH, GOODPUT, MODELS, TARGETS, UPTIME, bandwidth_grid, grid_points_apart, printed
 from atoll.sim.estimates.utilisation import Compute, utilisation
 
 
 @pytest.fixture(scope="module")
 def rows() -> list[Row]:
-    return [row(Question(model, MODELS[model], method), TARGETS, grid()) for model, method in BANDWIDTH]
+    return [row(Question(model, MODELS[model], method), TARGETS, bandwidth_grid()) for model, method in BANDWIDTH]
 
 
 def test_at_least_71_of_75_cells_are_exact_and_none_is_more_than_one_grid_point_off(rows: list[Row]) -> None:
@@ -41,12 +50,12 @@ def test_cells_that_differ_are_these(rows: list[Row]) -> None:
 def test_the_table_takes_less_than_five_seconds() -> None:
     begun = perf_counter()
     for model, method in BANDWIDTH:
-        row(Question(model, MODELS[model], method), TARGETS, grid())
+        row(Question(model, MODELS[model], method), TARGETS, bandwidth_grid())
     assert perf_counter() - begun < 2
 
 
 def test_every_published_cell_is_a_printed_value_of_the_grid() -> None:
-    values = {printed(value) for value in grid()}
+    values = {printed(value) for value in bandwidth_grid()}
     assert {cell for cells in BANDWIDTH.values() for cell in cells} <= values
 
 
@@ -63,10 +72,10 @@ def test_the_published_table_is_whole() -> None:
 def test_a_row_under_other_settings_has_nothing_published_beside_it() -> None:
     model = MODELS["1B"]
     for question, axis in (
-        (Question("1B", model, "diloco", Link(interval=99)), grid()),
-        (Question("1B", model, "diloco", Link(calibration="plain")), grid()),
-        (Question("1B", Compute(24, 1e9, 0.2), "diloco"), grid()),
-        (Question("1B", model, "async_diloco"), grid()),
+        (Question("1B", model, "diloco", LinkSettings(interval=99)), bandwidth_grid()),
+        (Question("1B", model, "diloco", LinkSettings(calibration="plain")), bandwidth_grid()),
+        (Question("1B", Compute(24, 1e9, 0.2), "diloco"), bandwidth_grid()),
+        (Question("1B", model, "async_diloco"), bandwidth_grid()),
         (Question("1B", model, "diloco"), np.geomspace(1, 10, 50)),
     ):  # fmt: skip
         assert row(question, TARGETS, axis).published is None
@@ -76,8 +85,8 @@ def test_strided_needs_no_more_bandwidth_than_sequential() -> None:
     """Section 3.3.1 and Figure 7: strided has slightly better compute utilisation, at 100B."""
     model, curves = MODELS["100B"], {}
     for pattern in ("strided", "sequential", "balanced"):
-        exchange = exchange_for(Question("100B", model, "streaming", Link(pattern=pattern)))
-        curves[pattern] = utilisation(model, exchange, grid())
+        exchange = exchange_for(Question("100B", model, "streaming", LinkSettings(pattern=pattern)))
+        curves[pattern] = utilisation(model, exchange, bandwidth_grid())
     assert curves["strided"].mean() >= curves["sequential"].mean() >= 0.9 * curves["strided"].mean()
     assert curves["balanced"] == pytest.approx(curves["sequential"])  # 108 layers in 36 fragments: the same cut
 
@@ -94,12 +103,12 @@ def test_only_overlap_reaches_the_whole_of_compute() -> None:
 
 
 def test_bits_by_calibration() -> None:
-    assert effective_bits("diloco", Link()) == pytest.approx(13.333, abs=1e-3)
-    assert effective_bits("streaming_overlap_fp4", Link()) == pytest.approx(13.333 / 4, abs=1e-3)
-    assert effective_bits("diloco", Link(codec="int4", calibration="plain")) == wire_bits("int4")
-    assert effective_bits("streaming_overlap_fp4", Link(calibration="plain")) == wire_bits("e3m0")
-    assert effective_bits("diloco", Link(bits=8.0)) == 8.0
-    assert effective_bits("streaming_overlap_fp4", Link(bits=8.0)) == 2.0
+    assert effective_bits("diloco", LinkSettings()) == pytest.approx(13.333, abs=1e-3)
+    assert effective_bits("streaming_overlap_fp4", LinkSettings()) == pytest.approx(13.333 / 4, abs=1e-3)
+    assert effective_bits("diloco", LinkSettings(codec="int4", calibration="plain")) == wire_bits("int4")
+    assert effective_bits("streaming_overlap_fp4", LinkSettings(calibration="plain")) == wire_bits("e3m0")
+    assert effective_bits("diloco", LinkSettings(bits=8.0)) == 8.0
+    assert effective_bits("streaming_overlap_fp4", LinkSettings(bits=8.0)) == 2.0
 
 
 def test_the_command_line_names_the_same_methods() -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from atoll.config import Config
-from atoll.sim.estimates.bandwidth import Link, Question, Star, config_for, row
-from atoll.sim.estimates.decoupled import DecoupledAnswer, at_bandwidth, bisected, decoupled, settings_for
+from atoll.sim.estimates.bandwidth import LinkSettings, Question, Star, config_for, row
+from atoll.sim.estimates.decoupled import DecoupledEstimate, at_bandwidth, bisected, measure_decoupled, settings_for
 from atoll.sim.estimates.utilisation import Compute
 
 H, P = 20, 4
@@ -23,8 +23,8 @@ def small(preset: str = "decoupled", learners: int = 2, latency: float = 0.0, **
     return settings_for(preset, {"learners": learners, "protocol": keys, "cluster": cluster})
 
 
-def answer(settings: Config, gbit: float, down: float | None = None) -> DecoupledAnswer:
-    return decoupled(at_bandwidth(settings, gbit, gbit if down is None else down))
+def answer(settings: Config, gbit: float, down: float | None = None) -> DecoupledEstimate:
+    return measure_decoupled(at_bandwidth(settings, gbit, gbit if down is None else down))
 
 
 def test_a_fast_link_keeps_the_schedule_and_all_of_the_compute() -> None:
@@ -90,7 +90,7 @@ def test_a_quorum_of_all_is_possible_and_measured() -> None:
 
 def test_the_table_searches_the_same_grid_and_takes_the_smaller_share() -> None:
     axis = np.geomspace(0.1, 10, 13)
-    link = Link(interval=H, fragments=P, calibration="plain")
+    link = LinkSettings(interval=H, fragments=P, calibration="plain")
     question = Question("small", SMALL, "decoupled", link)
     found = row(question, [50, 95], axis, at=[0.3], curve=True)
     by_hand = [answer(config_for(question), float(gbit)).utilisation for gbit in axis]
@@ -104,14 +104,14 @@ def test_the_table_searches_the_same_grid_and_takes_the_smaller_share() -> None:
 
 def test_settings_reach_the_machines() -> None:
     star = Star(learners=5, quorum=3, grace=False, ramp=0.25, codec_up="int2", codec_down="int8")
-    link = Link(interval=30, overlap=3, datacentres=4, latency_seconds=0.1)
+    link = LinkSettings(interval=30, overlap=3, datacentres=4, latency_seconds=0.1)
     settings = config_for(Question("small", SMALL, "decoupled", link, star))
     p = settings.protocol
     assert (settings.learners, p.quorum, p.grace, p.ramp, p.codec_up, p.codec_down) == (5, 3, "none", 0.25, "int2", "int8")
     assert (p.local_steps_per_round, p.overlap, p.fragments) == (30, 3, 3)
     assert (settings.cluster.latency_seconds, settings.cluster.step_noise) == (0.1, 0.0)
     assert settings.cluster.parameters == round(1e9 / 1.2)
-    assert config_for(Question("small", SMALL, "decoupled", Link(datacentres=4))).learners == 4
+    assert config_for(Question("small", SMALL, "decoupled", LinkSettings(datacentres=4))).learners == 4
 
 
 def test_bisection_finds_the_first_value_that_reaches() -> None:

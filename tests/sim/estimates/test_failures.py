@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.errors import UserError
-from atoll.sim.estimates.failures import Delays, FailureModel, Learner, Stretch
+from atoll.sim.estimates.failures import Delays, FailureModel, SlicedLearner, Stretch
 
 SOON = FailureModel(mtbi_seconds=1e5, slice_chips=16, return_seconds=300.0)
 """A chip fails about once a day, so that short histories hold many failures."""
 
 
-def learner(chips: int = 512, model: FailureModel = SOON, seed: int = 0, elastic: bool = True) -> Learner:
-    return Learner(chips, model, np.random.default_rng(seed), elastic=elastic)
+def learner(chips: int = 512, model: FailureModel = SOON, seed: int = 0, elastic: bool = True) -> SlicedLearner:
+    return SlicedLearner(chips, model, np.random.default_rng(seed), elastic=elastic)
 
 
 def test_failures_of_executed_steps_are_poisson() -> None:

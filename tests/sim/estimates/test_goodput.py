@@ -9,7 +9,7 @@ import pytest
 
 from atoll.errors import UserError
 from atoll.sim.estimates.failures import FailureModel
-from atoll.sim.estimates.goodput import Answer, closed_form, simulate
+from atoll.sim.estimates.goodput import GoodputEstimate, closed_form, simulate
 from atoll.sim.estimates.pattern import RECOVERS, STEPS, STOPPED, patterns
 from atoll.sim.estimates.published import GOODPUT, UPTIME
 
@@ -18,7 +18,7 @@ MODEL = FailureModel()
 
 def test_published_table_with_one_set_of_constants() -> None:
     """60 cells: each within 3.5 points, at least 57 within 3, and more learners never lose."""
-    found: dict[tuple[int, bool, int], Answer] = {
+    found: dict[tuple[int, bool, int], GoodputEstimate] = {
         (m, e, n): simulate(n, m, MODEL, elastic=e, precision=0.2) for (m, e), row in GOODPUT.items() for n in row
     }
     apart = [abs(a.goodput - GOODPUT[m, e][n]) for (m, e, n), a in found.items()]

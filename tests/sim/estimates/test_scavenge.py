@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from atoll.chaos import Kill, Plan, Scavenge, check_plan
+from atoll.chaos import ChaosPlan, Kill, Scavenge, check_plan
 from atoll.config import Config, load
 from atoll.errors import PlanError, UserError
 from atoll.protocol.vocabulary import Started, StepDone
 from atoll.sim.checkers import Safety
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.estimates.scavenge import Scene, alone, data_parallel, scavenge
 
@@ -53,8 +53,8 @@ def test_data_parallel_goes_without_chips_that_would_slow_it_down() -> None:
 
 def test_scavenged_learner_joins_leaves_and_comes_back() -> None:
     config = msgspec.structs.replace(settings(), total_steps=300)
-    plan = Plan((Scavenge(200.0, 4, 400.0), Scavenge(200.0, 5, 400.0), Scavenge(1000.0, 4, 300.0), Kill(1100.0, 4, 500.0)))
-    check_plan(Plan(plan.faults[:3]), 4)
+    plan = ChaosPlan((Scavenge(200.0, 4, 400.0), Scavenge(200.0, 5, 400.0), Scavenge(1000.0, 4, 300.0), Kill(1100.0, 4, 500.0)))
+    check_plan(ChaosPlan(plan.faults[:3]), 4)
     steps: list[tuple[float, int]] = []
     started: list[tuple[float, int]] = []
 
@@ -65,7 +65,7 @@ def test_scavenged_learner_joins_leaves_and_comes_back() -> None:
             started.append((now / 1e9, worker))
 
     safety = Safety(config)
-    cluster = Cluster(config, plan=plan, observers=[safety, watch])
+    cluster = VirtualCluster(config, plan=plan, observers=[safety, watch])
     safety.attach(cluster)
     cluster.run(until_seconds=20_000)
     assert started == [(200.0, 4), (200.0, 5), (1000.0, 4)], "and it does not come back after its time, whatever killed it"
@@ -77,7 +77,7 @@ def test_scavenged_learner_joins_leaves_and_comes_back() -> None:
 @pytest.mark.parametrize("learner", [-1, 0, 3, 4 + 1024])
 def test_plan_scavenges_only_learners_beyond_the_declared_ones(learner: int) -> None:
     with pytest.raises(PlanError, match="beyond the declared ones"):
-        check_plan(Plan((Scavenge(1.0, learner, 5.0),)), 4)
+        check_plan(ChaosPlan((Scavenge(1.0, learner, 5.0),)), 4)
 
 
 @pytest.mark.parametrize(("share", "words"), [(0.3, "whole number"), (-1.0, "--extra -1"), (0.0, "--extra 0")])

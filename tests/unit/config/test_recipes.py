@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from command import atoll
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import PRESETS, Config, load, warnings
 from atoll.sim.run import run_virtual
 from atoll.workload.data.bpe import ByteTokenizer
@@ -39,7 +39,7 @@ def parameters(config: Config, vocab: int) -> int:
 
 
 def assert_learns(config: Config, directory: Path) -> None:
-    done = run_virtual(config, Plan(), directory, tensors=True)
+    done = run_virtual(config, ChaosPlan(), directory, tensors=True)
     assert done.loss_first is not None and done.loss_final is not None
     assert done.loss_final < done.loss_first - 0.05
 

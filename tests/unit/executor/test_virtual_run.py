@@ -9,13 +9,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from atoll.chaos import Kill, Plan, Scavenge
+from atoll.chaos import ChaosPlan, Kill, Scavenge
 from atoll.cli.app import app
 from atoll.config import Config, load
 from atoll.errors import UserError
 from atoll.executor import virtual_run as where
 from atoll.executor.virtual_run import TensorExecutor, checked_device, evaluated_on, executor_on, is_fleet
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.sim.run import everybody
 from atoll.tasks.registry import task_for
 
@@ -53,7 +53,7 @@ def test_another_device_holds_everything_and_its_fleet_has_room_for_all(optimize
     monkeypatch.setattr(where, "TensorHands", lambda task, **kw: built.append(("one by one", kw)))
     config, there = small("decoupled", f"inner.optimizer={optimizer}"), torch.device("cuda:1")
     task = task_for(config)
-    executor_on(task, there, everybody(config, Plan((Scavenge(1.0, 4, 9.0), Kill(2.0, 1, 3.0)))))
+    executor_on(task, there, everybody(config, ChaosPlan((Scavenge(1.0, 4, 9.0), Kill(2.0, 1, 3.0)))))
     executor_on(task, CPU, 3)
     there_is = {"AdamW": ("fleet", {"device": there, "learners": 5, "compiled": True}), "SGD": ("one by one", {"device": there})}
     assert built == [there_is[optimizer], ("one by one", {})]
@@ -71,10 +71,10 @@ def test_resident_learners_take_the_same_course_to_the_same_bits(preset: str, ke
     """Kills included, so that states travel between peers; data-parallel would wait for the dead."""
     config = small(preset, *(f"protocol.{key}={value}" for key, value in keys.items()))
     task = task_for(config)
-    plan = Plan(()) if preset == "ddp" else Plan((Kill(5.0, 1, 4.0), Kill(12.0, 0, 3.0)))
+    plan = ChaosPlan(()) if preset == "ddp" else ChaosPlan((Kill(5.0, 1, 4.0), Kill(12.0, 0, 3.0)))
     found = set()
     for executor in (TensorExecutor(task), TensorExecutor(task, device=CPU)):
-        Cluster(config, plan=plan, executor_for=executor).run(until_seconds=10_000)
+        VirtualCluster(config, plan=plan, executor_for=executor).run(until_seconds=10_000)
         found.add(executor.disk.theta_sha256())
     assert len(found) == 1
 

@@ -16,14 +16,14 @@ from atoll.executor.cuda.staging import master_weights
 from atoll.executor.learner import TensorLearner
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import LoadSnapshot, LoadState
-from atoll.store.tensor_files import load_optimizer, pack, unpack
+from atoll.store.tensor_files import load_optimizer, pack_state, unpack_state
 from atoll.tasks.task import Task
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def sent(state: Any) -> Any:
-    return unpack(b"".join(pack(on_host(state))))
+    return unpack_state(b"".join(pack_state(on_host(state))))
 
 
 class Mastered(torch.optim.Optimizer):

@@ -21,7 +21,7 @@ from atoll.store.snapshots import (
     found,
     learner_root,
     link_versions,
-    load_learner,
+    load_learner_part,
     load_syncer,
     newest_usable,
     seal_syncer,
@@ -74,7 +74,7 @@ def test_snapshot_comes_back_whole(run: Run) -> None:
     assert part.disk.kept() == [[0, 10], [0]] and part.syncer_state == b'{"step": 10}'
     assert torch.equal(part.disk.at(0, 10).theta, version(10).theta) and torch.equal(part.disk.at(0, 0).theta, version(0).theta)
     assert (part.manifest.run, part.manifest.learners, part.manifest.config) == ("a7", (0, 1), {"seed": 3})
-    mine = load_learner(snapshot_dir(learner_root(run.directory, 1), 10))
+    mine = load_learner_part(snapshot_dir(learner_root(run.directory, 1), 10))
     assert mine.syncer_state == b"books" and torch.equal(mine.state["tensors"]["w"], torch.full((4,), 10.0))
     assert mine.state["kept"][0][0] == 10
     assert verify(run.directory, 10) == []
@@ -178,7 +178,7 @@ def test_damage_is_found_and_named(run: Run, name: str) -> None:
     (problem,) = verify(run.directory, 10)
     assert str(path) in problem and "damaged" in problem
     assert newest_usable(run.directory) is not None, "sizes alone do not show it"
-    load = load_syncer if name.startswith("syncer") else load_learner
+    load = load_syncer if name.startswith("syncer") else load_learner_part
     with pytest.raises(DataError, match=path.name):
         part = load(snapshot_dir(path.parents[2] if path.parents[1].name == "snapshots" else run.syncer, 10))
         part.disk.at(1, 0)  # type: ignore[union-attr]

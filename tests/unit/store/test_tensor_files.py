@@ -17,7 +17,16 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from atoll.errors import ConfigError, DataError
-from atoll.store.tensor_files import FORMAT, StorageFailed, flatten, pack, read_state, refuse_unserialisable, unpack, write_state
+from atoll.store.tensor_files import (
+    FORMAT,
+    StorageFailed,
+    flatten,
+    pack_state,
+    read_state,
+    refuse_unserialisable,
+    unpack_state,
+    write_state,
+)
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
@@ -47,7 +56,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 def joined(state: Any) -> bytes:
-    return b"".join(pack(state))
+    return b"".join(pack_state(state))
 
 
 def stepped(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> torch.optim.Optimizer:
@@ -83,14 +92,14 @@ def test_optimizer_state_comes_back_exactly_and_the_optimizer_takes_it(name: str
     optimizer = stepped(OPTIMIZERS[name])
     refuse_unserialisable(optimizer)
     state = optimizer.state_dict()
-    back = unpack(joined(state))
+    back = unpack_state(joined(state))
     assert same(state, back)
     optimizer.load_state_dict(back)
 
 
 def test_learner_state_comes_back_exactly_and_a_shared_tensor_stays_one() -> None:
     state = learner_state()
-    back = unpack(memoryview(joined(state)))
+    back = unpack_state(memoryview(joined(state)))
     assert same(state, back)
     assert back["anchors"][0] is back["kept"][0][1]
     assert len(flatten({"a": state["anchors"][0], "b": state["anchors"][0]}, "x")[1]) == 1
@@ -110,12 +119,12 @@ def test_learner_state_comes_back_exactly_and_a_shared_tensor_stays_one() -> Non
     ids=lambda v: str(v).replace("\n", "")[:40],
 )  # fmt: skip
 def test_plain_values_come_back_exactly(value: Any) -> None:
-    assert same(value, unpack(joined(value)))
+    assert same(value, unpack_state(joined(value)))
 
 
 def test_packing_copies_no_tensor_and_the_safetensors_library_reads_the_file(tmp_path: Path) -> None:
     state = learner_state()
-    addresses = {memory.obj.ctypes.data for memory in pack(state)[1:] if isinstance(memory, memoryview)}
+    addresses = {memory.obj.ctypes.data for memory in pack_state(state)[1:] if isinstance(memory, memoryview)}
     assert state["anchors"][0].data_ptr() in addresses
     write_state(tmp_path / "state", state)
     with safe_open(str(tmp_path / "state"), "pt") as file:
@@ -141,7 +150,7 @@ def test_odd_values_are_refused() -> None:
     endless.append(endless)
     for value in (endless, 2**64, {1.5: 0}, {True: 0}, {None: 0}, b"x", {1, 2}, "\ud800", torch.ones(2).to_sparse()):
         with pytest.raises(ConfigError):
-            pack(value)
+            pack_state(value)
 
 
 def test_damaged_bytes_give_a_data_error_and_nothing_else() -> None:
@@ -149,15 +158,15 @@ def test_damaged_bytes_give_a_data_error_and_nothing_else() -> None:
     chance = random.Random(0)
     for length in range(0, len(whole), 3):
         with pytest.raises(DataError):
-            unpack(whole[:length])
+            unpack_state(whole[:length])
     with pytest.raises(DataError, match="oversized"):
-        unpack(whole + b"x")
+        unpack_state(whole + b"x")
     for _ in range(1500):  # a flipped bit of a number is not seen here (files have checksums), but nothing else may happen
         hurt = bytearray(whole)
         for _ in range(chance.choice((1, 1, 4))):
             hurt[chance.randrange(len(hurt))] = chance.randrange(256)
         try:
-            unpack(hurt)
+            unpack_state(hurt)
         except DataError:
             continue
 
@@ -195,7 +204,7 @@ def crafted(structure: bytes = b"\xc0", data: bytes = b"", **entries: Any) -> by
 )  # fmt: skip
 def test_hostile_bytes_are_refused(bad: bytes, why: str) -> None:
     with pytest.raises(DataError, match=why):
-        unpack(bad)
+        unpack_state(bad)
 
 
 def test_state_file_is_checked_by_its_sum(tmp_path: Path) -> None:

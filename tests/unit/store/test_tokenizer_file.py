@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.cli.app import app
 from atoll.config import load
 from atoll.errors import DataError, UserError
@@ -46,7 +46,7 @@ def settings(corpus: Path, tokenizer: str) -> dict[str, object]:
 
 def trained_on(folder: Path, tokenizer: str) -> Path:
     config = load(preset_name="decoupled", overrides=settings(text(folder / "text.jsonl", "atoll"), tokenizer))
-    run_virtual(config, Plan(), folder / "run", tensors=True)
+    run_virtual(config, ChaosPlan(), folder / "run", tensors=True)
     return folder / "run"
 
 
@@ -175,5 +175,5 @@ def test_syncer_that_comes_back_to_other_text_warns_and_keeps_its_tokenizer(
 def test_bpe_without_any_merge_is_no_byte_tokenizer(tmp_path: Path) -> None:
     overrides = settings(text(tmp_path / "text.jsonl", "atoll"), "bpe")
     config = load(preset_name="decoupled", overrides=overrides, assignments=["data.vocab=257"])
-    run_virtual(config, Plan(), tmp_path / "run", tensors=True)
+    run_virtual(config, ChaosPlan(), tmp_path / "run", tensors=True)
     assert isinstance(open_trained(tmp_path / "run").tokenizer, BpeTokenizer)

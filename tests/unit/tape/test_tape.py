@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atoll.chaos import Clog, Corrupt, Kill, KillSyncer, Partition, Pause, Plan, Slow
+from atoll.chaos import ChaosPlan, Clog, Corrupt, Kill, KillSyncer, Partition, Pause, Slow
 from atoll.config import PRESETS, Config, load
 from atoll.errors import ReplayDiverged, TapeError
 from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import FixParticipants, InnerStep, Started, StepDone, Stored, Wait
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.tape.format import Header, Record, Tape, TapeWriter
 from atoll.tape.replay import replay
 
@@ -34,15 +34,15 @@ def config_of(preset: str, total_steps: int = 24) -> Config:
     return load(preset_name=preset, overrides={"learners": 3, "total_steps": total_steps, "protocol": protocol})
 
 
-PLAN = Plan((
+PLAN = ChaosPlan((
     Clog(3.0, 1, SYNCER, 2.0), Kill(5.0, 2, 4.0), Slow(6.0, 0, 2.0, 5.0), KillSyncer(8.0, 2.0), Pause(12.0, 1, 3.0),
     Corrupt(14.0, 0, SYNCER), Partition(16.0, 2, SYNCER, 6.0, True),
 ))  # fmt: skip
 
 
-def taped(path: Path, config: Config, plan: Plan | None = None) -> Path:
+def taped(path: Path, config: Config, plan: ChaosPlan | None = None) -> Path:
     with TapeWriter.create(path, header(config)) as writer:
-        Cluster(config, plan=plan, observers=[writer.append]).run(until_seconds=4000)
+        VirtualCluster(config, plan=plan, observers=[writer.append]).run(until_seconds=4000)
     return path
 
 
@@ -104,7 +104,7 @@ def test_every_record_of_a_run_comes_back_equal(tmp_path: Path) -> None:
         def watch(now, worker, event, effects):  # type: ignore[no-untyped-def]
             seen.append((now, worker, event, tuple(effects)))
 
-        Cluster(config, observers=[writer.append, watch], plan=Plan((Kill(4.0, 1, 2.0),))).run(until_seconds=1000)
+        VirtualCluster(config, observers=[writer.append, watch], plan=ChaosPlan((Kill(4.0, 1, 2.0),))).run(until_seconds=1000)
     records = list(Tape(tmp_path / "a.tape").records())
     assert [(r.now, r.worker, r.event, r.effects) for r in records] == seen
     assert [r.number for r in records] == list(range(1, len(seen) + 1))

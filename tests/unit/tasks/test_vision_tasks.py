@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.cli.app import app
 from atoll.config import PRESETS, Config, load, warnings
 from atoll.errors import ConfigError, DataError
 from atoll.sim.run import Outputs, run_virtual
 from atoll.tasks.registry import task_for
-from atoll.views.run import Summary, Tokens
+from atoll.views.run import Summary, TokenCounts
 from atoll.views.tables import comparison_table, run_table
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -33,7 +33,7 @@ def recipe(name: str, *more: str) -> Config:
 
 
 def train(config: Config) -> Outputs:
-    return run_virtual(config, Plan(), None, tensors=True)
+    return run_virtual(config, ChaosPlan(), None, tensors=True)
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -149,7 +149,7 @@ def test_tables_show_accuracy_only_where_there_is_one() -> None:
     def told(accuracy: float | None) -> str:
         s = Summary(
             preset="diloco", learners=1, seed=0, total_steps=1, goodput=1.0, uptime=1.0, waited_seconds=0.0, participants={},
-            tokens=Tokens(0, 0, 0, 0, {}), recoveries=[], bytes_up=0, bytes_down=0, loss_first=2.0, loss_final=1.0,
+            tokens=TokenCounts(0, 0, 0, 0, {}), recoveries=[], bytes_up=0, bytes_down=0, loss_first=2.0, loss_final=1.0,
             theta_sha256=None, tape=None, run_dir=None, clock="virtual", seconds=1.0, fragments=1, accuracy=accuracy,
         )  # fmt: skip
         console = Console(record=True, width=200, file=StringIO())

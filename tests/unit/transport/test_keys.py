@@ -26,9 +26,9 @@ from atoll.transport.keys import (
     LEARNER_NAME,
     SYNCER_NAME,
     Credentials,
+    JoinTokens,
     KeyPaths,
     Secret,
-    Tokens,
     add_learner,
     check_token,
     is_loopback,
@@ -380,7 +380,7 @@ def test_a_token_of_another_version_is_wrong() -> None:
 
 
 def test_what_make_keys_writes_is_what_the_syncer_takes(made: Path, tmp_path: Path) -> None:
-    tokens = Tokens.load(made)
+    tokens = JoinTokens.load(made)
     for file in ("token", "token-1"):
         token = read_token(made / file).reveal()
         assert tokens.check(token, "any") is None
@@ -388,9 +388,9 @@ def test_what_make_keys_writes_is_what_the_syncer_takes(made: Path, tmp_path: Pa
     assert tokens.check(tokens.make(run="x"), "y") == "token is for run x"
     (tmp_path / "token.key").write_bytes(b"short")
     with pytest.raises(UserError, match="too short"):
-        Tokens.load(tmp_path)
+        JoinTokens.load(tmp_path)
     with pytest.raises(UserError, match="no such file"):
-        Tokens.load(tmp_path / "nowhere")
+        JoinTokens.load(tmp_path / "nowhere")
 
 
 def test_a_secret_does_not_show_itself() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transport_peers import Recorder, paired, run
 
-from atoll.transport import Backoff, Limits
+from atoll.transport import Backoff, LinkLimits
 from atoll.transport.frames import BULK, CHUNK, CONTROL, HEADER_BYTES, Frame, Violation, pack, unpack
 from atoll.transport.inbox import Assembly, Inbox
 from atoll.transport.outbox import Outbox
@@ -48,7 +48,7 @@ def test_header_keeps_the_body_aligned() -> None:
 
 @given(st.lists(st.binary(max_size=50), max_size=6), st.integers(1, 17), st.randoms(use_true_random=False))
 def test_payload_is_the_same_whatever_the_order_of_its_chunks(pieces: list[bytes], chunk_bytes: int, rng: random.Random) -> None:
-    outbox = Outbox(Limits(chunk_bytes=chunk_bytes))
+    outbox = Outbox(LinkLimits(chunk_bytes=chunk_bytes))
     outbox.put(b"", pieces, False)
     chunks = []
     while (chunk := outbox.next_chunk(0.0)) is not None:
@@ -86,7 +86,7 @@ def test_lanes_keep_their_order_whatever_the_network_does(
     sends: list[tuple[str, int]], connections: int, assembling_max: int, seed: int
 ) -> None:
     """c: control, o: control that may overtake, B: bulk of that many bytes."""
-    limits = Limits(chunk_bytes=8, connections=connections, assembling_max=assembling_max, payload_bytes_max=64)
+    limits = LinkLimits(chunk_bytes=8, connections=connections, assembling_max=assembling_max, payload_bytes_max=64)
     rng = random.Random(seed)
 
     async def story() -> None:
@@ -114,7 +114,7 @@ def frame(kind: bytes, number: int, at: int = 0, total: int = 0, body: bytes = b
 
 
 def test_large_payload_that_is_only_announced_takes_no_memory() -> None:
-    inbox = Inbox(Limits(), Counter())
+    inbox = Inbox(LinkLimits(), Counter())
     for number in range(8):
         first = frame(CHUNK, number, 0, 1 << 34, b"x")
         inbox.check(first)

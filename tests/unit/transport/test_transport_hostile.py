@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 from transport_peers import Recorder, credentials_of, run, serving
 
-from atoll.transport import Limits, Refused, Server, dial
+from atoll.transport import LinkLimits, Refused, Server, dial
 from atoll.transport.frames import BULK, BYE, CHUNK, CONTROL, PULSE, READY, WELCOME, pack, unpack
 from atoll.transport.server import COUNT_KEY, INDEX_KEY, SESSION_KEY
 from atoll.transport.wire import Channel, GrpcStream, StreamBroken, failure
 
-LIMITS = Limits(head_bytes_max=1000, payload_bytes_max=1 << 20, chunk_bytes=1 << 16, queue_messages_max=50)
+LIMITS = LinkLimits(head_bytes_max=1000, payload_bytes_max=1 << 20, chunk_bytes=1 << 16, queue_messages_max=50)
 T, B = "talk", "bulk"
 
 
@@ -61,7 +61,7 @@ FRAMES: dict[str, tuple[str, list[tuple[str, bytes]]]] = {
 async def hostile(address: str, connections: int = 1) -> AsyncIterator[tuple[GrpcStream, list[GrpcStream]]]:
     """A raw client that is admitted and then says what it likes."""
     metadata = {**credentials_of("hostile"), SESSION_KEY: secrets.token_hex(16), COUNT_KEY: str(connections)}
-    wide = Limits(chunk_bytes=8 << 20)
+    wide = LinkLimits(chunk_bytes=8 << 20)
     channels = [Channel(address, wide, None) for _ in range(connections + 1)]
     try:
         talk = channels[0].open("Talk", metadata)
@@ -168,7 +168,7 @@ def test_session_that_is_not_its_own_is_refused() -> None:
         async with serving(there) as (server, address):
             nonce = secrets.token_hex(16)
             good = {**credentials_of("x"), SESSION_KEY: nonce, COUNT_KEY: "2"}
-            channel = Channel(address, Limits(), None)
+            channel = Channel(address, LinkLimits(), None)
             talk = channel.open("Talk", good)
             assert await talk.read()
             for method, metadata, words in (

@@ -14,11 +14,11 @@ import pytest
 from transport_peers import Recorder, credentials_of, paired, run, serving
 
 from atoll.errors import UserError
-from atoll.transport import Backoff, Limits, Link, LinkFailed, Refused, Server, call, dial, upload
+from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, Server, call, dial, upload
 from atoll.transport.frames import ANSWER, HEADER_BYTES, pack
 
 
-async def dialled(address: str, handler: Recorder, name: str = "learner0", limits: Limits | None = None) -> Link:
+async def dialled(address: str, handler: Recorder, name: str = "learner0", limits: LinkLimits | None = None) -> Link:
     return await dial(address, handler, peer="syncer", metadata=credentials_of(name), limits=limits, timeout=8)
 
 
@@ -47,7 +47,7 @@ def test_link_carries_messages_both_ways_and_both_ends_are_told() -> None:
 def test_64_megabytes_over_two_connections_come_back_the_same() -> None:
     async def story() -> None:
         data = random.Random(0).randbytes(1 << 20) * 64 + b"tail"
-        limits = Limits(connections=2)
+        limits = LinkLimits(connections=2)
         here, there = Recorder(), Recorder(echo=True)
         async with serving(there, limits) as (_, address):
             link = await dialled(address, here, limits=limits)
@@ -63,7 +63,7 @@ def test_64_megabytes_over_two_connections_come_back_the_same() -> None:
 def test_bulk_in_both_directions_at_once() -> None:
     async def story() -> None:
         here, there = Recorder(), Recorder()
-        limits = Limits(connections=2, chunk_bytes=1 << 16, assembling_max=2)
+        limits = LinkLimits(connections=2, chunk_bytes=1 << 16, assembling_max=2)
         async with serving(there, limits) as (_, address):
             link = await dialled(address, here, limits=limits)
             await there.until(lambda: bool(there.links))
@@ -83,7 +83,7 @@ def test_bulk_in_both_directions_at_once() -> None:
 def test_control_that_may_overtake_passes_a_bulk_that_is_stuck_and_the_others_wait() -> None:
     async def story() -> None:
         here, there = Recorder(), Recorder()
-        async with paired(here, there, Limits(chunk_bytes=100)) as (left, _, (_, bulk)):
+        async with paired(here, there, LinkLimits(chunk_bytes=100)) as (left, _, (_, bulk)):
             bulk.gate.clear()
             left.send(b"before")
             left.send(b"bulk", [bytes(5000)])
@@ -161,7 +161,7 @@ def test_what_was_sent_before_the_last_word_is_heard_before_it_is_over() -> None
 
     async def story() -> None:
         here, there = Recorder(), Recorder()
-        async with paired(here, there, Limits(chunk_bytes=100)) as (left, right, (_, bulk)):
+        async with paired(here, there, LinkLimits(chunk_bytes=100)) as (left, right, (_, bulk)):
             bulk.gate.clear()
             left.send(b"bulk", [bytes(300)])
             left.send(b"leave")
@@ -180,7 +180,7 @@ def test_what_was_sent_before_the_last_word_is_heard_before_it_is_over() -> None
 def test_peer_that_goes_with_bytes_outstanding_is_waited_for_while_its_streams_last() -> None:
     async def story() -> None:
         here, there = Recorder(), Recorder()
-        async with paired(here, there, Limits(chunk_bytes=100, pulse_seconds=0.05)) as (left, _, (_, bulk)):
+        async with paired(here, there, LinkLimits(chunk_bytes=100, pulse_seconds=0.05)) as (left, _, (_, bulk)):
             bulk.gate.clear()
             left.send(b"bulk", [bytes(300)])
             await left.drain()
@@ -196,9 +196,9 @@ def test_full_queue_closes_the_link_with_a_reason_and_does_not_raise() -> None:
         here, there = Recorder(), Recorder()
         async with serving(there) as (_, address):
             for limits, count, words in (
-                (Limits(queue_messages_max=10), 11, "the send queue is full: 10 messages"),
-                (Limits(queue_bytes_max=250), 3, "the send queue is full: it holds 200 bytes and 100 more do not fit"),
-                (Limits(head_bytes_max=3), 1, "a head of 4 bytes is longer than 3"),
+                (LinkLimits(queue_messages_max=10), 11, "the send queue is full: 10 messages"),
+                (LinkLimits(queue_bytes_max=250), 3, "the send queue is full: it holds 200 bytes and 100 more do not fit"),
+                (LinkLimits(head_bytes_max=3), 1, "a head of 4 bytes is longer than 3"),
             ):
                 link = await dialled(address, here, limits=limits)
                 for _ in range(count):
@@ -243,7 +243,7 @@ def test_busy_port_is_one_clear_sentence() -> None:
     async def story() -> None:
         async with serving(Recorder()) as (_, address):
             with pytest.raises(UserError, match=f"cannot listen on {address}: the port is taken"):
-                await Server(Recorder(), lambda _: "x", Limits(), None).start(address)
+                await Server(Recorder(), lambda _: "x", LinkLimits(), None).start(address)
 
     run(story())
 
@@ -255,7 +255,7 @@ def test_server_that_stops_tells_everybody_and_the_link_comes_back_with_backoff(
             await dialled(address, here)
         await here.until(lambda: bool(here.reasons))
         assert here.reasons == ["the peer closed: the server is stopping"]
-        server = Server(Recorder(echo=True), lambda _: "x", Limits(), None)
+        server = Server(Recorder(echo=True), lambda _: "x", LinkLimits(), None)
         while len(waits) < 8:
             try:
                 link = await dialled(address, here)
@@ -293,7 +293,7 @@ def test_fifty_links_at_once() -> None:
 
 def test_calls_and_uploads() -> None:
     async def story() -> None:
-        server = Server(Recorder(), lambda _: "x", Limits(), None)
+        server = Server(Recorder(), lambda _: "x", LinkLimits(), None)
 
         async def later(metadata: Mapping[str, str], request: bytes) -> bytes:
             await asyncio.sleep(0)
@@ -354,7 +354,7 @@ def test_upload_may_take_its_time_while_it_is_taken(monkeypatch: pytest.MonkeyPa
 
     async def story() -> None:
         monkeypatch.setattr(sys.modules["atoll.transport.dial"], "Channel", Slow)  # the package's `dial` is the function
-        chunk = bytes(Limits.chunk_bytes)
+        chunk = bytes(LinkLimits.chunk_bytes)
         assert await upload("far.away:1", "take", {}, [chunk] * 8, None, 0.4) == b"thanks"
         with pytest.raises(LinkFailed, match=re.escape("far.away:1 accepted no data for 0.4 s")):
             await upload("far.away:1", "take", {}, [chunk] * 9, None, 0.4)
@@ -362,7 +362,7 @@ def test_upload_may_take_its_time_while_it_is_taken(monkeypatch: pytest.MonkeyPa
     run(story())
 
 
-PULSING = Limits(pulse_seconds=0.1, assembling_max=100)
+PULSING = LinkLimits(pulse_seconds=0.1, assembling_max=100)
 
 
 def test_link_without_messages_lives_by_its_pulses_which_are_no_messages() -> None:
@@ -411,7 +411,7 @@ def test_chunks_that_come_are_a_sign_of_life_whatever_became_of_the_pulses() -> 
 def test_end_that_reads_no_further_does_not_blame_the_peer_for_its_silence() -> None:
     async def story() -> None:
         here, there = Recorder(), Recorder()
-        async with paired(here, there, Limits(pulse_seconds=0.1, queue_messages_max=3)) as (left, right, (_, bulk)):
+        async with paired(here, there, LinkLimits(pulse_seconds=0.1, queue_messages_max=3)) as (left, right, (_, bulk)):
             bulk.gate.clear()
             left.send(b"bulk", [bytes(10)])
             for _ in range(4):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from atoll.transport import Limits, Link, Refused, Server, ServerCredentials
+from atoll.transport import Link, LinkLimits, Refused, Server, ServerCredentials
 from atoll.transport.link import Notifier
 
 
@@ -98,7 +98,7 @@ def pipes(rng: random.Random | None = None) -> tuple[End, End, Pipe]:
 
 @asynccontextmanager
 async def paired(
-    a: Recorder, b: Recorder, limits: Limits, rng: random.Random | None = None
+    a: Recorder, b: Recorder, limits: LinkLimits, rng: random.Random | None = None
 ) -> AsyncIterator[tuple[Link, Link, list[Pipe]]]:
     """Two links without a network; the pipes lead from the first to the second, the talk stream's is the first of them."""
     streams = [pipes(rng) for _ in range(1 + limits.connections)]
@@ -135,9 +135,9 @@ def credentials_of(name: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def serving(
-    handler: Recorder, limits: Limits | None = None, credentials: ServerCredentials | None = None
+    handler: Recorder, limits: LinkLimits | None = None, credentials: ServerCredentials | None = None
 ) -> AsyncIterator[tuple[Server, str]]:
-    server = Server(handler, admit, limits or Limits(), credentials)
+    server = Server(handler, admit, limits or LinkLimits(), credentials)
     address = await server.start("127.0.0.1:0")
     try:
         yield server, address

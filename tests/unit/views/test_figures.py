@@ -11,8 +11,8 @@ import pytest
 
 from atoll.config import PRESETS
 from atoll.errors import UserError
-from atoll.views.figures import draw, plot_comparison
-from atoll.views.run import Summary, Tokens
+from atoll.views.figures import draw_runs, plot_comparison
+from atoll.views.run import Summary, TokenCounts
 
 pytest.importorskip("matplotlib")
 
@@ -20,7 +20,7 @@ pytest.importorskip("matplotlib")
 def summary(preset: str, loss: float | None = 2.5, **changes: Any) -> Summary:
     usual: dict[str, Any] = {
         "preset": preset, "learners": 4, "seed": 0, "total_steps": 200, "goodput": 0.95, "uptime": 1.0, "waited_seconds": 0.0,
-        "participants": {"4": 200}, "tokens": Tokens(1, 1, 0, 0, {}), "recoveries": [], "bytes_up": 18_600_000,
+        "participants": {"4": 200}, "tokens": TokenCounts(1, 1, 0, 0, {}), "recoveries": [], "bytes_up": 18_600_000,
         "bytes_down": 18_600_000, "loss_first": 5.55, "loss_final": loss, "theta_sha256": None, "tape": None, "run_dir": None,
         "clock": "virtual", "seconds": 210.0, "fragments": 1,
     }  # fmt: skip
@@ -41,7 +41,7 @@ def texts(summaries: list[Summary]) -> tuple[Any, list[Any]]:
     """The figure as drawn, and its pieces of text that are not empty."""
     from matplotlib.text import Text
 
-    figure = draw(summaries, "ddp")
+    figure = draw_runs(summaries, "ddp")
     figure.canvas.draw()
     return figure, [t for t in figure.findobj(Text) if t.get_text().strip() and t.get_visible()]
 
@@ -101,7 +101,7 @@ def test_suffix_chooses_the_format_and_equal_runs_give_equal_files(tmp_path: Pat
 
 def test_drawing_leaves_pyplot_and_its_backend_alone() -> None:
     before = "matplotlib.pyplot" in sys.modules
-    draw(FAMILY, "ddp")
+    draw_runs(FAMILY, "ddp")
     assert ("matplotlib.pyplot" in sys.modules) == before
 
 

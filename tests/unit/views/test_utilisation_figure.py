@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from atoll.errors import UserError
-from atoll.views.utilisation_figure import USUAL, Line, Panel, draw, plot_utilisation
+from atoll.views.utilisation_figure import USUAL, Line, Panel, draw_utilisation, plot_utilisation
 
 pytest.importorskip("matplotlib")
 
@@ -30,7 +30,7 @@ def texts(figure: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("models", "methods"), [(1, 1), (1, 9), (2, 3), (3, 5), (4, 8)])
 def test_texts_do_not_lie_on_each_other(models: int, methods: int) -> None:
-    figure = draw(panels(models, methods), "decoupled: the smaller of two shares")
+    figure = draw_utilisation(panels(models, methods), "decoupled: the smaller of two shares")
     found = texts(figure)
     renderer = figure.canvas.get_renderer()
     ticks = {id(t) for axes in figure.axes for t in (*axes.get_xticklabels(which="both"), *axes.get_yticklabels())}
@@ -42,7 +42,7 @@ def test_texts_do_not_lie_on_each_other(models: int, methods: int) -> None:
 
 
 def test_axes_have_units_a_log_scale_and_a_legend() -> None:
-    figure = draw(panels(2, 3), "a note")
+    figure = draw_utilisation(panels(2, 3), "a note")
     said = {t.get_text() for t in texts(figure)}
     assert "bandwidth between datacentres, Gbit/s (log scale)\na note" in said
     assert "compute utilisation" in said
@@ -52,8 +52,8 @@ def test_axes_have_units_a_log_scale_and_a_legend() -> None:
 
 
 def test_a_method_looks_the_same_whatever_stands_beside_it() -> None:
-    alone = draw([Panel("m: x", [Line("streaming", POINTS)])]).axes[0]
-    family = draw(panels(1, 8)).axes[0]
+    alone = draw_utilisation([Panel("m: x", [Line("streaming", POINTS)])]).axes[0]
+    family = draw_utilisation(panels(1, 8)).axes[0]
     styles = [{line.get_label(): (line.get_color(), line.get_marker()) for line in axes.get_lines()} for axes in (alone, family)]
     assert styles[0]["streaming"] == styles[1]["streaming"]
     assert len({style for name, style in styles[1].items() if name in USUAL}) == 8

@@ -41,7 +41,7 @@ def bandwidth(
     fragments: o.Fragments = None,
     layers_per_fragment: o.LayersPerFragment = 3,
     pattern: o.PatternName = "strided",
-    codec: o.Codec = "bf16",
+    codec: o.CodecOption = "bf16",
     bits: o.Bits = None,
     calibration: o.Calibration = None,
     datacentres: o.Datacentres = 2,
@@ -67,10 +67,10 @@ def bandwidth(
     atoll simulate bandwidth prints the published table beside ours. Others: atoll simulate bandwidth 10B --method decoupled
     --latency 0.05, or atoll simulate bandwidth --layers 32 --parameters 7e9 --step-time 0.5 --interval 50 --at 2.
     """
-    from atoll.sim.estimates.bandwidth import Link, Star
+    from atoll.sim.estimates.bandwidth import LinkSettings, Star
 
     described = o.Described(layers, parameters, step_time, chips, flops_per_chip, mfu, batch_tokens)
-    link = Link(
+    link = LinkSettings(
         interval, overlap, layers_per_fragment, fragments, cast(Any, pattern), codec, bits,
         o.calibration_of(calibration, described), datacentres, latency, run_steps, steady,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from atoll.config import CODEC
 from atoll.errors import UserError
 
 if TYPE_CHECKING:  # numpy is imported when a table is asked for
-    from atoll.sim.estimates.bandwidth import Link, Question, Star
+    from atoll.sim.estimates.bandwidth import LinkSettings, Question, Star
     from atoll.sim.estimates.utilisation import Compute, Curve
 
 METHOD_NAMES = (
@@ -67,7 +67,9 @@ Overlap = Annotated[
 Fragments = Annotated[int | None, _link("--fragments", "P; takes the place of --layers-per-fragment.")]
 LayersPerFragment = Annotated[int, _link("--layers-per-fragment", "in streaming* and decoupled*.")]
 PatternName = Annotated[str, _link("--pattern", f"which layers share a fragment: {', '.join(PATTERNS)}.")]
-Codec = Annotated[str, _link("--codec", "how a parameter is sent: bf16, fp32, int8, int4, int2, int1, e3m0, top_k:SHARE, ...")]
+CodecOption = Annotated[
+    str, _link("--codec", "how a parameter is sent: bf16, fp32, int8, int4, int2, int1, e3m0, top_k:SHARE, ...")
+]
 Bits = Annotated[
     float | None,
     _link("--bits-per-parameter", "effective bits, in the place of --codec and --calibration; the fp4 row takes a quarter."),
@@ -121,23 +123,25 @@ class Described:
         return all(value is None for value in (self.layers, self.parameters, self.step_time, *self.speed.values()))
 
 
-def questions(models: Sequence[str], described: Described, methods: Sequence[str], link: Link, star: Star) -> list[Question]:
+def questions(
+    models: Sequence[str], described: Described, methods: Sequence[str], link: LinkSettings, star: Star
+) -> list[Question]:
     from atoll.sim.estimates.bandwidth import PUBLISHED_METHODS, Question
 
     known = computes(models, described)
     chosen = list(dict.fromkeys(methods or PUBLISHED_METHODS))
     for method in chosen:
-        refuse([(method not in METHOD_NAMES, f"--method {method}: no such method; there are {', '.join(METHOD_NAMES)}")])
+        refuse_wrong([(method not in METHOD_NAMES, f"--method {method}: no such method; there are {', '.join(METHOD_NAMES)}")])
     check_link(link, chosen)
     check_star(star, link)
     for compute in known.values():
         p = link.fragments
         wrong = p is not None and p > compute.layers
-        refuse([(wrong, f"--fragments {p}: must be at most as many as there are layers, {compute.layers}")])
+        refuse_wrong([(wrong, f"--fragments {p}: must be at most as many as there are layers, {compute.layers}")])
     return [Question(name, compute, method, link, star) for name, compute in known.items() for method in chosen]
 
 
-def refuse(checks: Iterable[tuple[bool, str]]) -> None:
+def refuse_wrong(checks: Iterable[tuple[bool, str]]) -> None:
     for wrong, sentence in checks:
         if wrong:
             raise UserError(sentence)
@@ -147,7 +151,7 @@ def computes(models: Sequence[str], described: Described) -> dict[str, Compute]:
     from atoll.sim.estimates.published import MODELS
 
     for name in models:
-        refuse([(name not in MODELS, f"model {name!r}: there are {', '.join(MODELS)}; another is described by --layers, "
+        refuse_wrong([(name not in MODELS, f"model {name!r}: there are {', '.join(MODELS)}; another is described by --layers, "
                  "--parameters and --step-time")])  # fmt: skip
     _check_described(described)
     if described.says_nothing:
@@ -159,7 +163,7 @@ def _check_described(d: Described) -> None:
     positive = {"--parameters": d.parameters, "--step-time": d.step_time, **d.speed}
     missing = [name for name, value in d.speed.items() if value is None]
     some = len(missing) < len(d.speed)
-    refuse([
+    refuse_wrong([
         (d.layers is not None and not 1 <= d.layers <= LAYERS_MAX, f"--layers {d.layers}: must be from 1 to {LAYERS_MAX}"),
         *((not above_0(v), f"{name} {v:g}: must be a number above 0") for name, v in positive.items() if v is not None),
         (d.mfu is not None and d.mfu > 1, f"--mfu {d.mfu}: is a share of the peak and must be at most 1"),
@@ -184,11 +188,11 @@ def _described(d: Described, base: Compute | None) -> Compute:
     return Compute(layers, parameters, step)
 
 
-def check_link(link: Link, methods: Sequence[str]) -> None:
+def check_link(link: LinkSettings, methods: Sequence[str]) -> None:
     tau = link.overlap
     usual = 2 if any(m.startswith("decoupled") for m in methods) else 1 if any("overlap" in m for m in methods) else 0
     h, bits, centres, late, steps = link.interval, link.bits, link.datacentres, link.latency_seconds, link.run_steps
-    refuse([
+    refuse_wrong([
         (not 1 <= h <= INTERVAL_MAX, f"--interval {h}: must be from 1 to {INTERVAL_MAX}"),
         (tau is not None and tau < 0, f"--overlap {tau}: must be 0 (blocking) or more"),
         (tau is not None and tau >= h, f"--overlap {tau}: must be below --interval {h}"),
@@ -205,10 +209,10 @@ def check_link(link: Link, methods: Sequence[str]) -> None:
     ])  # fmt: skip
 
 
-def check_star(star: Star, link: Link) -> None:
+def check_star(star: Star, link: LinkSettings) -> None:
     learners = star.learners if star.learners is not None else link.datacentres
     quorum, ramp = star.quorum, star.ramp
-    refuse([
+    refuse_wrong([
         (learners < 1, f"--learners {learners}: must be at least 1"),
         (quorum is not None and not 1 <= quorum <= learners, f"--quorum {quorum}: must be from 1 to the {learners} learners"),
         (ramp is not None and not 0 <= ramp < 1, f"--ramp {ramp}: is a share of the run and must be from 0 to below 1"),
@@ -235,7 +239,7 @@ def targets_of(text: str) -> list[float]:
         found = [float(word) for word in text.split(",")]
     except ValueError:
         found = []
-    refuse([(not found or not all(0 < t <= 100 for t in found),
+    refuse_wrong([(not found or not all(0 < t <= 100 for t in found),
              f"--targets {text}: must be numbers above 0 and up to 100, with commas, such as {USUAL_TARGETS}")])  # fmt: skip
     return list(dict.fromkeys(found))
 
@@ -243,16 +247,16 @@ def targets_of(text: str) -> list[float]:
 def axis_of(text: str) -> Curve:
     import numpy as np
 
-    from atoll.sim.estimates.published import grid
+    from atoll.sim.estimates.published import bandwidth_grid
 
     if text == USUAL_GRID:
-        return grid()
+        return bandwidth_grid()
     try:
         low, high, points = text.split(":")
         first, last, count = float(low), float(high), int(points)
     except ValueError:
         raise UserError(f"--grid {text}: must be FROM:TO:POINTS, such as {USUAL_GRID}") from None
-    refuse([
+    refuse_wrong([
         (not above_0(first), f"--grid {text}: bandwidth must be above 0 Gbit/s"),
         (not (above_0(last) and last > first), f"--grid {text}: must end above its beginning"),
         (not 2 <= count <= POINTS_MAX, f"--grid {text}: must have from 2 to {POINTS_MAX} points"),
@@ -261,7 +265,7 @@ def axis_of(text: str) -> Curve:
 
 
 def rates_of(at: Sequence[float]) -> list[float]:
-    refuse((not above_0(gbit), f"--at {gbit:g}: bandwidth must be above 0 Gbit/s") for gbit in at)
+    refuse_wrong((not above_0(gbit), f"--at {gbit:g}: bandwidth must be above 0 Gbit/s") for gbit in at)
     return list(at)
 
 

@@ -27,7 +27,7 @@ MTBI, SLICE, STEP, NOISE, DOWN, UP, RESTART, RETURN, SHAPE, EXPONENT = 365.0, 12
 """FailureModel's own defaults, in the options' units; a test holds them equal."""
 
 
-def failure_model(
+def model_from_options(
     mtbi: float = MTBI, slice_chips: int = SLICE, step: float = STEP, noise: float = NOISE, down: float = DOWN, up: float = UP,
     restart: float = RESTART, returns: float = RETURN, shape: float = SHAPE, exponent: float = EXPONENT,
 ) -> FailureModel:  # fmt: skip

@@ -16,7 +16,7 @@ from atoll.errors import UserError
 
 if TYPE_CHECKING:
     from atoll.sim.estimates.failures import FailureModel
-    from atoll.sim.estimates.goodput import Answer
+    from atoll.sim.estimates.goodput import GoodputEstimate
 
 FIELDS = ("learners", "elastic", "chips", "goodput", "uptime", "standard_error")
 MORE_FIELDS = ("effective_batch", "live_1", "live_10", "live_50", "live_90", "days", "published_goodput", "published_uptime")
@@ -69,7 +69,7 @@ def goodput(
     atoll simulate goodput prints the published table beside ours. Others: atoll simulate goodput --chips 100000
     --learners 1 --learners 8 --mtbi 90, or atoll simulate goodput --chips 2400000 --learners 16 --days 30.
     """
-    model = o.failure_model(
+    model = o.model_from_options(
         mtbi, slice_chips, step, step_noise, down, up, restart, returns, return_shape, return_exponent
     )  # fmt: skip
     _check_figures(figure, pattern)
@@ -109,11 +109,11 @@ def _cells(chips: list[int] | None, learners: list[int] | None, elastic: bool | 
 
 def _answers(
     cells: Sequence[tuple[int, bool, int]], model: FailureModel, days: float | None, precision: float, seed: int
-) -> list[Answer]:
-    from atoll.sim.estimates.goodput import check, simulate
+) -> list[GoodputEstimate]:
+    from atoll.sim.estimates.goodput import check_sizes, simulate
 
     for m, _, n in cells:
-        check(n, m, model)  # all of them, before any is simulated
+        check_sizes(n, m, model)  # all of them, before any is simulated
     found = []
     for number, (m, e, n) in enumerate(cells, 1):
         found.append(simulate(n, m, model, elastic=e, days=days, precision=precision, seed=seed))
@@ -125,13 +125,13 @@ def _answers(
 # ---------------------------------------------------------------- as data
 
 
-def _published(a: Answer) -> tuple[float | None, float | None]:
+def _published(a: GoodputEstimate) -> tuple[float | None, float | None]:
     from atoll.sim.estimates.published import GOODPUT, UPTIME
 
     return GOODPUT.get((a.learners, a.elastic), {}).get(a.chips), UPTIME.get((a.learners, a.elastic), {}).get(a.chips)
 
 
-def _write_csv(path: Path, answers: Sequence[Answer]) -> None:
+def _write_csv(path: Path, answers: Sequence[GoodputEstimate]) -> None:
     try:
         with path.open("w", newline="", encoding="utf8") as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -143,7 +143,7 @@ def _write_csv(path: Path, answers: Sequence[Answer]) -> None:
         raise UserError(f"--csv {path}: cannot be written ({error.strerror})") from None
 
 
-def _draw(answers: Sequence[Answer], path: Path) -> None:
+def _draw(answers: Sequence[GoodputEstimate], path: Path) -> None:
     from atoll.views.goodput_figure import Series, plot_goodput
 
     series = []
@@ -183,7 +183,7 @@ def _name(learners: int, elastic: bool) -> str:
     return f"{learners} learner{'s' if learners > 1 else ''}, {'elastic' if elastic else 'not elastic'}"
 
 
-def _show(answers: Sequence[Answer], model: FailureModel, *, published: bool) -> None:
+def _show(answers: Sequence[GoodputEstimate], model: FailureModel, *, published: bool) -> None:
     if published:
         out.print(_beside(answers, 0, "Goodput, per cent: ours (published, difference)"))
         out.print(_beside(answers, 1, "Uptime, per cent: ours (published, difference)"))
@@ -194,7 +194,7 @@ def _show(answers: Sequence[Answer], model: FailureModel, *, published: bool) ->
     out.print(f"constants: {model.describe()}", soft_wrap=True)
 
 
-def _beside(answers: Sequence[Answer], which: int, title: str) -> Table:
+def _beside(answers: Sequence[GoodputEstimate], which: int, title: str) -> Table:
     sizes = list(dict.fromkeys(a.chips for a in answers))
     table = Table(title=title, title_justify="left")
     table.add_column("learners", no_wrap=True)
@@ -210,7 +210,7 @@ def _cell(ours: float, published: float | None) -> str:
     return f"{ours:.1f}" if published is None else f"{ours:.1f} ({published:g}, {ours - published:+.1f})"
 
 
-def _closing(answers: Sequence[Answer]) -> str:
+def _closing(answers: Sequence[GoodputEstimate]) -> str:
     pairs = [pair for a in answers for pair in zip((a.goodput, a.uptime), _published(a), strict=True)]
     apart = [abs(ours - known) for ours, known in pairs if known is not None]
     near, nearly = sum(d <= 3.0 for d in apart), sum(d <= 3.5 for d in apart)
@@ -221,7 +221,7 @@ def _closing(answers: Sequence[Answer]) -> str:
     )
 
 
-def _details(answers: Sequence[Answer], model: FailureModel) -> Table:
+def _details(answers: Sequence[GoodputEstimate], model: FailureModel) -> Table:
     from atoll.sim.estimates.goodput import closed_form
 
     table = Table(title="Per cent, with the standard error in points", title_justify="left")

@@ -8,12 +8,12 @@ import typer
 from rich.table import Table
 
 from atoll.cli.shared import JsonOption, err, out, print_json
-from atoll.cli.simulate.failure_options import failure_model
+from atoll.cli.simulate.failure_options import model_from_options
 from atoll.config import load
 from atoll.errors import UserError
 
 if TYPE_CHECKING:
-    from atoll.sim.estimates.scavenge import Answer, Scene
+    from atoll.sim.estimates.scavenge import ScavengeEstimate, Scene
 
 Extra = Annotated[
     list[float] | None,
@@ -58,7 +58,7 @@ def scavenge(
             raise UserError(f"{option} {value:g}: must be above 0")
     if latency < 0:
         raise UserError(f"--latency {latency:g}: must be 0 s or more")
-    model = failure_model(down=resize, up=resize)
+    model = model_from_options(down=resize, up=resize)
     cluster = {
         "step_seconds": step_time, "step_noise": 0.02, "parameters": int(parameters), "up_gbit": gbit, "down_gbit": gbit,
         "latency_seconds": latency,
@@ -81,7 +81,7 @@ def scavenge(
         _show(found, scene)
 
 
-def _show(found: list[Answer], scene: Scene) -> None:
+def _show(found: list[ScavengeEstimate], scene: Scene) -> None:
     c = scene.settings.cluster
     table = Table(title="Time to finish, relative to the base alone", title_justify="left")
     for name in ("scavenged f", "ideal", "decoupled", "off the ideal", "elastic data-parallel", "joins", "seconds to join"):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.cli.runs import readable_tape, virtual_summary
 from atoll.cli.shared import (
     JsonOption,
@@ -57,7 +57,7 @@ def tape(
     Chips fail by chance, slices go and come back, learners resize and take smaller batches; who merges with whom follows from
     that. The recipe's protocol, learners and outer steps are taped; its model may be another when it is trained on.
     """
-    model = o.failure_model(mtbi, slice_chips, step, step_noise, down, up, o.RESTART, returns, return_shape, return_exponent)
+    model = o.model_from_options(mtbi, slice_chips, step, step_noise, down, up, o.RESTART, returns, return_shape, return_exponent)
     settings = settings_from(recipe, preset, learners, seed, set_)
     settings = changed(settings, overrides={"cluster": {"step_seconds": step, "step_noise": step_noise}})
     directory = out_dir or new_directory(f"tape-{settings.preset}", settings.seed)
@@ -74,5 +74,5 @@ def record(settings: Config, chips: int, model: FailureModel, directory: Path, q
     slices = SliceHardware(settings, chips, model, settings.seed)
     view = RunView(settings.learners)
     with RunProgress(settings, view, quiet, "virtual ") as progress, readable_tape(directory):
-        done = run_virtual(settings, Plan(), directory, tensors=False, slices=slices, observers=[view, progress])
+        done = run_virtual(settings, ChaosPlan(), directory, tensors=False, slices=slices, observers=[view, progress])
     show(virtual_summary(settings, view, done, directory), quiet)

@@ -25,7 +25,7 @@ from atoll.config import Config, to_toml
 from atoll.errors import AtollError, ConfigError, RunFailed, UserError
 from atoll.ids import LearnerId
 from atoll.runtime.ddp.rank import USERS_FAULT, main
-from atoll.runtime.ddp.report import DdpOutcome, Job, Looked, RankReport, Stepped, _Fold, _outcome
+from atoll.runtime.ddp.report import DdpOutcome, HeldoutReport, Job, RankReport, Stepped, _Fold, _outcome
 from atoll.tape.folder import refuse_used
 from atoll.tape.heldout import HeldoutPoint, append_point, points_in
 
@@ -53,7 +53,7 @@ def run_ddp(
     progress: Progress | None = None, looked: Callable[[HeldoutPoint], None] = lambda point: None,
 ) -> DdpOutcome:  # fmt: skip
     """Train `config` by one process a learner and return when all have ended. `progress(steps done, mean train loss)`."""
-    check(config)
+    check_supported(config)
     devices, backend = devices_for(device, config.learners)
     _prepare(directory, config, Job(threads, backend, devices, tuple(allowed)))
     fold = _Fold(config.learners)
@@ -66,7 +66,7 @@ def run_ddp(
     return _outcome(config, backend, fold, reports, points_in(directory))
 
 
-def check(config: Config) -> None:
+def check_supported(config: Config) -> None:
     """Whatever the virtual preset can do and torch's data-parallel cannot is refused by its key."""
     p, sizes = config.protocol, config.data.samples_by_learner
     for key, value, right, sentence in (
@@ -152,10 +152,10 @@ def _follow(
                     continue
                 *lines, rests[rank] = (rests[rank] + chunk).split(b"\n")
                 for line in lines:
-                    said = msgspec.json.decode(line, type=Stepped | Looked | RankReport)
+                    said = msgspec.json.decode(line, type=Stepped | HeldoutReport | RankReport)
                     if isinstance(said, RankReport):
                         reports[rank] = said
-                    elif isinstance(said, Looked):
+                    elif isinstance(said, HeldoutReport):
                         append_point(directory, said.point)
                         looked(said.point)
                     elif (loss := fold.add(said)) is not None and progress is not None:

@@ -27,7 +27,7 @@ from atoll.executor.cuda.learner import to_device
 from atoll.executor.environment import use_threads
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.ids import LearnerId, Nanos, seconds
-from atoll.runtime.ddp.report import Job, Looked, RankReport, Stepped
+from atoll.runtime.ddp.report import HeldoutReport, Job, RankReport, Stepped
 from atoll.store.tokenizer_file import write_tokenizer_file
 from atoll.store.versions import digest
 from atoll.store.weights import save_weights
@@ -132,7 +132,7 @@ def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO)
         if config.data.heldout_every and (step + 1) % config.data.heldout_every == 0 and step + 1 < config.total_steps:
             with clock.standing():
                 if rank == 0:
-                    _say(channel, Looked(HeldoutPoint(step + 1, task.evaluate(model))))
+                    _say(channel, HeldoutReport(HeldoutPoint(step + 1, task.evaluate(model))))
                 _meet(device)
     params = [read_params(theta, fragment).cpu() for fragment in task.layout.fragments]
     buffers = [read_buffers(theta, fragment).cpu() for fragment in task.layout.fragments]
@@ -163,7 +163,7 @@ def _merge_buffers(task: Task, tensors: Mapping[str, Tensor]) -> int:
     return sent
 
 
-def _say(channel: BinaryIO, word: Stepped | Looked | RankReport) -> None:
+def _say(channel: BinaryIO, word: Stepped | HeldoutReport | RankReport) -> None:
     channel.write(msgspec.json.encode(word) + b"\n")
 
 

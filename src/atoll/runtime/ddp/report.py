@@ -11,7 +11,7 @@ import msgspec
 from atoll.config import Config
 from atoll.ids import LearnerId, Nanos, seconds
 from atoll.tape.heldout import HeldoutPoint
-from atoll.views.run import Summary, Tokens
+from atoll.views.run import Summary, TokenCounts
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     loss: float
 
 
-class Looked(msgspec.Struct, frozen=True, tag=True):
+class HeldoutReport(msgspec.Struct, frozen=True, tag=True):
     """Rank 0, on the way."""
 
     point: HeldoutPoint
@@ -129,7 +129,7 @@ def summary_of(config: Config, outcome: DdpOutcome, run_dir: Path) -> Summary:
     return Summary(
         preset=config.preset, learners=config.learners, seed=config.seed, total_steps=config.total_steps,
         goodput=round(outcome.goodput, 6), uptime=round(outcome.uptime, 6), waited_seconds=round(outcome.waited_seconds, 6),
-        participants=outcome.participants, tokens=Tokens(outcome.tokens, outcome.tokens, 0, 0, {}), recoveries=[],
+        participants=outcome.participants, tokens=TokenCounts(outcome.tokens, outcome.tokens, 0, 0, {}), recoveries=[],
         bytes_up=outcome.bytes_up, bytes_down=outcome.bytes_down, loss_first=outcome.loss_first,
         loss_final=outcome.loss_final, theta_sha256=outcome.theta_sha256, tape=None, run_dir=str(run_dir),
         clock="wall", seconds=round(outcome.seconds, 6), fragments=1, accuracy=outcome.ranks[0].accuracy,

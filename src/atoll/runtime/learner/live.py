@@ -46,7 +46,7 @@ from atoll.runtime.learner.sender import GOODBYE_SECONDS, Sender
 from atoll.runtime.loop import Alarm, Mail
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import TapeWriter
-from atoll.transport import Backoff, Limits, Link, LinkFailed, Refused, dial
+from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, dial
 
 log = logging.getLogger("atoll.learner")
 
@@ -85,7 +85,7 @@ class LiveLearner:
         self._mail: Mail | None = None
         self._rng = random.Random(f"{placement.run} {placement.learner} {placement.incarnation}")
         self._peers = Peers(self, address, placement, self._rng)
-        self._limits = Limits(connections=address.connections, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
+        self._limits = LinkLimits(connections=address.connections, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
         self._turn = threading.Condition()
         self._keeper: asyncio.Task[None] | None = None
         self._next: InnerStep | None = None

@@ -20,7 +20,7 @@ from atoll.protocol.vocabulary import ConnectionLost, Event, StateRequest, State
 from atoll.runtime import payload as wire
 from atoll.runtime.loop import Mail
 from atoll.runtime.syncer.places import Placement
-from atoll.transport import Backoff, Limits, Link, LinkFailed, Refused, Server, dial
+from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, Server, dial
 
 if TYPE_CHECKING:
     from atoll.runtime.learner.address import Address
@@ -31,13 +31,13 @@ STATE_BYTES_MAX = 1 << 44
 """Weights, anchors and moments of any model there is. A syncer's ticket vouches for who sends it."""
 
 
-class Learner(Protocol):
+class PeerListener(Protocol):
     def happen(self, event: Event) -> None: ...
     async def take(self, envelope: Any, data: memoryview | None, still: Callable[[], bool]) -> None: ...
 
 
 class Peers:
-    def __init__(self, learner: Learner, address: Address, placement: Placement, rng: random.Random) -> None:
+    def __init__(self, learner: PeerListener, address: Address, placement: Placement, rng: random.Random) -> None:
         self._learner = learner
         self._address = address
         self._placement = placement
@@ -53,7 +53,7 @@ class Peers:
         self._loop = asyncio.get_running_loop()
         if self._address.listen:
             # a newcomer sends a request of a few bytes; what it is sent is a whole state
-            limits = Limits(payload_bytes_max=1 << 20, queue_bytes_max=STATE_BYTES_MAX)
+            limits = LinkLimits(payload_bytes_max=1 << 20, queue_bytes_max=STATE_BYTES_MAX)
             self._server = Server(self, self._admit, limits, self._address.server_credentials)
             bound = await self._server.start(self._address.listen)
             self.advertised = self._address.advertise or bound
@@ -109,7 +109,7 @@ class Peers:
                 me = self._placement
                 link = await dial(
                     address, self, peer=str(peer), credentials=self._address.peer_credentials,
-                    limits=Limits(payload_bytes_max=STATE_BYTES_MAX),
+                    limits=LinkLimits(payload_bytes_max=STATE_BYTES_MAX),
                     metadata={"run": me.run, "ticket": str(ticket), "key": key, "learner": str(me.learner)},
                 )  # fmt: skip
                 link.send(head)

@@ -15,7 +15,7 @@ from atoll.errors import AtollError
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.vocabulary import LearnerState
 from atoll.runtime.syncer.snapshots import log
-from atoll.store.snapshots import load_learner, read_manifest, syncer_root, write_learner
+from atoll.store.snapshots import load_learner_part, read_manifest, syncer_root, write_learner
 
 
 class LearnerSnapshots:
@@ -50,7 +50,7 @@ class LearnerSnapshots:
 
     def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any:
         assert self._resume is not None
-        return load_learner(self._resume).state
+        return load_learner_part(self._resume).state
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -73,5 +73,5 @@ def sealed_beside(directory: Path, run: str) -> set[OuterStep]:
 
 def learner_state_of(part: Path) -> tuple[OuterStep, LearnerState]:
     """Where a learner stood, from its part of a snapshot."""
-    found = load_learner(part)
+    found = load_learner_part(part)
     return found.manifest.snapshot, msgspec.json.decode(found.syncer_state, type=LearnerState)

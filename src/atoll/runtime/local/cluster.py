@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from atoll.chaos import Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Plan, Scavenge, Slow, describe
+from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Scavenge, Slow, describe_fault
 from atoll.config import Config, to_toml
 from atoll.errors import RunFailed, UserError
 from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
@@ -75,7 +75,7 @@ class _Worker:
 
 class LocalCluster:
     def __init__(
-        self, config: Config, directory: Path, plan: Plan, *, threads: int = 1, device: str = "cpu",
+        self, config: Config, directory: Path, plan: ChaosPlan, *, threads: int = 1, device: str = "cpu",
         allowed: Sequence[str] = (), resume: tuple[Path, int] | None = None,
         watch: Callable[[Record], None] | None = None, say: Callable[[str], None] = lambda text: None,
         looked: Callable[[HeldoutPoint], None] = lambda point: None,
@@ -268,7 +268,7 @@ class LocalCluster:
     def strike(self, fault: Fault) -> None:
         """Now, whatever its `at` says."""
         began = time.monotonic() - (self._clock0 or time.monotonic())
-        self.struck.append(describe(fault).strip())
+        self.struck.append(describe_fault(fault).strip())
         self._say(f"chaos: {self.struck[-1]}")
         match fault:
             case Kill(learner=learner, lasts=lasts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from atoll.chaos import Clog, Corrupt, Fault, Partition, Plan
+from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Partition
 from atoll.ids import SYNCER, LearnerId, WorkerId
 from atoll.runtime.local.proxy import Faults, Proxy
 from atoll.runtime.loop import Loop
@@ -15,7 +15,7 @@ class FaultProxies:
     """Between a learner and the syncer the proxy stands in front of the syncer, one for each learner that a plan names.
     Between two learners it stands in front of each, and hurts whoever recovers from them."""
 
-    def __init__(self, plan: Plan, learners: int) -> None:
+    def __init__(self, plan: ChaosPlan, learners: int) -> None:
         links = [(f.a, f.b) for f in plan.faults if isinstance(f, Partition | Clog | Corrupt)]
         self._to_syncer = {worker for link in links if SYNCER in link for worker in link if worker != SYNCER}
         self._to_peer = {worker for link in links if SYNCER not in link for worker in link}

@@ -168,7 +168,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 
 
 @dataclass(eq=False)
-class Split:
+class ActivePartition:
     """A partition under way."""
 
     directions: Directions
@@ -183,7 +183,7 @@ class Proxy:
         self.connections = 0  # accepted so far, refused ones included
         self._ways: dict[Direction, _Way] = {"up": _Way(), "down": _Way()}
         self._links: set[_Link] = set()
-        self._splits: list[Split] = []
+        self._splits: list[ActivePartition] = []
         self._server: asyncio.Server | None = None
         self._target: Callable[[], str]
 
@@ -242,16 +242,16 @@ class Proxy:
         for direction in _EACH[directions]:
             self._ways[direction].release()
 
-    def partition(self, directions: Directions = "both", detect_seconds: float = 3.0) -> Split:
+    def partition(self, directions: Directions = "both", detect_seconds: float = 3.0) -> ActivePartition:
         """Hold, and break and refuse everything once `detect_seconds` have passed. What it returns names it to `heal`:
         overlapping partitions need not end in the order they began."""
-        split = Split(directions)
+        split = ActivePartition(directions)
         self._splits.append(split)
         self.hold(directions)
         split.timer = asyncio.get_running_loop().call_later(detect_seconds, self._notice, split)
         return split
 
-    def heal(self, split: Split | None = None) -> None:
+    def heal(self, split: ActivePartition | None = None) -> None:
         """End this partition; without an argument, the newest. Healed before it is noticed, it was a clog."""
         if not self._splits:
             raise ValueError("healed more often than partitioned")
@@ -279,7 +279,7 @@ class Proxy:
         for way in self._ways.values():
             way.limit(bytes_per_second)
 
-    def _notice(self, split: Split) -> None:
+    def _notice(self, split: ActivePartition) -> None:
         split.noticed = True
         self.cut()
 

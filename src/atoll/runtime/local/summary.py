@@ -14,7 +14,7 @@ from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.interface import Machine
 from atoll.store.durable import DurableVersions
 from atoll.store.memory_snapshots import MemorySnapshots
-from atoll.store.snapshots import load_learner
+from atoll.store.snapshots import load_learner_part
 from atoll.store.versions import MemoryVersions
 from atoll.tape.format import Record
 from atoll.tape.heldout import points_in
@@ -67,7 +67,7 @@ class _StartSnapshots(MemorySnapshots):
         self._directory = directory
 
     def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any:
-        return load_learner(self._directory / "learners" / str(learner) / "start").state
+        return load_learner_part(self._directory / "learners" / str(learner) / "start").state
 
 
 def executor_for_replay(directory: Path) -> Callable[[Task], TensorExecutor]:

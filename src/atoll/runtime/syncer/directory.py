@@ -45,7 +45,7 @@ from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tasks.task import Task, initial_versions
 from atoll.tensors.layout import Layout
 from atoll.tensors.outer import initial_state, outer_rule
-from atoll.transport.keys import Tokens, make_token, random_token_secret
+from atoll.transport.keys import JoinTokens, make_token, random_token_secret
 
 log = logging.getLogger("atoll.syncer")
 
@@ -177,16 +177,16 @@ class Home:
         snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
         self.executor = TensorSyncer(self.config, self.layout.fragments, disk, snapshots)
 
-    def _tokens(self, keys: Path | None) -> Tokens:
+    def _tokens(self, keys: Path | None) -> JoinTokens:
         """From `atoll keys`, or the run's own."""
         if keys is not None and (keys / "token.key").exists():
-            return Tokens.load(keys)
+            return JoinTokens.load(keys)
         path = self.directory / "token.key"
         if not path.exists():
             secret = random_token_secret()
             write_private(self.directory / "token", make_token(secret).encode())
             write_private(path, secret)
-        return Tokens.load(self.directory)
+        return JoinTokens.load(self.directory)
 
     # ------------------------------------------------------------ while it runs
 

@@ -20,7 +20,7 @@ from atoll.errors import DataError
 from atoll.ids import Incarnation, LearnerId, worker_name
 from atoll.runtime.log import hushed
 from atoll.transport import Refused
-from atoll.transport.keys import Tokens, random_token_secret, session_key, session_ok
+from atoll.transport.keys import JoinTokens, random_token_secret, session_key, session_ok
 
 said = hushed("atoll.syncer.peers")
 """What peers make us say."""
@@ -60,8 +60,9 @@ class Placed(msgspec.Struct, frozen=True):
 
 class Places:
     def __init__(
-        self, directory: Path, run: str, tokens: Tokens, members_max: int, is_here: Callable[[LearnerId], bool], now: float = 0.0
-    ) -> None:
+        self, directory: Path, run: str, tokens: JoinTokens, members_max: int, is_here: Callable[[LearnerId], bool],
+        now: float = 0.0,
+    ) -> None:  # fmt: skip
         self._run = run
         self._tokens = tokens
         self._members_max = members_max

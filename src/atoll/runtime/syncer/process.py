@@ -55,7 +55,7 @@ from atoll.runtime.loop import Alarm, Mail
 from atoll.runtime.syncer.directory import Home
 from atoll.runtime.syncer.places import PROTOCOL, JoinRequest, Placement, said
 from atoll.store.tensor_files import StorageFailed
-from atoll.transport import Limits, Link, Refused, Server, ServerCredentials
+from atoll.transport import Link, LinkLimits, Refused, Server, ServerCredentials
 
 log = logging.getLogger("atoll.syncer")
 hushed("grpc._cython.cygrpc")  # a peer that does not read makes it complain, a traceback a time
@@ -81,7 +81,7 @@ class SyncerProcess:
         self._advertised: dict[LearnerId, str] = {}
         self._payloads: OrderedDict[tuple[int, OuterStep, bool], wire.Buffers | None] = OrderedDict()
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
-        limits = Limits(assembling_max=4 + 2 * self._config.protocol.overlap, queue_bytes_max=1 << 44)
+        limits = LinkLimits(assembling_max=4 + 2 * self._config.protocol.overlap, queue_bytes_max=1 << 44)
         self._server = Server(self, self._admit, limits, credentials)
         self._server.on_call("Join", self._join)
         self._server.on_upload("Upload", self._upload_model, self._upload_bytes_max)

@@ -12,8 +12,17 @@ import numpy as np
 
 from atoll.config import Config
 from atoll.executor.null import wire_bits
-from atoll.sim.estimates.decoupled import DecoupledAnswer, at_bandwidth, bisected, decoupled, settings_for
-from atoll.sim.estimates.published import BANDWIDTH, CALIBRATION, INTERVAL, LAYERS_PER_FRAGMENT, MODELS, TARGETS, grid, printed
+from atoll.sim.estimates.decoupled import DecoupledEstimate, at_bandwidth, bisected, measure_decoupled, settings_for
+from atoll.sim.estimates.published import (
+    BANDWIDTH,
+    CALIBRATION,
+    INTERVAL,
+    LAYERS_PER_FRAGMENT,
+    MODELS,
+    TARGETS,
+    bandwidth_grid,
+    printed,
+)
 from atoll.sim.estimates.utilisation import Compute, Curve, Exchange, Method, Pattern, first_reaching, utilisation
 
 GRAPH_METHODS: Final[dict[str, tuple[Method, int]]] = {
@@ -34,7 +43,7 @@ CURVE_POINTS: Final = 16
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkSettings:
     """How data crosses between datacentres. The defaults are those of the published table."""
 
     interval: int = INTERVAL
@@ -80,7 +89,7 @@ class Question:
     model: str
     compute: Compute
     method: str
-    link: Link = Link()
+    link: LinkSettings = LinkSettings()
     star: Star = Star()
 
     @property
@@ -132,8 +141,8 @@ def row(question: Question, targets: Sequence[float], axis: Curve, at: Sequence[
 
 def _published(question: Question, targets: Sequence[float], axis: Curve) -> tuple[float | None, ...] | None:
     cells = BANDWIDTH.get((question.model, question.method))
-    same = question.compute == MODELS.get(question.model) and question.link == Link() and np.array_equal(axis, grid())
-    if cells is None or not same:
+    published = question.compute == MODELS.get(question.model) and question.link == LinkSettings()
+    if cells is None or not published or not np.array_equal(axis, bandwidth_grid()):
         return None
     known = dict(zip(TARGETS, cells, strict=True))
     return tuple(known.get(int(target)) if target == int(target) else None for target in targets)
@@ -155,7 +164,7 @@ def exchange_for(question: Question) -> Exchange:
     )  # fmt: skip
 
 
-def effective_bits(method: str, link: Link) -> float:
+def effective_bits(method: str, link: LinkSettings) -> float:
     """The 4-bit row is a quarter of the 16-bit one, as published; under the plain calibration e3m0 with its scales."""
     if link.bits is not None:
         return link.bits / 4 if method == FP4 else link.bits
@@ -202,8 +211,8 @@ def _through_the_syncer(
     settings, down = config_for(question), question.star.down_ratio
 
     @cache
-    def answer(gbit: float) -> DecoupledAnswer:
-        return decoupled(at_bandwidth(settings, gbit, gbit * down))
+    def answer(gbit: float) -> DecoupledEstimate:
+        return measure_decoupled(at_bandwidth(settings, gbit, gbit * down))
 
     values = [float(gbit) for gbit in axis]
     found = [bisected(lambda gbit: answer(gbit).utilisation, values, share) for share in shares]
@@ -213,7 +222,7 @@ def _through_the_syncer(
     return found, reached, drawn
 
 
-def _remark(answer: DecoupledAnswer, interval: int) -> str:
+def _remark(answer: DecoupledEstimate, interval: int) -> str:
     return (
         f"computes {answer.compute_share:.1%} of the time, a fragment every {answer.interval_kept:.1f} steps instead of "
         f"{interval}, adopted {answer.staleness:.1f} steps after its round closed"

@@ -18,7 +18,7 @@ from atoll import config
 from atoll.config import Config
 from atoll.ids import SYNCER, LearnerId, LocalStep, Nanos, OuterStep, WorkerId, seconds
 from atoll.protocol.vocabulary import Adopt, Effect, Event, FixParticipants, StepDone
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 
 WARM_UP, MEASURED = 4, 3
 """Intervals. The queue of a link that is too slow fills up within the first; in the second the pattern repeats."""
@@ -27,7 +27,7 @@ PATIENT = {"start_wait_seconds": 1e9, "first_pull_seconds": 1e9, "recovery_inter
 
 
 @dataclass(frozen=True)
-class DecoupledAnswer:
+class DecoupledEstimate:
     compute_share: float
     """Of the learners' time since the first round, spent in inner steps: 1 but for waits in the ramp, pauses, recoveries."""
     schedule_kept: float
@@ -51,13 +51,13 @@ def settings_for(preset: str, layers: Mapping[str, Any]) -> Config:
     return msgspec.structs.replace(settings, total_steps=steps, cluster=cluster)
 
 
-def decoupled(settings: Config) -> DecoupledAnswer:
+def measure_decoupled(settings: Config) -> DecoupledEstimate:
     """Run it; `settings_for` gives it the length it needs."""
     interval = settings.protocol.local_steps_per_round
     watch = _Watch(settings.total_steps - MEASURED * interval)
-    Cluster(settings, observers=[watch]).run()
+    VirtualCluster(settings, observers=[watch]).run()
     kept = watch.interval(settings.learners * settings.protocol.fragments)
-    return DecoupledAnswer(
+    return DecoupledEstimate(
         compute_share=watch.compute_share(), schedule_kept=min(1.0, interval / kept), interval_kept=kept,
         staleness=watch.staleness(settings.cluster.step_seconds),
     )  # fmt: skip

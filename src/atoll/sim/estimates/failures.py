@@ -117,7 +117,7 @@ class Stretch(NamedTuple):
         return self.start + self.seconds + self.stop
 
 
-class Learner:
+class SlicedLearner:
     """A learner's chips: `advance` yields its history up to a time, and can be called again for more."""
 
     def __init__(self, chips: int, model: FailureModel, rng: np.random.Generator, *, elastic: bool = True) -> None:

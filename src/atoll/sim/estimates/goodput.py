@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from atoll.errors import UserError
-from atoll.sim.estimates.failures import FailureModel, Learner, Stretch
+from atoll.sim.estimates.failures import FailureModel, SlicedLearner, Stretch
 
 DAY = 86400.0
 BATCHES = 20
@@ -30,7 +30,7 @@ QUANTILES = (0.01, 0.1, 0.5, 0.9)
 
 
 @dataclass(frozen=True)
-class Answer:
+class GoodputEstimate:
     learners: int
     elastic: bool
     chips: int
@@ -47,7 +47,7 @@ class Answer:
     """Resizes and restarts that were simulated."""
 
 
-def check(chips: int, learners: int, model: FailureModel) -> None:
+def check_sizes(chips: int, learners: int, model: FailureModel) -> None:
     if chips < 1:
         raise UserError(f"--chips {chips}: must be at least 1")
     if learners < 1:
@@ -63,9 +63,9 @@ def check(chips: int, learners: int, model: FailureModel) -> None:
 def simulate(
     chips: int, learners: int, model: FailureModel, *, elastic: bool = True, days: float | None = None,
     precision: float = 0.1, seed: int = 0, progress: Callable[[float], None] | None = None,
-) -> Answer:  # fmt: skip
+) -> GoodputEstimate:  # fmt: skip
     """For `days`, or until the standard error is at most `precision` points. `progress` is told the days simulated."""
-    check(chips, learners, model)
+    check_sizes(chips, learners, model)
     if days is not None and not (0 < days < math.inf):
         raise UserError(f"--days {days:g}: must be above 0")
     if not precision > 0:
@@ -88,7 +88,7 @@ class _Cluster:
         self._learners = learners_of(chips, learners, model, seed, elastic=elastic)
         self._histories: list[list[Stretch]] = [[] for _ in self._learners]
 
-    def run(self, until: float, progress: Callable[[float], None] | None) -> Answer:
+    def run(self, until: float, progress: Callable[[float], None] | None) -> GoodputEstimate:
         """Goes on from where it stands. What comes before the first absences are over is left out."""
         for done, (learner, history) in enumerate(zip(self._learners, self._histories, strict=True), 1):
             history += learner.advance(until)
@@ -101,7 +101,7 @@ class _Cluster:
         uptime = 100 * (1 - np.diff(_idle_by(edges, self._histories)) / span)
         errors = [float(np.std(shares, ddof=1)) / math.sqrt(BATCHES) for shares in (goodput, uptime)]
         batch, live = self._sizes()
-        return Answer(
+        return GoodputEstimate(
             len(self._learners), self._elastic, self._chips, float(np.mean(goodput)), float(np.mean(uptime)), max(errors),
             batch, live, until / DAY, sum(len(h) for h in self._histories),
         )  # fmt: skip
@@ -119,10 +119,10 @@ class _Cluster:
         return float(100 * np.average(shares, weights=weights)), live
 
 
-def learners_of(chips: int, learners: int, model: FailureModel, seed: int, *, elastic: bool = True) -> list[Learner]:
+def learners_of(chips: int, learners: int, model: FailureModel, seed: int, *, elastic: bool = True) -> list[SlicedLearner]:
     """Each with its share of the chips and a random stream of its own."""
     streams = np.random.default_rng([seed, chips, learners]).spawn(learners)
-    return [Learner(n, model, rng, elastic=elastic) for n, rng in zip(deal(chips, learners), streams, strict=True)]
+    return [SlicedLearner(n, model, rng, elastic=elastic) for n, rng in zip(deal(chips, learners), streams, strict=True)]
 
 
 def deal(chips: int, learners: int) -> list[int]:

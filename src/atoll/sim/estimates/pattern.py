@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from atoll.errors import UserError
-from atoll.sim.estimates.failures import FailureModel, Learner, Stretch
-from atoll.sim.estimates.goodput import check, deal
+from atoll.sim.estimates.failures import FailureModel, SlicedLearner, Stretch
+from atoll.sim.estimates.goodput import check_sizes, deal
 
 STEPS, STOPPED, RECOVERS = "steps", "is stopped", "recovers"
 
@@ -30,14 +30,14 @@ Rows = list[list[Band]]
 
 def patterns(chips: int, groups: int, model: FailureModel, span: float, seed: int = 0) -> tuple[Rows, Rows]:
     """(data-parallel, decoupled): a row of bands for each group of chips, after absences have become usual."""
-    check(chips, groups, model)
+    check_sizes(chips, groups, model)
     if not span > 0:
         raise UserError(f"--pattern-minutes {span / 60:g}: must be above 0")
     warm = 2 * model.return_seconds
     rngs = np.random.default_rng([seed, chips, groups]).spawn(groups + 1)
-    whole = Learner(chips, model, rngs[0])
+    whole = SlicedLearner(chips, model, rngs[0])
     together = _within(whole.advance(warm + span), warm, warm + span)
-    alone = [Learner(n, model, rng) for n, rng in zip(deal(chips, groups), rngs[1:], strict=True)]
+    alone = [SlicedLearner(n, model, rng) for n, rng in zip(deal(chips, groups), rngs[1:], strict=True)]
     apart = [_within(learner.advance(warm + span), warm, warm + span) for learner in alone]
     return (
         [_row(together, warm, span, _Group(group, groups, whole.slices)) for group in range(groups)],

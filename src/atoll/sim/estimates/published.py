@@ -42,7 +42,7 @@ BANDWIDTH: Final[dict[tuple[str, str], tuple[float, ...]]] = {
 """Gbit/s by model and method, one for each of TARGETS."""
 
 
-def grid() -> Curve:
+def bandwidth_grid() -> Curve:
     """The bandwidths the table was read off."""
     return np.logspace(-1, 3, 50)
 
@@ -54,7 +54,7 @@ def printed(gbit: float) -> float:
 
 def grid_points_apart(ours: float | None, published: float) -> int:
     """How far our value of the grid is from the nearest one that would be printed as the published cell."""
-    values = grid()
+    values = bandwidth_grid()
     at = len(values) if ours is None else int(np.abs(values - ours).argmin())
     return min(abs(at - point) for point, value in enumerate(values) if printed(value) == published)
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from atoll.chaos import SCAVENGED_MAX, Plan, Scavenge
+from atoll.chaos import SCAVENGED_MAX, ChaosPlan, Scavenge
 from atoll.config import Config
 from atoll.errors import RunFailed, UserError
 from atoll.ids import Nanos, WorkerId, seconds
 from atoll.protocol.vocabulary import Effect, Event, Started, StepDone
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.estimates.utilisation import Compute, Exchange, utilisation
 
@@ -32,7 +32,7 @@ PATIENCE = 4.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class ScavengeEstimate:
     share: float
     """f: scavenged chips over base chips."""
     ideal: float
@@ -62,7 +62,7 @@ class Scene:
             raise UserError(f"--cycles {self.cycles}: must be at least 1")
 
 
-def scavenge(scene: Scene, share: float, model: FailureModel, base_seconds: float | None = None) -> Answer:
+def scavenge(scene: Scene, share: float, model: FailureModel, base_seconds: float | None = None) -> ScavengeEstimate:
     """`base_seconds`, where the base alone has been measured already (`alone`)."""
     extra = check_share(share, scene.settings.learners)
     base = base_seconds if base_seconds is not None else alone(scene)
@@ -70,7 +70,7 @@ def scavenge(scene: Scene, share: float, model: FailureModel, base_seconds: floa
     took = run.finish()
     ideal = 0.5 + 0.5 / (1 + share)
     joining = sum(run.joined) / len(run.joined)
-    return Answer(
+    return ScavengeEstimate(
         share, ideal, took / base, data_parallel(scene, share, model), len(run.joined), joining, took / 3600
     )  # fmt: skip
 
@@ -90,15 +90,15 @@ def check_share(share: float, learners: int) -> int:
 
 def alone(scene: Scene) -> float:
     """Seconds in which the base does the work by itself."""
-    return _Run(scene, Plan()).finish()
+    return _Run(scene, ChaosPlan()).finish()
 
 
-def nights(scene: Scene, extra: int, share: float) -> Plan:
+def nights(scene: Scene, extra: int, share: float) -> ChaosPlan:
     """Day and night do the same work, so a night is shorter."""
     night = scene.day_seconds / (1 + share)
     begins = [scene.day_seconds + cycle * (scene.day_seconds + night) for cycle in range(scene.cycles)]
     first = scene.settings.learners
-    return Plan(tuple(Scavenge(at, learner, night) for at in begins for learner in range(first, first + extra)))
+    return ChaosPlan(tuple(Scavenge(at, learner, night) for at in begins for learner in range(first, first + extra)))
 
 
 def data_parallel(scene: Scene, share: float, model: FailureModel) -> float:
@@ -117,7 +117,7 @@ def data_parallel(scene: Scene, share: float, model: FailureModel) -> float:
 class _Run:
     """A cluster that runs until its learners have trained on so many tokens."""
 
-    def __init__(self, scene: Scene, plan: Plan) -> None:
+    def __init__(self, scene: Scene, plan: ChaosPlan) -> None:
         settings = msgspec.structs.replace(scene.settings, total_steps=FOR_EVER)
         per_second = settings.learners * settings.data.batch_size * settings.data.seq_len / settings.cluster.step_seconds
         self._work = per_second * 2 * scene.day_seconds * scene.cycles
@@ -126,7 +126,7 @@ class _Run:
         self._tokens = 0
         self._since: dict[WorkerId, Nanos] = {}
         self.joined: list[float] = []
-        self._cluster = Cluster(settings, plan=plan, observers=[self._watch])
+        self._cluster = VirtualCluster(settings, plan=plan, observers=[self._watch])
 
     def _watch(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
         if isinstance(event, StepDone):

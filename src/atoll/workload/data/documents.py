@@ -64,7 +64,7 @@ class Source:
 
 
 @dataclass
-class Found:
+class FoundFiles:
     sources: list[Source]
     twice: list[Path]
     """Named again, or reached again by a link, and read once."""
@@ -140,7 +140,7 @@ class FileTexts:
                 yield from _texts(stream, source.path, self._cut, skips)
 
 
-def find_sources(wanted: str, key: str) -> Found:
+def find_sources(wanted: str, key: str) -> FoundFiles:
     """Files in the order of the parts between commas, sorted within a folder or a glob.
 
     A path that exists is that path, whatever characters are in it.
@@ -159,7 +159,7 @@ def find_sources(wanted: str, key: str) -> Found:
                 found[same] = source
         twice += matching.twice
         passed |= {path.resolve(): path for path in matching.passed}
-    return Found(list(found.values()), twice, [path for same, path in passed.items() if same not in found])
+    return FoundFiles(list(found.values()), twice, [path for same, path in passed.items() if same not in found])
 
 
 def _exists(part: str) -> bool:
@@ -169,13 +169,13 @@ def _exists(part: str) -> bool:
         return False
 
 
-def _matching(part: str, key: str) -> Found:
+def _matching(part: str, key: str) -> FoundFiles:
     if not part:
         raise DataError(f"{key}: a name is missing; give a path, a glob, or several separated by commas")
     if _exists(part):
         path = Path(part).expanduser()
         if path.is_file():
-            return Found([Source(path, path.name)], [], [])
+            return FoundFiles([Source(path, path.name)], [], [])
         if not path.is_dir():
             raise DataError(f"{key}: {path} is neither a file nor a folder, and text is read more than once: name a file")
         inside = _in_folder(path, key)
@@ -188,7 +188,7 @@ def _matching(part: str, key: str) -> Found:
     raise DataError(f"{key}: {part} does not exist: {wanted}")
 
 
-def _by_glob(part: str, key: str) -> Found:
+def _by_glob(part: str, key: str) -> FoundFiles:
     """What it matches counts as if it was named, so a folder is entered; but not one that the glob goes into by itself (`**`),
     which says what it wants of it."""
     from_home(part, f"{key} = {part!r}")  # as a Path it would lose a slash at its end, which means folders alone
@@ -198,7 +198,7 @@ def _by_glob(part: str, key: str) -> Found:
     paths = [Path(name) for name in names]
     gone_into = {folder for path in paths if not path.is_dir() for folder in path.parents}
     entered: set[Path] = set()
-    found = Found([], [], [])
+    found = FoundFiles([], [], [])
     for path in paths:
         if _is_special(path) and not path.is_dir():
             found.passed.append(path)
@@ -207,13 +207,13 @@ def _by_glob(part: str, key: str) -> Found:
         elif path not in gone_into and entered.isdisjoint(path.parents):
             entered.add(path)
             inside = _in_folder(path, key)
-            found = Found(found.sources + inside.sources, found.twice + inside.twice, found.passed + inside.passed)
+            found = FoundFiles(found.sources + inside.sources, found.twice + inside.twice, found.passed + inside.passed)
     if not found.sources:
         raise DataError(f"{key}: {part} matches no {_KINDS} file: put text there, or name another")
     return found
 
 
-def _in_folder(root: Path, key: str) -> Found:
+def _in_folder(root: Path, key: str) -> FoundFiles:
     """Sorted by name. Linked folders wait until all that is really there was entered, so that no link renames a file; and no
     folder is entered twice, so that a circle of links ends."""
 
@@ -238,7 +238,7 @@ def _in_folder(root: Path, key: str) -> Found:
     by_kind: dict[bool, list[str]] = {True: [], False: []}
     for each in sorted(files):
         by_kind[each.lower().endswith(IN_FOLDERS) and not _is_special(root / each)].append(each)
-    return Found([Source(root / each, each) for each in by_kind[True]], again, [root / each for each in by_kind[False]])
+    return FoundFiles([Source(root / each, each) for each in by_kind[True]], again, [root / each for each in by_kind[False]])
 
 
 def _is_special(path: Path) -> bool:

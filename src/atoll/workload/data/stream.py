@@ -41,14 +41,14 @@ def token_data(corpus: Corpus, tokenizer: Tokenizer, heldout_share: float = HELD
     split = split_documents(corpus, heldout_share)
     identity = f"{corpus.fingerprint} {tokenizer.fingerprint} {heldout_share}"
     return TokenData(
-        train=pack(split.train, tokenizer),
-        heldout=pack(split.heldout, tokenizer),
+        train=pack_documents(split.train, tokenizer),
+        heldout=pack_documents(split.heldout, tokenizer),
         vocab_size=tokenizer.vocab_size,
         fingerprint=hashlib.sha256(identity.encode()).hexdigest(),
     )
 
 
-def pack(documents: Sequence[bytes], tokenizer: Tokenizer) -> Tensor:
+def pack_documents(documents: Sequence[bytes], tokenizer: Tokenizer) -> Tensor:
     compact = tokenizer.vocab_size <= INT16_VOCAB_MAX
     tokens = array("h" if compact else "i")
     for document in documents:

@@ -20,7 +20,7 @@ from atoll.errors import DataError
 from atoll.workload.data.documents import lone_surrogate
 from atoll.workload.evaluation.likelihood import Likelihood, Query
 
-Record: TypeAlias = Mapping[str, Any]
+QuestionRecord: TypeAlias = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ _KINDS: Final[dict[type, str]] = {
 """What JSON may hold, in words."""
 
 
-def _text(record: Record, key: str) -> str:
+def _text(record: QuestionRecord, key: str) -> str:
     """Checked, because any other value would be asked too: null as the word None, an object by its keys."""
     value = record[key]
     if not isinstance(value, str):
@@ -70,7 +70,7 @@ def _text(record: Record, key: str) -> str:
     return value
 
 
-def _choices(record: Record) -> list[str]:
+def _choices(record: QuestionRecord) -> list[str]:
     found, right = record["choices"], "choices must be a list of at least 2 texts"
     if not isinstance(found, list):
         raise ValueError(f"{right}, and is {_KINDS[type(found)]}")
@@ -90,15 +90,15 @@ def _choose(context: str, choices: Sequence[str], gold: int) -> Item:
     return Item(queries, gold, tuple((len(choice), len(choice.encode())) for choice in choices))
 
 
-def _answer(record: Record) -> Item:
+def _answer(record: QuestionRecord) -> Item:
     return _choose(f"Question: {_text(record, 'ctx')}\nAnswer:", _choices(record), record["gold"])
 
 
-def _continue(record: Record) -> Item:
+def _continue(record: QuestionRecord) -> Item:
     return _choose(_text(record, "ctx"), _choices(record), record["gold"])
 
 
-def _hellaswag(record: Record) -> Item:
+def _hellaswag(record: QuestionRecord) -> Item:
     context = f"{_text(record, 'label')}: {_text(record, 'ctx_a')} {_text(record, 'ctx_b').capitalize()}"
     return _choose(_without_brackets(context), [_without_brackets(choice) for choice in _choices(record)], record["gold"])
 
@@ -108,16 +108,16 @@ def _without_brackets(text: str) -> str:
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
-def _boolq(record: Record) -> Item:
+def _boolq(record: QuestionRecord) -> Item:
     context = f"{_text(record, 'passage')}\nQuestion: {_text(record, 'ctx')}?\nAnswer:"
     return _choose(context, _choices(record), record["gold"])
 
 
-def _siqa(record: Record) -> Item:
+def _siqa(record: QuestionRecord) -> Item:
     return _choose(f"Q: {_text(record, 'passage')} {_text(record, 'ctx')}\nA:", _choices(record), record["gold"])
 
 
-def _copa(record: Record) -> Item:
+def _copa(record: QuestionRecord) -> Item:
     question, joints = _text(record, "question"), {"cause": "because", "effect": "therefore"}
     if question not in joints:
         raise ValueError(f"question = {question!r}: must be cause or effect")
@@ -125,7 +125,7 @@ def _copa(record: Record) -> Item:
     return _choose(f"{_text(record, 'ctx').strip()[:-1]} {joints[question]}", choices, record["gold"])
 
 
-def _winogrande(record: Record) -> Item:
+def _winogrande(record: QuestionRecord) -> Item:
     """The gap is filled with each choice, and the rest of the sentence is scored: the same text after either."""
     before, gap, after = _text(record, "ctx").partition("_")
     if not gap:
@@ -134,7 +134,7 @@ def _winogrande(record: Record) -> Item:
     return Item(queries, record["gold"])
 
 
-def _lambada(record: Record) -> Item:
+def _lambada(record: QuestionRecord) -> Item:
     context, target = ("context", "continuation") if "context" in record else ("ctx", "target")
     if not _text(record, target):
         raise ValueError(f"{target} is empty")
@@ -142,27 +142,27 @@ def _lambada(record: Record) -> Item:
 
 
 @dataclass(frozen=True)
-class Task:
+class BenchmarkTask:
     files: tuple[str, ...]
     """Tried in this order; a file of the task's own name comes before."""
-    ask: Callable[[Record], Item]
+    ask: Callable[[QuestionRecord], Item]
     chooses: bool = True
     """LAMBADA does not: its one query is what should come."""
 
 
-TASKS: Final[dict[str, Task]] = {
-    "hellaswag": Task(("hellaswag_val",), _hellaswag),
-    "piqa": Task(("piqa_val",), _answer),
-    "arc_easy": Task(("arc_easy_test", "arc_easy_val"), _answer),
-    "arc_challenge": Task(("arc_challenge_test", "arc_challenge_val"), _answer),
-    "boolq": Task(("boolq_val",), _boolq),
-    "winogrande": Task(("winogrande_xl_val", "winogrande_val"), _winogrande),
-    "siqa": Task(("siqa_val",), _siqa),
-    "openbookqa": Task(("openbookqa_test", "openbookqa_val"), _continue),
-    "commonsenseqa": Task(("commonsenseqa_val",), _answer),
-    "copa": Task(("copa_val",), _copa),
-    "lambada": Task(("lambada_openai_test", "lambada_test"), _lambada, chooses=False),
-    "lambada_newlines": Task(("lambada_openai_newlines",), _lambada, chooses=False),
+TASKS: Final[dict[str, BenchmarkTask]] = {
+    "hellaswag": BenchmarkTask(("hellaswag_val",), _hellaswag),
+    "piqa": BenchmarkTask(("piqa_val",), _answer),
+    "arc_easy": BenchmarkTask(("arc_easy_test", "arc_easy_val"), _answer),
+    "arc_challenge": BenchmarkTask(("arc_challenge_test", "arc_challenge_val"), _answer),
+    "boolq": BenchmarkTask(("boolq_val",), _boolq),
+    "winogrande": BenchmarkTask(("winogrande_xl_val", "winogrande_val"), _winogrande),
+    "siqa": BenchmarkTask(("siqa_val",), _siqa),
+    "openbookqa": BenchmarkTask(("openbookqa_test", "openbookqa_val"), _continue),
+    "commonsenseqa": BenchmarkTask(("commonsenseqa_val",), _answer),
+    "copa": BenchmarkTask(("copa_val",), _copa),
+    "lambada": BenchmarkTask(("lambada_openai_test", "lambada_test"), _lambada, chooses=False),
+    "lambada_newlines": BenchmarkTask(("lambada_openai_newlines",), _lambada, chooses=False),
 }
 
 

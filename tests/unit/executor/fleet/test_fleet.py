@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from atoll.chaos import Kill, Plan
+from atoll.chaos import ChaosPlan, Kill
 from atoll.config import Config, load
 from atoll.errors import ConfigError
 from atoll.executor.fleet.executor import FleetExecutor
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.protocol.vocabulary import FixParticipants, StepDone
-from atoll.sim.cluster import Cluster
+from atoll.sim.cluster import VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.slices import SliceHardware
 from atoll.tasks.task import initial_versions, language_task
@@ -54,7 +54,7 @@ def test_stacked_decoder_is_the_decoder_learner_by_learner(tied: bool) -> None:
             torch.testing.assert_close(weight.grad[m], own, rtol=1e-4, atol=1e-6)
 
 
-def both(config: Config, plan: Plan | None = None, chips: int = 0) -> tuple[list[object], list[object], float, float]:
+def both(config: Config, plan: ChaosPlan | None = None, chips: int = 0) -> tuple[list[object], list[object], float, float]:
     """The same virtual run with learners one by one and as a fleet: (rounds, rounds, loss, loss)."""
     task = language_task(config)
     found: list[tuple[list[object], float]] = []
@@ -67,7 +67,7 @@ def both(config: Config, plan: Plan | None = None, chips: int = 0) -> tuple[list
                 seen.append((worker, event.tokens, event.samples))
 
         hardware = SliceHardware(config, chips, FailureModel(mtbi_seconds=2e6, slice_chips=8), 1) if chips else None
-        Cluster(config, plan=plan, executor_for=executor, observers=[watch], hardware=hardware).run(until_seconds=1e5)
+        VirtualCluster(config, plan=plan, executor_for=executor, observers=[watch], hardware=hardware).run(until_seconds=1e5)
         found.append((seen, task.evaluate_theta(*executor.disk.theta())))
     return found[0][0], found[1][0], found[0][1], found[1][1]
 
@@ -99,7 +99,7 @@ def apart(config: Config) -> float:
     task = language_task(config)
     ends = []
     for executor in (TensorExecutor(task), FleetExecutor(task, CPU)):
-        Cluster(config, executor_for=executor).run(until_seconds=1e5)
+        VirtualCluster(config, executor_for=executor).run(until_seconds=1e5)
         ends.append(torch.cat(list(executor.disk.theta()[0])))
     start = torch.cat([version.theta for version in initial_versions(task)])
     return float((ends[0] - ends[1]).norm() / (ends[0] - start).norm())
@@ -125,7 +125,7 @@ def test_micro_batches_of_unequal_size_weigh_in_a_fleet_as_one_by_one() -> None:
 
 
 def test_fleet_survives_kills_and_recoveries() -> None:
-    alone, together, loss, fleet_loss = both(settings(), Plan((Kill(6.0, 1, 4.0), Kill(12.0, 2, 3.0))))
+    alone, together, loss, fleet_loss = both(settings(), ChaosPlan((Kill(6.0, 1, 4.0), Kill(12.0, 2, 3.0))))
     assert alone == together
     assert fleet_loss == pytest.approx(loss, rel=5e-3)
 

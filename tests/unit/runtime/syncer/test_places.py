@@ -8,13 +8,13 @@ import pytest
 
 from atoll.errors import DataError
 from atoll.runtime.syncer.places import Places
-from atoll.transport.keys import Tokens, random_token_secret
+from atoll.transport.keys import JoinTokens, random_token_secret
 
 GIVEN = b'{"learner":0,"incarnation":2}\n'
 
 
 def places(directory: Path) -> Places:
-    return Places(directory, "run", Tokens(random_token_secret()), 4, lambda _: False)
+    return Places(directory, "run", JoinTokens(random_token_secret()), 4, lambda _: False)
 
 
 @pytest.mark.parametrize("line", [b"garb", b"[1,2]", b"", b'{"learner":0}', b'{"learner":"\xff","incarnation":0}', b"[" * 9999])

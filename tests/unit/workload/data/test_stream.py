@@ -8,7 +8,7 @@ import torch
 from atoll.errors import DataError
 from atoll.workload.data.bpe import END_OF_DOCUMENT, ByteTokenizer, train_bpe
 from atoll.workload.data.corpus import Corpus, split_documents
-from atoll.workload.data.stream import Stream, TokenData, heldout_batches, pack, token_data
+from atoll.workload.data.stream import Stream, TokenData, heldout_batches, pack_documents, token_data
 
 
 def counting(train: int, heldout: int = 100) -> TokenData:
@@ -174,7 +174,7 @@ def test_pack_with_a_vocabulary_beyond_sixteen_bits_keeps_the_ids() -> None:
         def encode(self, text: bytes) -> list[int]:
             return [40_000 + byte for byte in text]
 
-    packed = pack([b"\x01"], Wide())
+    packed = pack_documents([b"\x01"], Wide())
     assert packed.dtype == torch.int32
     assert packed.tolist() == [40_001, END_OF_DOCUMENT]
-    assert pack([], ByteTokenizer()).numel() == 0
+    assert pack_documents([], ByteTokenizer()).numel() == 0

@@ -20,7 +20,7 @@ from atoll.workload.data import tokens
 from atoll.workload.data.bpe import ByteTokenizer, train_bpe, training_sample
 from atoll.workload.data.corpus import Corpus, split_documents, stdlib_corpus
 from atoll.workload.data.documents import FileTexts
-from atoll.workload.data.stream import pack, token_data
+from atoll.workload.data.stream import pack_documents, token_data
 from atoll.workload.data.tokens import Work, default_cache, text_data
 
 STORIES = [f"story {number}: the fox and the dog, told {number} times over.\n" * (1 + number % 7) for number in range(120)]
@@ -80,7 +80,7 @@ def test_bpe_is_trained_on_the_documents_that_are_not_held_out(here: Path) -> No
     expected = train_bpe(training_sample(split.train), 300)
     found = text_data(data(here, tokenizer="bpe", vocab=300))
     assert found.tokenizer.fingerprint == expected.fingerprint
-    assert torch.equal(found.tokens.heldout, pack(split.heldout, expected))
+    assert torch.equal(found.tokens.heldout, pack_documents(split.heldout, expected))
     again = text_data(data(here, tokenizer="bpe", vocab=300))
     assert again.tokenizer.fingerprint == expected.fingerprint, "from the cache, with its merges"
     assert again.tokens.fingerprint == found.tokens.fingerprint

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atoll.chaos import Plan
+from atoll.chaos import ChaosPlan
 from atoll.config import load
 from atoll.errors import ConfigError
 from atoll.sim.run import run_virtual
@@ -193,7 +193,7 @@ def test_recipe_trains_decoupled_and_merges_work_on_every_expert(tmp_path: Path)
     """Without weight decay a weight that was sent no token has no reason to move."""
     changes = ["total_steps=36", "learners=2", "model.numbers.layers=2", "data.max_bytes=300000", "data.heldout_batches=4"]
     config = load(RECIPE, assignments=[*changes, "inner.learning_rate=0.01", "inner.weight_decay=0"])
-    run = run_virtual(config, Plan(), tmp_path, tensors=True)
+    run = run_virtual(config, ChaosPlan(), tmp_path, tensors=True)
     assert run.loss_first is not None and run.loss_final is not None
     assert run.loss_final < 0.75 * run.loss_first
     theta = dict(open_trained(tmp_path).model.named_parameters())
