@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-extras lint types soak bench clean
+.PHONY: train test test-extras docs lint types soak bench clean
 
 train: $(INSTALLED)
 	$(BIN)/atoll train recipes/tiny.toml --set total_steps=400 --chaos recipes/two_kills.toml --twin
@@ -21,8 +21,14 @@ test-extras: $(INSTALLED)
 	$(BIN)/python -m pytest tests/live/test_examples.py
 	$(BIN)/python -m pytest -m extras tests/unit tests/extras
 
+# The docs site, in site/: strict, so that a dead link or a page outside the navigation fails; then what holds of the built pages.
+docs: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m pytest tests/docs
+
 lint: $(INSTALLED)
-	$(BIN)/ruff check src tests bench
+	$(BIN)/ruff check src tests bench docs
 
 types: $(INSTALLED)
 	$(BIN)/mypy
@@ -47,4 +53,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 clean:
-	rm -rf $(VENV) runs .mypy_cache .ruff_cache build
+	rm -rf $(VENV) runs site .mypy_cache .ruff_cache build

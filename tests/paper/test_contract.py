@@ -1,4 +1,4 @@
-"""The faithful-DiLoCo contract (ALGORITHMS.md, section 2): every clause is at least one test that quotes it."""
+"""The DiLoCo contract of docs/reference/arithmetic.md: every clause is at least one test that states it."""
 
 from __future__ import annotations
 

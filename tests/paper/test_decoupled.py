@@ -1,4 +1,4 @@
-"""Decoupled DiLoCo (ALGORITHMS.md, section 4): each sentence that can be stated on machines, quoted."""
+"""Decoupled DiLoCo (docs/reference/arithmetic.md): each clause that can be stated on machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streaming DiLoCo (ALGORITHMS.md, section 3): each sentence that can be stated on machines."""
+"""Streaming DiLoCo (docs/reference/arithmetic.md): each clause that can be stated on machines."""
 
 from __future__ import annotations
 

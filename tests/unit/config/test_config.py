@@ -29,7 +29,7 @@ def recipe(folder: Path, text: str) -> Path:
     return path
 
 
-# ---------------------------------------------------------------- the family as one table (ALGORITHMS.md, section 1)
+# ---------------------------------------------------------------- the family as one table (docs/reference/arithmetic.md)
 
 TABLE: dict[str, dict[str, Any]] = {
     "ddp": {

@@ -35,7 +35,7 @@ def dumb_phi(row: Sequence[float]) -> list[float]:
 
 
 def dumb_rda(rows: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
-    """ALGORITHMS.md, section 4, as printed."""
+    """docs/reference/arithmetic.md, "Merge": RDA as printed there."""
     length = math.fsum(w * math.sqrt(math.fsum(x * x for x in row)) for w, row in zip(weights, rows, strict=True))
     direction = dumb_phi(dumb_mean([dumb_phi(row) for row in rows], weights))
     return [length / math.fsum(weights) * x for x in direction]

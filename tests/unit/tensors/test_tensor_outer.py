@@ -88,7 +88,7 @@ def test_a_flat_vector_steps_as_its_tensors_would_one_by_one(optimizer: str) -> 
 
 
 def dumb_delayed_nesterov(theta: float, gs: list[float], lr: float, mu: float, n: int, c: float) -> list[float]:
-    """ALGORITHMS.md, section 2, as printed, on one number."""
+    """docs/reference/arithmetic.md, "Outer step", on one number."""
     b = d = 0.0
     seen = []
     for t, g in enumerate(gs, start=1):
