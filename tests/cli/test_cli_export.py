@@ -30,8 +30,8 @@ from atoll.store.versions import digest
 from atoll.tasks.task import initial_versions, language_task, layout_for
 from atoll.tasks.trained import open_trained
 from atoll.tensors.access import named_tensors, read_buffers, read_params
-from atoll.workload.data.bpe import ByteTokenizer
 from atoll.workload.data.stream import heldout_batches
+from atoll.workload.data.tokenizer import ByteTokenizer
 from atoll.workload.data.tokens import text_data
 from atoll.workload.evaluation.evaluate import heldout_loss
 from atoll.workload.evaluation.export import hf_tokenizer

@@ -29,7 +29,7 @@ from atoll.store.tokenizer_file import write_tokenizer_file
 from atoll.tasks.task import initial_versions, language_task
 from atoll.tasks.vision import VISION_MODELS
 from atoll.views.run import RunView, Summary, TokenCounts
-from atoll.workload.data.bpe import BpeTokenizer
+from atoll.workload.data.tokenizer import BpeTokenizer
 
 SMALL = [
     "total_steps=4", "learners=2", "data.seq_len=16", "data.batch_size=2", "data.max_bytes=200000", "data.heldout_batches=2",

@@ -14,8 +14,7 @@ import msgspec
 from atoll.config import Data
 from atoll.errors import DataError, UserError
 from atoll.tasks.task import Task
-from atoll.workload.data.bpe import BpeTokenizer, ByteTokenizer, Tokenizer
-from atoll.workload.data.tokenizer_json import JsonTokenizer
+from atoll.workload.data.tokenizer import BpeTokenizer, ByteTokenizer, JsonTokenizer, Tokenizer
 
 FILE: Final = "text.json"
 
@@ -66,10 +65,16 @@ def _in(folder: Path) -> tuple[Path, RunTokenizer] | None:
 def tokenizer_of(path: Path, kept: RunTokenizer, data: Data) -> Tokenizer:
     """The run's own, whatever the config's file or text has become."""
     tokenizer: Tokenizer
-    if kept.kind == "hugging_face":
-        tokenizer = JsonTokenizer(path, data.end_of_document, kept.hugging_face.encode())
-    else:
-        tokenizer = BpeTokenizer(kept.merges) if kept.kind == "bpe" else ByteTokenizer()
+    match kept.kind:
+        case "bytes":
+            tokenizer = ByteTokenizer()
+        case "bpe":
+            try:
+                tokenizer = BpeTokenizer(kept.merges)
+            except DataError as error:
+                raise DataError(f"{path} is damaged: {error}") from None
+        case "hugging_face":
+            tokenizer = JsonTokenizer(path, data.end_of_document, kept.hugging_face.encode())
     if tokenizer.fingerprint != kept.tokenizer:
         raise DataError(f"{path} is damaged: its tokenizer is not the one that it says it is")
     return tokenizer

@@ -22,10 +22,10 @@ from atoll.store.versions import Version
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers, write_params
 from atoll.tensors.layout import Layout, build_layout
 from atoll.tensors.outer import initial_state, outer_rule
-from atoll.workload.data.bpe import Tokenizer
 from atoll.workload.data.corpus import Progress
 from atoll.workload.data.seeds import generator
 from atoll.workload.data.stream import Stream, heldout_batches
+from atoll.workload.data.tokenizer import Tokenizer
 from atoll.workload.data.tokens import text_data
 from atoll.workload.evaluation.evaluate import heldout_loss
 from atoll.workload.models.decoder import SIZES, build_model, language_model_loss, logits_of

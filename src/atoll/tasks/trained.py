@@ -24,22 +24,19 @@ from atoll.store.weights import save_weights
 from atoll.tasks.task import layout_for, model_builder
 from atoll.tasks.vision import VISION_MODELS
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers, write_params
-from atoll.workload.data.bpe import BpeTokenizer, ByteTokenizer, Tokenizer
 from atoll.workload.data.stream import heldout_batches
-from atoll.workload.data.tokenizer_json import JsonTokenizer
+from atoll.workload.data.tokenizer import END_TEXT, BpeTokenizer, ByteTokenizer, JsonTokenizer, Tokenizer
 from atoll.workload.data.tokens import named_tokenizer, text_data
 from atoll.workload.evaluation import benchmarks
 from atoll.workload.evaluation.benchmarks import TASKS, Result
 from atoll.workload.evaluation.evaluate import heldout_loss
 from atoll.workload.evaluation.export import (
-    END_TEXT,
     hf_config,
     hf_generation_config,
     hf_tensors,
     hf_tokenizer,
     hf_tokenizer_config,
     refuse_unexportable,
-    token_text,
 )  # fmt: skip
 from atoll.workload.evaluation.likelihood import likelihoods
 from atoll.workload.models.decoder import Decoder
@@ -240,8 +237,8 @@ def _tokenizer_files(trained: Trained, context: int) -> dict[str, Any]:
     if isinstance(tokenizer, ByteTokenizer | BpeTokenizer):
         return {"tokenizer.json": hf_tokenizer(tokenizer), "tokenizer_config.json": hf_tokenizer_config(context, END_TEXT)}
     assert isinstance(tokenizer, JsonTokenizer)
-    end = token_text(tokenizer.content, tokenizer.end_of_document)
-    return {"tokenizer.json": tokenizer.exported, "tokenizer_config.json": hf_tokenizer_config(context, end)}
+    config = hf_tokenizer_config(context, tokenizer.end_text)
+    return {"tokenizer.json": tokenizer.exported, "tokenizer_config.json": config}
 
 
 # ---------------------------------------------------------------- questions

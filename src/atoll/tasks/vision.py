@@ -13,9 +13,9 @@ from atoll.errors import ConfigError
 from atoll.ids import LearnerId
 from atoll.rules import samples_max, samples_of
 from atoll.tasks.task import Task, layout_for
-from atoll.workload.data.bpe import BYTE_VOCAB
 from atoll.workload.data.images import ImageStream, Scale, heldout_images, load_images, spread
 from atoll.workload.data.questions import UNASKED, Asked, Encoded, QuestionStream, load_questions
+from atoll.workload.data.tokenizer import BYTE_VOCAB
 from atoll.workload.evaluation.evaluate import heldout_classes
 from atoll.workload.models.decoder import SIZES, Number, build_model
 from atoll.workload.models.vision import LeNet5, ResNet, classification_loss

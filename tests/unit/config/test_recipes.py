@@ -16,8 +16,8 @@ from command import atoll
 from atoll.chaos import ChaosPlan
 from atoll.config import PRESETS, Config, load, warnings
 from atoll.sim.run import run_virtual
-from atoll.workload.data.bpe import ByteTokenizer
 from atoll.workload.data.corpus import stdlib_corpus
+from atoll.workload.data.tokenizer import ByteTokenizer
 from atoll.workload.evaluation.export import hf_tokenizer
 from atoll.workload.models.decoder import SIZES, build_model
 

@@ -13,17 +13,24 @@ from typer.testing import CliRunner
 
 from atoll.chaos import ChaosPlan
 from atoll.cli.app import app
-from atoll.config import load
+from atoll.config import Data, load
 from atoll.errors import DataError, UserError
 from atoll.runtime.learner.process import _build_task
 from atoll.runtime.syncer.directory import Home
 from atoll.runtime.syncer.places import Placement
 from atoll.sim.run import run_virtual
-from atoll.store.tokenizer_file import FILE, home_of, refuse_other_tokenizer, write_tokenizer_file
+from atoll.store.tokenizer_file import (
+    FILE,
+    home_of,
+    read_tokenizer_file,
+    refuse_other_tokenizer,
+    tokenizer_of,
+    write_tokenizer_file,
+)
 from atoll.tasks.registry import task_for
 from atoll.tasks.task import Task, language_task
 from atoll.tasks.trained import export_hf, open_trained
-from atoll.workload.data.bpe import BpeTokenizer, ByteTokenizer
+from atoll.workload.data.tokenizer import BpeTokenizer, ByteTokenizer
 from atoll.workload.evaluation.export import hf_tokenizer
 
 SMALL = {
@@ -177,3 +184,27 @@ def test_bpe_without_any_merge_is_no_byte_tokenizer(tmp_path: Path) -> None:
     config = load(preset_name="decoupled", overrides=overrides, assignments=["data.vocab=257"])
     run_virtual(config, ChaosPlan(), tmp_path / "run", tensors=True)
     assert isinstance(open_trained(tmp_path / "run").tokenizer, BpeTokenizer)
+
+
+KEPT = (
+    b'{"kind":"bpe","tokenizer":"8ae6fceb54cacc9b02f9de6c98d8b1d5feff848edaa5a22f7a196c1a5ed42302","data":"d",'
+    b'"merges":[[104,101],[116,257],[32,258],[32,101],[110,100],[260,261],[32,195]],"hugging_face":""}'
+)
+"""As Atoll wrote it when it trained a BPE with code of its own."""
+
+
+def test_tokenizer_kept_by_an_earlier_version_is_read(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(KEPT)
+    found = read_tokenizer_file(tmp_path)
+    assert found is not None
+    tokenizer = tokenizer_of(*found, Data())
+    assert tokenizer.encode(b"the end") == [258, 262]
+    assert tokenizer.decode([258, 262]) == b"the end"
+
+
+def test_merges_that_were_tampered_with_name_the_file(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(KEPT.replace(b"116,257", b"116,999"))
+    found = read_tokenizer_file(tmp_path)
+    assert found is not None
+    with pytest.raises(DataError, match=r"text\.json is damaged: a BPE cannot merge 116 and 999"):
+        tokenizer_of(*found, Data())

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from atoll.errors import ConfigError, DataError
-from atoll.workload.data.bpe import END_OF_DOCUMENT
 from atoll.workload.data.deal import Deal
 from atoll.workload.data.images import Images, Scale, digits, read_json, read_png, split_source, the_folder
 from atoll.workload.data.seeds import generator
+from atoll.workload.data.tokenizer import END_OF_DOCUMENT
 
 UNASKED: Final = -100
 """A target that is none: the question's bytes and the padding."""

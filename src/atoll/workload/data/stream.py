@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from atoll.errors import DataError
-from atoll.workload.data.bpe import Tokenizer
 from atoll.workload.data.corpus import HELDOUT_SHARE, Corpus, split_documents
 from atoll.workload.data.seeds import generator
+from atoll.workload.data.tokenizer import Tokenizer
 
 EPOCHS_CACHED: Final = 4
 """Streams of one run move through epochs nearly together, a slow one an epoch or two behind."""

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from atoll.config import Data
 from atoll.errors import DataError
-from atoll.workload.data.bpe import SAMPLE_BYTES_MAX, BpeTokenizer, ByteTokenizer, Sampler, Tokenizer, train_bpe
 from atoll.workload.data.corpus import (
     HELDOUT_SHARE,
     STDLIB_BYTES,
@@ -42,7 +41,15 @@ from atoll.workload.data.corpus import (
 from atoll.workload.data.documents import FileTexts
 from atoll.workload.data.packing import from_home
 from atoll.workload.data.stream import INT16_VOCAB_MAX, TokenData, token_data
-from atoll.workload.data.tokenizer_json import JsonTokenizer
+from atoll.workload.data.tokenizer import (
+    SAMPLE_BYTES_MAX,
+    BpeTokenizer,
+    ByteTokenizer,
+    JsonTokenizer,
+    Sampler,
+    Tokenizer,
+    train_bpe,
+)
 
 FORMAT: Final = 2
 """Of the cache; raised whenever the same text and settings would give other tokens or other files."""

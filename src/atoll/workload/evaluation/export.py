@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from torch import Tensor
 
 from atoll.errors import ConfigError
-from atoll.workload.data.bpe import END_OF_DOCUMENT, BpeTokenizer, ByteTokenizer
+from atoll.workload.data.tokenizer import END_TEXT, BpeTokenizer, ByteTokenizer
 from atoll.workload.models.decoder import INIT_STD, NORM_EPS, ROPE_BASE, DecoderShape
-
-END_TEXT: Final = "<|endoftext|>"
 
 _TOP: Final = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -114,39 +114,19 @@ def hf_tokenizer(tokenizer: ByteTokenizer | BpeTokenizer) -> dict[str, Any]:
     merges = tokenizer.merges if isinstance(tokenizer, BpeTokenizer) else ()
     for left, right in merges:
         pieces.append(pieces[left] + pieces[right])
-    written: dict[str, Any] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    steps = [written]
-    if merges:
-        words = {"type": "Split", "pattern": {"Regex": _word_expression(characters)}, "behavior": "Isolated", "invert": False}
-        steps.append(words)
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0", "truncation": None, "padding": None,
-        "added_tokens": [{"id": END_OF_DOCUMENT, "content": END_TEXT} | special],
-        "normalizer": None, "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps}, "post_processor": None,
-        "decoder": written,
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-            "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
-            "vocab": _vocabulary(pieces), "merges": [[pieces[left], pieces[right]] for left, right in merges],
-        },
-    }  # fmt: skip
-
-
-def _vocabulary(pieces: list[str]) -> dict[str, int]:
-    """Two ways to one piece get one entry in a vocabulary by text; the later id would be lost."""
-    table = {piece: token for token, piece in enumerate(pieces)}
-    if len(table) != len(pieces):
-        twice = next(piece for token, piece in enumerate(pieces) if table[piece] != token)
-        raise ConfigError(
-            f"data.tokenizer = 'bpe': two entries of the trained vocabulary spell {twice!r}, which tokenizer.json cannot say; "
-            f"train with another data.vocab, or with bytes"
-        )
-    return table
+    vocab = {piece: token for token, piece in enumerate(pieces)}
+    engine = Tokenizer(BPE(vocab, [(pieces[left], pieces[right]) for left, right in merges]))
+    written = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    words = pre_tokenizers.Split(Regex(_word_expression(characters)), "isolated")
+    engine.pre_tokenizer = pre_tokenizers.Sequence([written, words]) if merges else written
+    engine.decoder = decoders.ByteLevel()
+    engine.add_special_tokens([END_TEXT])
+    found: dict[str, Any] = msgspec.json.decode(engine.to_str())
+    return found
 
 
 def _word_expression(characters: list[str]) -> str:
-    """`bpe._WORD`, over the characters that bytes are written as."""
+    """`tokenizer.WORD`, over the characters that bytes are written as."""
 
     def of(*ranges: tuple[int, int]) -> str:
         return "".join(f"\\x{{{ord(characters[byte]):04X}}}" for first, last in ranges for byte in range(first, last + 1))
@@ -164,13 +144,3 @@ def hf_tokenizer_config(context: int, end: str) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": context, "clean_up_tokenization_spaces": False,
         "bos_token": end, "eos_token": end, "pad_token": end,
     }  # fmt: skip
-
-
-def token_text(content: bytes, token: int) -> str:
-    """How a tokenizer's JSON calls a token."""
-    parts = msgspec.json.decode(content, type=dict[str, Any])
-    vocab = parts["model"]["vocab"]
-    entries = [each[0] for each in vocab] if isinstance(vocab, list) else []
-    names: dict[int, str] = dict(enumerate(entries)) if entries else {number: name for name, number in vocab.items()}
-    names |= {added["id"]: added["content"] for added in parts.get("added_tokens") or ()}
-    return names[token]

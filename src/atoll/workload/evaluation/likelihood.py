@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.errors import DataError
-from atoll.workload.data.bpe import Tokenizer
+from atoll.workload.data.tokenizer import Tokenizer
 from atoll.workload.evaluation.evaluate import evaluating
 from atoll.workload.models.decoder import logits_of
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import ConfigError
-from atoll.workload.data.bpe import BYTE_VOCAB, END_OF_DOCUMENT
 from atoll.workload.data.questions import UNASKED, Asked, prompt
 from atoll.workload.data.seeds import generator
+from atoll.workload.data.tokenizer import BYTE_VOCAB, END_OF_DOCUMENT
 from atoll.workload.evaluation.evaluate import evaluating
 from atoll.workload.models.decoder import INIT_STD, DecoderShape, build_decoder, token_losses
 from atoll.workload.models.mlp import unset_linear

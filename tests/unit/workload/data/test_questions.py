@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from atoll.errors import ConfigError, DataError
-from atoll.workload.data.bpe import END_OF_DOCUMENT
 from atoll.workload.data.images import Scale, digits
 from atoll.workload.data.questions import (
     PLACES,
@@ -21,6 +20,7 @@ from atoll.workload.data.questions import (
     digits_grid,
     load_questions,
 )
+from atoll.workload.data.tokenizer import END_OF_DOCUMENT
 
 
 @lru_cache

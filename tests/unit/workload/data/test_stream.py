@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from atoll.errors import DataError
-from atoll.workload.data.bpe import END_OF_DOCUMENT, ByteTokenizer, train_bpe
 from atoll.workload.data.corpus import Corpus, split_documents
 from atoll.workload.data.stream import Stream, TokenData, heldout_batches, pack_documents, token_data
+from atoll.workload.data.tokenizer import END_OF_DOCUMENT, ByteTokenizer, train_bpe
 
 
 def counting(train: int, heldout: int = 100) -> TokenData:

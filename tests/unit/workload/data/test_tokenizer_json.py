@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import lzma
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 from tokenizers.processors import TemplateProcessing
 
 from atoll.errors import DataError
-from atoll.workload.data.tokenizer_json import JsonTokenizer
+from atoll.workload.data.tokenizer import JsonTokenizer
 
 
 def test_ids_are_those_of_the_package_and_round_trip(tmp_path: Path) -> None:
@@ -110,6 +109,9 @@ def test_vocabularies_of_other_models_are_counted_too(tmp_path: Path) -> None:
     assert JsonTokenizer(saved(tmp_path, pieces)).end_of_document == 1
 
 
+WORDS = b'{"model": {"type": "WordLevel", "unk_token": "a", "vocab": %b}}'
+
+
 @pytest.mark.parametrize(
     ("content", "end", "sentence"),
     [
@@ -118,14 +120,20 @@ def test_vocabularies_of_other_models_are_counted_too(tmp_path: Path) -> None:
         (b"[1]", "", "t.json is no Hugging Face tokenizer"),
         (b'{"model": ' + b"[" * 5000, "", "t.json is no Hugging Face tokenizer"),
         (b'{"model": {}}', "", "t.json is no Hugging Face tokenizer"),
-        (b'{"model": {"vocab": {"a": "b"}}}', "", "its entries are not numbered from 0"),
-        (b'{"model": {"vocab": {}}}', "", "t.json has no entry"),
+        (b'{"model": []}', "", "t.json is no Hugging Face tokenizer"),
+        (b'{"model": {"type": "Magic", "vocab": {"</s>": 0}}}', "", "t.json is no Hugging Face tokenizer"),
+        *((WORDS % wrong, "", "t.json is no Hugging Face tokenizer") for wrong in (b'{"a": "b"}', b'{"a": -1}', b"[]", b'"a"')),
         *(
-            (b'{"model": {"vocab": [["a", -1.0], %b]}}' % wrong, "", "entry 1 of its vocabulary is no list of a text and a score")
+            (
+                b'{"model": {"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.0], %b]}}' % wrong,
+                "",
+                "is no Hugging Face tokenizer",
+            )
             for wrong in (b"[]", b"5", b"[[], 0.0]", b'"b"')
         ),
-        (b'{"model": {"vocab": {"a": 0}}}', "", r"t.json has none of <\|endoftext\|>, .*: say with data.end_of_document"),
-        (b'{"model": {"vocab": {"a": 0}}}', "b", "data.end_of_document = 'b': the tokenizer .* has no such entry"),
+        (WORDS % b"{}", "", "t.json has no entry"),
+        (WORDS % b'{"a": 0}', "", r"t.json has none of <\|endoftext\|>, .*: say with data.end_of_document"),
+        (WORDS % b'{"a": 0}', "b", "data.end_of_document = 'b': the tokenizer .* has no such entry"),
     ],
 )
 def test_file_that_is_no_tokenizer_says_what_would_be_right(
@@ -143,12 +151,6 @@ def test_missing_file_says_from_where_a_relative_path_counts(tmp_path: Path, mon
         JsonTokenizer(Path("data/t.json"))
     with pytest.raises(DataError, match=r"no file /.*/t.json$"):
         JsonTokenizer(tmp_path / "t.json")
-
-
-def test_file_the_package_refuses_is_told_in_one_sentence(tmp_path: Path) -> None:
-    (tmp_path / "t.json").write_bytes(b'{"model": {"type": "Magic", "vocab": {"</s>": 0}}}')
-    with pytest.raises(DataError, match=r"t.json is refused by the package tokenizers: "):
-        JsonTokenizer(tmp_path / "t.json").encode(b"x")
 
 
 @pytest.mark.parametrize(
@@ -197,11 +199,3 @@ def test_what_a_normaliser_or_the_joining_of_words_changes_is_not_lost(tmp_path:
 def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="takes utf-8 text only"):
         JsonTokenizer(saved(tmp_path, trained())).encode(b"\xff")
-
-
-def test_without_the_package_a_run_learns_all_but_the_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    ours = JsonTokenizer(saved(tmp_path, trained()))
-    assert (ours.vocab_size, ours.end_of_document) == (280, 0)
-    with pytest.raises(DataError, match=r"to use .*tok.json the package tokenizers is needed: pip install 'atoll\[hf\]'"):
-        ours.encode(b"x")

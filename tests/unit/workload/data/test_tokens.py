@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import lzma
 import os
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from atoll.config import Data, load
 from atoll.errors import ConfigError, DataError
 from atoll.tasks.task import language_task
 from atoll.workload.data import tokens
-from atoll.workload.data.bpe import ByteTokenizer, train_bpe, training_sample
 from atoll.workload.data.corpus import Corpus, split_documents, stdlib_corpus
 from atoll.workload.data.documents import FileTexts
 from atoll.workload.data.stream import pack_documents, token_data
+from atoll.workload.data.tokenizer import ByteTokenizer, train_bpe, training_sample
 from atoll.workload.data.tokens import Work, default_cache, text_data
 
 STORIES = [f"story {number}: the fox and the dog, told {number} times over.\n" * (1 + number % 7) for number in range(120)]
@@ -87,7 +86,7 @@ def test_bpe_is_trained_on_the_documents_that_are_not_held_out(here: Path) -> No
 
 
 def test_bpe_of_many_entries_is_trained_on_more_of_the_text(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atoll.workload.data.bpe.SAMPLE_BYTES", 300)
+    monkeypatch.setattr("atoll.workload.data.tokenizer.SAMPLE_BYTES", 300)
     many = data(here, tokenizer="bpe", vocab=380, cache="off")
     short = r"a sample of 300 bytes repeats too little .* or name a Hugging Face tokenizer with data.tokenizer$"
     with monkeypatch.context() as small, pytest.raises(DataError, match=short):
@@ -320,13 +319,6 @@ def test_user_without_a_home_is_asked_for_a_cache(here: Path, monkeypatch: pytes
     monkeypatch.setattr("os.path.expanduser", lambda path: path)
     with pytest.raises(DataError, match=r"data.cache = '': there is no home folder ~; name a folder with data.cache"):
         text_data(data(here, cache=""))
-
-
-def test_cached_tokens_serve_a_machine_without_the_tokenizers_package(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = saved(here, trained())
-    first = text_data(data(here, tokenizer=str(path)))
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    assert torch.equal(text_data(data(here, tokenizer=str(path))).tokens.train, first.tokens.train)
 
 
 # ---------------------------------------------------------------- what the user is told

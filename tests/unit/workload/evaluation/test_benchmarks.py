@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.errors import DataError
-from atoll.workload.data.bpe import BpeTokenizer, ByteTokenizer
+from atoll.workload.data.tokenizer import BpeTokenizer, ByteTokenizer
 from atoll.workload.evaluation.benchmarks import TASKS, Item, find_file, read_items, result
 from atoll.workload.evaluation.likelihood import Likelihood, Query, encode, likelihoods
 from atoll.workload.models.decoder import DecoderShape, build_decoder

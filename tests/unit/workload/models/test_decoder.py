@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from atoll.errors import ConfigError
-from atoll.workload.data.bpe import ByteTokenizer
 from atoll.workload.data.corpus import stdlib_corpus
 from atoll.workload.data.stream import Stream, heldout_batches, token_data
+from atoll.workload.data.tokenizer import ByteTokenizer
 from atoll.workload.evaluation.evaluate import heldout_loss
 from atoll.workload.models.decoder import MODELS, SIZES, Decoder, DecoderShape, build_decoder, build_model, language_model_loss
 from atoll.workload.models.mlp import Mlp
