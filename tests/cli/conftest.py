@@ -23,5 +23,5 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any) -> None:
         raise AssertionError("built before it was refused")
 
-    for where in ("atoll.cli.building._build_task", "atoll.sim.run.task_for"):
+    for where in ("atoll.tasks.registry.task_for", "atoll.sim.run.task_for"):
         monkeypatch.setattr(where, never)

@@ -18,7 +18,7 @@ from atoll.chaos import ChaosPlan
 from atoll.config import Config, load, to_toml
 from atoll.errors import ConfigError, RunFailed, UserError
 from atoll.runtime.ddp.launch import check_supported, run_ddp
-from atoll.runtime.ddp.report import DdpOutcome, RankReport, Stepped, _Fold, summary_of
+from atoll.runtime.ddp.report import DdpOutcome, RankReport, StepFold, Stepped, summary_of
 from atoll.sim.run import run_virtual
 from atoll.tape.heldout import HeldoutPoint
 
@@ -135,7 +135,7 @@ def test_folder_holds_the_config_and_a_report_a_rank_and_is_not_used_twice(train
 
 
 def test_uptime_counts_only_what_all_ranks_waited_at_once() -> None:
-    fold = _Fold(2)
+    fold = StepFold(2)
     assert fold.add(Stepped(0, 0, 10, 40, 50, 3.0)) is None
     assert fold.add(Stepped(0, 5, 30, 45, 50, 5.0)) == 4.0
     assert (fold.first, fold.last, fold.all_waiting, fold.steps) == (0, 50, 10, 1)

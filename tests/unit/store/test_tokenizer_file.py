@@ -15,7 +15,7 @@ from atoll.chaos import ChaosPlan
 from atoll.cli.app import app
 from atoll.config import Data, load
 from atoll.errors import DataError, UserError
-from atoll.runtime.learner.process import _build_task
+from atoll.runtime.learner.process import task_for_placement
 from atoll.runtime.syncer.directory import Home
 from atoll.runtime.syncer.places import Placement
 from atoll.sim.run import run_virtual
@@ -124,10 +124,10 @@ def test_learner_whose_text_gives_another_bpe_does_not_train(tmp_path: Path) -> 
     corpus = text(tmp_path / "text.jsonl", "atoll")
     config = load(preset_name="decoupled", overrides=settings(corpus, "bpe"))
     placement = placed(language_task(config))
-    assert _build_task(config, placement, ()).tokenizer is not None
+    assert task_for_placement(config, placement, ()).tokenizer is not None
     text(corpus, "something else entirely, zzz zzz zzz qqq")
     with pytest.raises(UserError, match="gives another tokenizer here than at the syncer"):
-        _build_task(config, placement, ())
+        task_for_placement(config, placement, ())
 
 
 def test_run_does_not_go_on_under_another_tokenizer(tmp_path: Path) -> None:

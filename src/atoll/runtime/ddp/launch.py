@@ -25,7 +25,7 @@ from atoll.config import Config, to_toml
 from atoll.errors import AtollError, ConfigError, RunFailed, UserError
 from atoll.ids import LearnerId
 from atoll.runtime.ddp.rank import USERS_FAULT, main
-from atoll.runtime.ddp.report import DdpOutcome, HeldoutReport, Job, RankReport, Stepped, _Fold, _outcome
+from atoll.runtime.ddp.report import DdpOutcome, HeldoutReport, Job, RankReport, StepFold, Stepped, outcome_of
 from atoll.tape.folder import refuse_used
 from atoll.tape.heldout import HeldoutPoint, append_point, points_in
 
@@ -56,14 +56,14 @@ def run_ddp(
     check_supported(config)
     devices, backend = devices_for(device, config.learners)
     _prepare(directory, config, Job(threads, backend, devices, tuple(allowed)))
-    fold = _Fold(config.learners)
+    fold = StepFold(config.learners)
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(_started(directory, rank)) for rank in range(config.learners)]
         reports = _follow(ranks, directory, fold, progress, looked)
     (directory / "rendezvous").unlink(missing_ok=True)
     if len({report.theta_sha256 for report in reports}) > 1:
         raise RunFailed("ddp: the ranks ended with different models, so an all-reduce did not do its work")
-    return _outcome(config, backend, fold, reports, points_in(directory))
+    return outcome_of(config, backend, fold, reports, points_in(directory))
 
 
 def check_supported(config: Config) -> None:
@@ -130,7 +130,7 @@ def _started(directory: Path, rank: LearnerId) -> Iterator[subprocess.Popen[byte
 
 
 def _follow(
-    ranks: Sequence[subprocess.Popen[bytes]], directory: Path, fold: _Fold, progress: Progress | None,
+    ranks: Sequence[subprocess.Popen[bytes]], directory: Path, fold: StepFold, progress: Progress | None,
     looked: Callable[[HeldoutPoint], None],
 ) -> list[RankReport]:  # fmt: skip
     """Read what the ranks say until all have ended well; the first that does not ends the run."""

@@ -84,7 +84,7 @@ class DdpOutcome:
     points: tuple[HeldoutPoint, ...] = ()
 
 
-class _Fold:
+class StepFold:
     """Steps of all ranks, as they come in. Ranks are never further apart than one step: an all-reduce needs everybody."""
 
     def __init__(self, count: int) -> None:
@@ -110,8 +110,8 @@ class _Fold:
         return sum(s.loss for s in steps) / self._count
 
 
-def _outcome(
-    config: Config, backend: str, fold: _Fold, reports: Sequence[RankReport], points: Sequence[HeldoutPoint]
+def outcome_of(
+    config: Config, backend: str, fold: StepFold, reports: Sequence[RankReport], points: Sequence[HeldoutPoint]
 ) -> DdpOutcome:
     assert fold.first is not None
     clock, moved = seconds(fold.last - fold.first), sum(report.bytes_sent for report in reports)

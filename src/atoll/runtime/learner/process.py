@@ -61,7 +61,7 @@ def run_worker(options: WorkerOptions) -> None:
         placement: Placement = loop.run(ask_for_place(options.address, options.wants, random.Random()))
         config = from_builtins(placement.config)
         log.info("learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
-        task = _build_task(config, placement, options.allowed)
+        task = task_for_placement(config, placement, options.allowed)
         directory = own_directory(options.out, placement)
         snapshots = LearnerSnapshots(directory, placement.run, config, options.resume)
         executor = TensorLearner(task, placement.learner, snapshots, device=device)
@@ -78,7 +78,7 @@ def run_worker(options: WorkerOptions) -> None:
         loop.stop()
 
 
-def _build_task(config: Config, placement: Placement, allowed: Collection[str]) -> Task:
+def task_for_placement(config: Config, placement: Placement, allowed: Collection[str]) -> Task:
     if config.model.name == CUSTOM:
         raise UserError("this run's model is brought by its learners: join it from your own loop with atoll.join(...)")
     task = task_for(config, allowed)

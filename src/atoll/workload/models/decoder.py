@@ -131,7 +131,7 @@ class Attention(nn.Module):
         # One product for three matrices, one rotation for two: gluing the weights costs less than the calls saved.
         qkv = F.linear(x, torch.cat((self.q.weight, self.k.weight, self.v.weight)))
         q, k, v = qkv.view(samples, time, 3 * self.heads, -1).chunk(3, dim=2)
-        q, k = _rotate(torch.cat((self.q_norm(q), self.k_norm(k)), dim=2), cos, sin).chunk(2, dim=2)
+        q, k = rotate(torch.cat((self.q_norm(q), self.k_norm(k)), dim=2), cos, sin).chunk(2, dim=2)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
         return cast(Tensor, self.o(y.transpose(1, 2).reshape(samples, time, width)))
 
@@ -171,7 +171,7 @@ def _expert_mlp(shape: DecoderShape) -> ExpertMlp:
     return ExpertMlp(shape.width, shape.mlp, shape.experts, shape.top_k, shared)
 
 
-def _rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
+def rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
     """cos and sin, [context, 1, head width]; sin carries the rotation's sign, which saves a negation and a cat."""
     half = shape.width // shape.heads // 2
     rates = ROPE_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
@@ -181,7 +181,7 @@ def _rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
     return cos[:, None, :].float(), sin[:, None, :].float()
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """(a, b) -> (a cos - b sin, b cos + a sin), where a and b are the halves of a head: rolling swaps them."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
@@ -201,7 +201,7 @@ class Decoder(nn.Module):
         self.head = unset_linear(shape.width, shape.vocab)
         if shape.tied:
             self.head.weight = self.embedding.weight
-        cos, sin = _rotary_tables(shape)
+        cos, sin = rotary_tables(shape)
         # Derived from the shape, so neither state nor payload: non-persistent buffers are never merged.
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

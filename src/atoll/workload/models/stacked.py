@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atoll.workload.models.decoder import NORM_EPS, Z_LOSS, DecoderShape, _rotate
+from atoll.workload.models.decoder import NORM_EPS, Z_LOSS, DecoderShape, rotate
 
 Weights = Mapping[str, Tensor]
 """By `Decoder`'s own names, each [M, *shape]."""
@@ -76,7 +76,7 @@ def _attention(
     q, k, v = glued.view(m, b * time, 3 * shape.heads, -1).chunk(3, dim=2)
     q, k = _norm(q, own["attention.q_norm.weight"]), _norm(k, own["attention.k_norm.weight"])
     q, k, v = (t.reshape(m * b, time, shape.heads, -1) for t in (q, k, v))
-    q, k = _rotate(q, cos, sin).to(v.dtype), _rotate(k, cos, sin).to(v.dtype)
+    q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)
     y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), is_causal=True)
     return _linear(y.transpose(1, 2).reshape(m, b * time, shape.width), own["attention.o.weight"])
 

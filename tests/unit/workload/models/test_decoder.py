@@ -12,7 +12,17 @@ from atoll.workload.data.corpus import stdlib_corpus
 from atoll.workload.data.stream import Stream, heldout_batches, token_data
 from atoll.workload.data.tokenizer import ByteTokenizer
 from atoll.workload.evaluation.evaluate import heldout_loss
-from atoll.workload.models.decoder import MODELS, SIZES, Decoder, DecoderShape, build_decoder, build_model, language_model_loss
+from atoll.workload.models.decoder import (
+    MODELS,
+    SIZES,
+    Decoder,
+    DecoderShape,
+    build_decoder,
+    build_model,
+    language_model_loss,
+    rotary_tables,
+    rotate,
+)
 from atoll.workload.models.mlp import Mlp
 
 NANO = DecoderShape(vocab=257, width=32, layers=4, heads=2, mlp=64)
@@ -70,13 +80,11 @@ def test_decoder_reads_the_order_of_tokens() -> None:
 
 def test_rotary_attention_depends_on_distance_only() -> None:
     """Shifting q and k by the same number of positions leaves their products alone."""
-    from atoll.workload.models.decoder import _rotary_tables, _rotate
-
-    cos, sin = _rotary_tables(NANO)
+    cos, sin = rotary_tables(NANO)
     q, k = torch.randn(2, 16, generator=torch.Generator().manual_seed(0))
 
     def product(q_at: int, k_at: int) -> float:
-        return float((_rotate(q, cos[q_at, 0], sin[q_at, 0]) * _rotate(k, cos[k_at, 0], sin[k_at, 0])).sum())
+        return float((rotate(q, cos[q_at, 0], sin[q_at, 0]) * rotate(k, cos[k_at, 0], sin[k_at, 0])).sum())
 
     assert product(9, 4) == pytest.approx(product(105, 100), abs=1e-4)
     assert abs(product(9, 4) - product(9, 5)) > 1e-3
