@@ -3,10 +3,10 @@
     python bench/agreement.py [--json FILE] [--keep DIR] [--only blocking|schedule|kills] [--quick]
 
 Real processes, real sockets, two learners of one thread each; no root. Part 1 limits each learner's link to the syncer, both
-ways: `diloco`, which blocks, is held against the graph and against the machines in virtual time; `decoupled`, which never
-waits, by the schedule it keeps. Part 2 kills learners by plans drawn from the failure model, and holds goodput against the
-machines under the same plan, the failure model's own count of that history, and its expectation. The simulators are told
-only what unlimited runs on the same machine show. A step is mostly a wait (`agreement_model.py`), so that learners do not
+ways: `diloco`, which blocks, is compared with the graph and with the machines in virtual time; `decoupled`, which never
+waits, by the schedule it keeps. Part 2 kills learners by plans drawn from the failure model, and compares goodput with the
+machines under the same plan, the failure model's own count of that history, and its expectation. The simulators get only what
+unlimited runs on the same machine show. A step is mostly a wait (`agreement_model.py`), so that learners do not
 compete for cores. Prints a Markdown table. About 10 minutes.
 """
 
@@ -55,15 +55,15 @@ DATA = {"batch_size": 2, "seq_len": 16, "max_bytes": 500_000, "heldout_batches":
 WARM_UP, MEASURED = 1, 3
 """Blocking intervals. One more follows, whose first step ends the last wait."""
 SCHEDULE_WARM_UP, SCHEDULE_MEASURED = 4, 10
-"""Shorter intervals, and more of them than in `sim/decoupled.py`: a live one has noise."""
+"""Shorter intervals, and more of them than in `sim/estimates/decoupled.py`: a live run has noise."""
 UTILISATIONS = (0.45, 0.7, 0.9)
-"""Wanted of the graph; they choose the rates."""
+"""Target utilisations on the graph, from which the rates follow."""
 LOADS = (0.45, 0.7, 0.95)
 """Rates of `decoupled`, as shares of what the schedule needs."""
 MTBI_SECONDS, AWAY_SECONDS = 25.0, 4.0
 SEEDS = (1, 2, 3)
 REHEARSAL = ChaosPlan((Kill(5.0, 0, 2.0), Kill(11.0, 1, 2.0), Kill(17.0, 0, 1.0), Kill(22.0, 1, 1.0)))
-"""What the calibration of kills suffers: comebacks are measured on it."""
+"""The kills of the calibration run, on which restart times are measured."""
 REHEARSAL_SECONDS = 27.0
 POINTS = 5.0
 
@@ -83,7 +83,7 @@ class Row:
     measured: float
     predictions: tuple[Prediction, ...]
     told: dict[str, Any] = field(default_factory=dict)
-    """What else was seen; it goes to --json."""
+    """Further figures, for --json."""
 
     def off(self, prediction: Prediction) -> float:
         return 100 * (self.measured - prediction.share)
@@ -234,7 +234,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def off_rows(rows: Sequence[Row]) -> list[str]:
-    """Whoever is off by more than was wanted."""
+    """Runs that differ from the prediction by more than the tolerance."""
     return [
         f"{row.run}: {row.off(p):+.1f} points against the {p.by}"
         for row in rows

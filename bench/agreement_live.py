@@ -1,7 +1,7 @@
 """The live side of `agreement.py`: a local cluster on links of a given rate, and what its tapes say.
 
 The limit is a token bucket in a proxy between each learner and the syncer, a bucket for each direction. Not tbf on network
-namespaces, as in `two_machines.py`: `LocalCluster` forks all of its processes from one nursery, so they share a namespace
+namespaces, as in `two_machines.py`: `LocalCluster` forks all of its processes from one fork server, so they share a namespace
 and an address, and a kernel's bucket could not tell one learner's link from the other's. A proxy can, and needs no root.
 """
 
@@ -130,7 +130,7 @@ class LimitedLink:
 
 
 class LimitedFaultProxies(FaultProxies):
-    """A limited link for each learner, in the place of those that a plan hurts."""
+    """A limited link for each learner, in place of the fault proxies of a plan."""
 
     def __init__(self, learners: int, bytes_per_second: float) -> None:
         super().__init__(ChaosPlan(), learners)
@@ -149,7 +149,7 @@ class LimitedFaultProxies(FaultProxies):
 
 
 def run_live(settings: Config, folder: Path, plan: ChaosPlan | None = None, mbit: float | None = None) -> list[Record]:
-    """The run's tapes, woven. Its processes find the model beside this file."""
+    """The run's tapes, merged. Its processes find the model beside this file."""
     known = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *(path for path in known if path and path != str(HERE))])
     cluster = LocalCluster(settings, folder, plan or ChaosPlan(), allowed=[MODEL_NAME])
@@ -173,7 +173,7 @@ class Seen:
         self.pulls: list[Nanos] = []
         """From the fixing of a round's participants until its result is stored."""
         self.counted: list[tuple[Nanos, Nanos]] = []
-        """Steps that reached the syncer's books: when, and how long they took."""
+        """Steps that the syncer counted: when, and how long they took."""
         self.first_round: Nanos | None = None
         self.finished: Nanos | None = None
         self._reported: dict[tuple[LearnerId, int], int] = {}
@@ -249,7 +249,7 @@ class Calibration:
     """With what lies between two steps: reporting, staging, adopting. What is longer than a step is a wait, or an absence."""
     step_noise: float
     round_seconds: float = 0.0
-    """What a blocking round costs on a free link, of the learner that came last; 0: nobody waited."""
+    """What a blocking round costs on a free link, for the learner that arrived last; 0: no learner waited."""
     pull_seconds: float = 0.0
     """From the fixing of a round's participants until its result is stored."""
 
@@ -271,7 +271,7 @@ def calibrated(seen: Seen, warm_up_steps: int) -> Calibration:
     gaps = [later[0] - earlier[1] for steps in taken for earlier, later in pairwise(steps)]
     mean = fmean(lengths)
     gap = fmean(gap for gap in gaps if gap < mean)
-    rounds = [min(waits) for waits in zip(*seen.waits.values(), strict=False)][:-1]  # nobody trains after the last
+    rounds = [min(waits) for waits in zip(*seen.waits.values(), strict=False)][:-1]  # no learner trains after the last
     return Calibration(
         step_seconds=mean / 1e9, period_seconds=(mean + gap) / 1e9, step_noise=pstdev(lengths) / mean,
         round_seconds=seconds(median(rounds)) if rounds else 0.0, pull_seconds=seconds(median(seen.pulls)) if seen.pulls else 0.0,
@@ -279,7 +279,7 @@ def calibrated(seen: Seen, warm_up_steps: int) -> Calibration:
 
 
 def comebacks(seen: Seen, plan: ChaosPlan) -> list[tuple[float, float]]:
-    """For each kill, seconds from the end of its absence until the new process said it had started, and until its first step."""
+    """For each kill, seconds from the end of its absence until the new process has started, and until its first step."""
     assert seen.first_round is not None
     found = []
     for fault in plan.faults:

@@ -1,7 +1,7 @@
 """The model of `agreement.py`: a decoder whose training step lasts as long as an accelerator's would.
 
-Learners on one machine compete for its cores, with each other, with the syncer and with whatever else runs; learners on
-machines of their own do not, and that is what a simulator describes. So the forward pass waits like a host that waits for
+Learners on one machine compete for its cores, with each other, with the syncer and with other processes; learners on
+separate machines do not, and a simulator describes those. So the forward pass waits like a host that waits for
 its device, and the arithmetic is small beside it. Everything else is real: gradients, codecs, sockets, merges, disks.
 """
 

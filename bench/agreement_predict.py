@@ -90,7 +90,7 @@ def two_digits(number: float) -> float:
 
 
 def schedule_kept(watch: AdoptionWatch, settings: Config) -> float:
-    """As `sim/decoupled.py` has it, for virtual runs and for live ones."""
+    """As in `sim/estimates/decoupled.py`, for virtual runs and for live ones."""
     interval = settings.protocol.local_steps_per_round
     return min(1.0, interval / watch.interval(settings.learners * settings.protocol.fragments))
 

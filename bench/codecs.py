@@ -8,7 +8,7 @@ literally: a clone repeated in place, between the codecs' runs, medians of one r
 else.
 
 What a clone costs depends on the allocator. glibc maps 64 MiB afresh each time, and the clone pays the page faults.
-mimalloc (torch's wheels for aarch64) hands the block just freed back, and the clone is a bare copy at the speed of
+mimalloc (torch's wheels for aarch64) returns the block just freed, and the clone is a bare copy at the speed of
 memory: one read and one write, which no chain of torch operations can match. So, as information, the ratio to a clone
 into fresh memory is printed too: clones are kept alive, as a learner keeps what it encodes.
 

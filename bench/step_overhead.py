@@ -6,7 +6,7 @@ A syncer's process, a learner in this one, built as `atoll learner` builds it (o
 learner (bench/scripted.py) in a third, so that every merge is of two. P = H = 24 over loopback: every step a fragment is
 pulled, merged and adopted. A step that synchronises is everything from asking for it to having reported it, with whatever
 is adopted, staged, taped and sent at its boundary. A step alone is the same inner step of the same model and optimiser,
-not reported to anybody.
+not reported.
 
 Blocks of both take turns, because machines are noisy. The scripted learner steps when this one reports, so during a block
 alone the cluster is still: nothing is sent, nothing arrives. The first steps of each block are not counted, so that
@@ -56,7 +56,7 @@ def settings(batch_size: int) -> Config:
         "total_steps": 1_000_000,
         "data": {"max_bytes": 500_000, "seq_len": 64, "batch_size": batch_size, "heldout_batches": 1},
         "model": {"numbers": {"width": 128, "layers": 8, "heads": 4, "mlp": 384}},
-        # Nobody is to be missed while a block alone runs, nor given up.
+        # No learner may be declared silent or lost while a block runs alone.
         "limits": {"silence_steps": 1e6},
     })  # fmt: skip
 
@@ -104,7 +104,7 @@ class Bench:
         self._batch = 0
 
     def synchronising(self) -> None:
-        """As `runtime/worker.py` does it. The partner ends its step when we have reported ours."""
+        """As `runtime/learner/live.py` does it. The partner ends its step when we have reported ours."""
         step = self.live.next_step()
         assert step is not None
         began = time.monotonic_ns()

@@ -3,7 +3,7 @@
     python bench/syncer_load.py [--learners 64] [--seconds 90] [--codec-up fp32] [--width 256] [--mlp 1024] [--layers 6]
 
 The learners are scripted (bench/scripted.py) and take steps of half a second, so each reports twice a second. P = H = 24,
-tau = 2, K = 1, adaptive grace, pace 1, as `decoupled` has them: a round every step, of nearly everybody. A contribution
+tau = 2, K = 1, adaptive grace, pace 1, as `decoupled` has them: a round every step, of nearly all learners. A contribution
 is 1 MB: fragments of 262,144 parameters by fp32 up, half of that down by bf16. With --codec-up int4 --width 768 --mlp 2048
 --layers 7 contributions are 1 MB too, of fragments of two million parameters, and announcements are 4 MB each.
 
@@ -34,7 +34,7 @@ from atoll.tape.format import Tape
 
 FLAT = 1.05
 SETTLE_SECONDS = 15.0
-"""From the first round to the first that counts: everybody has Theta, and every time has been measured."""
+"""From the first round to the first that counts: by then every learner has Theta, and every time has been measured."""
 STEP_SECONDS = 0.5
 
 
@@ -122,7 +122,7 @@ class Burden:
     rss_last_third: int
     rss_peak: int
     machine_idle: float
-    """Share of all cores that nobody used: near zero, the machine and not the syncer is the limit."""
+    """Idle share of all cores: near zero, the machine and not the syncer is the limit."""
 
 
 def idle_seconds() -> tuple[float, float]:
@@ -171,7 +171,7 @@ def main() -> int:
         ]
         burden = watched(cluster, learners, options.seconds)
         busy = load_average()
-        cluster.syncer.kill()  # nobody's leaving is to be on its tape
+        cluster.syncer.kill()  # before the learners leave, so that leaving is not on its tape
         rounds = measured(cluster.tape, tau)
         tape_bytes = cluster.tape.stat().st_size
     growth = burden.rss_last_third / burden.rss_first_third

@@ -7,7 +7,7 @@ A syncer's process with a decoder of 85 million parameters, P = H = 24, int4 up 
 serves it, is sent all of Theta too while rounds go on. The budget is 4 fp32 models + 64 MiB a learner + 500 MB, and what is
 compared with it is VmHWM of the process, which is the syncer of `atoll syncer` with a thread beside it that adds up what
 its parts hold (it allocates nothing to speak of). The peak while it starts (the model is built) and the peak while it runs
-are told apart; the verdict is on the higher.
+are separate; the verdict is on the higher.
 
 What is held, at the moment of the largest sum: the newest versions (theta, announced, momentum), remembered older
 announcements, accepted packets, merged versions on their way to the disk, cached payloads, and whatever else is queued for
@@ -106,7 +106,7 @@ def books_of(home: Home, process: SyncerProcess) -> dict[str, int]:
 
 
 def be_the_syncer(options: argparse.Namespace) -> None:
-    """As `atoll syncer` is, with somebody looking on. The fullest moment is written beside the tape."""
+    """The process of `atoll syncer` with a thread that measures it. The peak is written beside the tape."""
     use_threads(1)
     config = load(options.recipe)
     home = Home(options.dir, config, language_task(config))
@@ -119,7 +119,7 @@ def be_the_syncer(options: argparse.Namespace) -> None:
             time.sleep(POLL_SECONDS)
             try:
                 held = books_of(home, process)
-            except (RuntimeError, ValueError):  # something changed under our eyes
+            except (RuntimeError, ValueError):  # changed while it was read
                 continue
             if sum(held.values()) > fullest:
                 fullest = sum(held.values())
@@ -148,7 +148,7 @@ def settings(options: argparse.Namespace, learners: int) -> Config:
 
 
 class Watch:
-    """Counts rounds, and notes who has loaded its state from whom."""
+    """Counts rounds, and records from which source each learner has loaded its state."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

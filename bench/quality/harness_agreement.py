@@ -29,7 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from experts_and_pictures import Line, differences, markdown, read
+from experts_and_images import Line, differences, markdown, read
 
 from atoll.chaos import ChaosPlan
 from atoll.cli.runs import run_virtually
@@ -177,12 +177,12 @@ def ask_harness(model: Path, tasks: Sequence[str], data: Path, folder: Path) -> 
     for task in tasks:
         write_task(task, Path(lm_eval.tasks.__file__).parent, data, folder)
     manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
-    told: dict[str, Any] | None = simple_evaluate(
+    scores: dict[str, Any] | None = simple_evaluate(
         model=HFLM(pretrained=str(model), device="cpu", dtype="float32", batch_size=8),
         tasks=[f"atoll_{task}" for task in tasks], task_manager=manager, bootstrap_iters=0,
     )  # fmt: skip
-    assert told is not None  # None is for the other ranks of a distributed evaluation
-    return {task: _answers(told["results"][f"atoll_{task}"], told["samples"][f"atoll_{task}"]) for task in tasks}
+    assert scores is not None  # None is for the other ranks of a distributed evaluation
+    return {task: _answers(scores["results"][f"atoll_{task}"], scores["samples"][f"atoll_{task}"]) for task in tasks}
 
 
 def _answers(results: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> Answers:
@@ -264,10 +264,10 @@ def train_small(directory: Path, threads: int) -> Trained:
 
 
 def line_of(trained: Trained, found: Sequence[Pair], limit: int | None) -> Line:
-    """The run as its own summary has it, and both programs' figures. Files by their names alone: where they lay is nobody's
-    business."""
-    told = trained.run / "summary.json"  # a syncer started alone writes none
-    summary: Line = json.loads(told.read_text(encoding="utf8")) if told.is_file() else {}
+    """The run as its own summary has it, and both programs' figures. Files without the folders of this
+    machine."""
+    path = trained.run / "summary.json"  # a syncer started alone writes none
+    summary: Line = json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
     differs = differences(trained.config)
     for key in FILES:
         if key in differs:

@@ -3,9 +3,9 @@
     python bench/quality/study.py main --data DIR --out main.jsonl --jobs 4 --compiled --seeds 0,1,2 --skip-done
     python bench/quality/study.py ablations --list
 
-Each run has a log beside `--out` and appends its line there when it is done. A run that fails is told at the end, and does not
-stop the others; after `--time-limit` seconds none is started, and those that still run are ended. Whatever follows `--` goes to
-train.py as it is: `-- --device cpu --corpus stdlib --heldout= --tokenizer bytes`.
+Each run has a log beside `--out` and appends its line there when it is done. A failed run is reported at the end, and does not
+stop the others; after `--time-limit` seconds none is started, and those that still run are ended. Arguments after `--` go to
+train.py: `-- --device cpu --corpus stdlib --heldout= --tokenizer bytes`.
 """
 
 from __future__ import annotations
@@ -150,8 +150,8 @@ PUBLISHED = (*BY_ADAMW, *outer(0.4, 0.7))
 SPARSE = 0.0645
 """Of the values: with index and value, 64 bits each, as many bytes as int4."""
 EXACT = ("protocol.adopt=exact", "protocol.quorum=all", "protocol.grace=none", "protocol.pace=0")
-"""Everybody waits for a result that is not back tau steps after its pull: only so is tau what it says. On arrival, over links as
-fast as these, a result is adopted at the next step boundary whatever tau is; and tau = 0 must wait."""
+"""Every learner waits for a result that is not back tau steps after its pull; otherwise tau would not be exact. On arrival, over
+links as fast as these, a result is adopted at the next step boundary whatever tau is; and tau = 0 must wait."""
 UNEVEN = ("cluster.slow_share=0.25", "cluster.slow_factor=1.5")
 
 

@@ -9,10 +9,10 @@ One row a name; the newest line of a name and seed counts.
   learner: both columns are of its weights, because Theta has them as they were some steps before the end.
 * tokens: trained by all learners together; decoupled ones are not stopped to the step.
 * bytes: what a learner sent and received, peers' states included, per inner step; 100 % is data-parallel in bf16, which sends and
-  receives 2 bytes a parameter in every step. Data-parallel runs are 100 % by definition: their one learner exchanges with nobody.
+  receives 2 bytes a parameter in every step. Data-parallel runs are 100 % by definition: they have one learner.
 * peak: the highest load on a learner's link, the busier direction, if each exchange is spread evenly over the time that its
   method leaves for it: tau steps from the pull to the adoption (H of Async DiLoCo), and one step where tau is 0. Up and down each
-  have all of that time. Everybody takes part in every round.
+  have all of that time. Every learner takes part in every round.
 * hours at 1 Gbit/s: the run's steps, at the step time, over the simulated utilisation (docs/planning/simulators.md) on
   links of 1 Gbit/s: the graph, where a reduction takes as long as the larger of what goes up and down, bits as the codecs have
   them; for decoupled presets the machines, and of computing time and schedule kept the smaller. No failures, no latency.

@@ -1,4 +1,4 @@
-"""Pictures: DiLoCo against FedAvg with the same rounds, and data-parallel, in virtual time on one core; seed 0, one run each.
+"""Images: DiLoCo against FedAvg with the same rounds, and data-parallel, in virtual time on one core; seed 0, one run each.
 
     python bench/quality/vision.py                                  # the runs on digits that are missing, then the tables
     python bench/quality/vision.py --data data                      # those on data/mnist and data/cifar10 too
@@ -20,7 +20,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from experts_and_pictures import HERE, Line, differences, markdown, percent, read, train
+from experts_and_images import HERE, Line, differences, markdown, percent, read, train
 from msgspec.structs import replace
 
 from atoll.config import Config, load
@@ -108,7 +108,7 @@ def needs_files(config: Config) -> bool:
 
 
 def carry_out(run: Run, data: Path | None) -> Line:
-    """The line has the recipe's own words for the corpus: where the files lay is nobody's business."""
+    """The line names the corpus as the recipe does, without the folder of this machine."""
     named = there = settings(run)
     if data is not None and needs_files(named):
         kind = named.data.corpus.partition(":")[0]

@@ -1,4 +1,4 @@
-"""`bench/quality/experts_and_pictures.py`: what it counts and prints; its committed lines are of the recipes as they are."""
+"""`bench/quality/experts_and_images.py`: what it counts and prints; its committed lines are of the recipes as they are."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT = ["data.max_bytes=300000", "protocol.local_steps_per_round=3", "protocol.f
 
 @pytest.fixture(scope="module")
 def task(bench_script: Callable[[str], ModuleType]) -> Any:
-    return bench_script("quality/experts_and_pictures")
+    return bench_script("quality/experts_and_images")
 
 
 def line(name: str, preset: str, seed: int, loss: float, accuracy: float | None = None, **differs: Any) -> dict[str, Any]:

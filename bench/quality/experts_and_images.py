@@ -1,8 +1,8 @@
-"""Experts, and questions about pictures: decoupled against data-parallel at equal tokens, in virtual time on one core.
+"""Experts, and questions about images: decoupled against data-parallel at equal tokens, in virtual time on one core.
 
-    python bench/quality/experts_and_pictures.py moe            # the runs of its table that are missing, then the tables
-    python bench/quality/experts_and_pictures.py vqa --show     # the tables alone
-    python bench/quality/experts_and_pictures.py moe --name ddp_rate_6 --preset ddp --set inner.learning_rate=0.006
+    python bench/quality/experts_and_images.py moe            # the runs of its table that are missing, then the tables
+    python bench/quality/experts_and_images.py vqa --show     # the tables alone
+    python bench/quality/experts_and_images.py moe --name ddp_rate_6 --preset ddp --set inner.learning_rate=0.006
 
 The last line is how a run of the sweep was made. Settings were chosen on seed 0 and then written into the recipe; the table is
 the recipe as it is on seeds that nothing was chosen by. A run appends a line of JSON to results/: the keys of
@@ -51,7 +51,7 @@ def settings(what: str, preset_name: str, seed: int, assignments: Sequence[str] 
 
 
 def differences(config: Config) -> dict[str, Any]:
-    """What a run has that its preset has not, by dotted key. How often it is looked at does not make another run."""
+    """What a run has that its preset has not, by dotted key. How often it is evaluated does not make another run."""
     usual = by_key(preset(config.preset))
     own = {key: value for key, value in by_key(config).items() if key not in usual or usual[key] != value}
     return {key: value for key, value in own.items() if key != "data.heldout_every"}
