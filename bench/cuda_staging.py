@@ -47,7 +47,7 @@ class Network(threading.Thread):
         super().__init__(daemon=True)
         self._stager = stager
         self.jobs: queue.Queue[StagedPacket | tuple[int, Tensor] | None] = queue.Queue()
-        self.brought: queue.Queue[tuple[int, Incoming]] = queue.Queue()
+        self.prefetched: queue.Queue[tuple[int, Incoming]] = queue.Queue()
         self.sent_bytes = 0
         self._socket = torch.empty(0, dtype=torch.uint8)
 
@@ -58,7 +58,7 @@ class Network(threading.Thread):
                 job.release()
             else:
                 p, announced = job
-                self.brought.put((p, self._stager.bring(announced, torch.empty(0))))
+                self.prefetched.put((p, self._stager.prefetch(announced, torch.empty(0))))
 
     def _send(self, packet: Packet) -> None:
         """From pinned memory into a socket's, as send() of a view does: a copy without the interpreter's lock."""
@@ -104,8 +104,8 @@ class Trainer:
     def boundary(self, at: int) -> None:
         """Adopt what came, stage the two fragments that may be pulled next, ask for the next announcement."""
         started = time.perf_counter()
-        if not self.network.brought.empty():
-            p, incoming = self.network.brought.get()
+        if not self.network.prefetched.empty():
+            p, incoming = self.network.prefetched.get()
             self.adopted += 1
             self.stager.adopt(self.fragments[p], self.tensors, incoming, self.alpha, self.optimizer)
             self.anchors[p] = incoming.announced

@@ -186,7 +186,7 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
     run(cluster)
     trained = time.time()
     final = on_device.evaluate_theta(*executor.disk.theta())
-    executor.fleet.settle(0)
+    executor.fleet.synchronize(0)
     replica = on_device.evaluate(executor.learners[0].model)
     summary = summarise(config, view, cluster.syncer.fates(), loss_first=first, loss_final=final, points=points.taken)
     sizes = [fragment.numel for fragment in task.layout.fragments]

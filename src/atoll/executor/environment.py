@@ -1,4 +1,4 @@
-"""What a bit-exact replay depends on, as the tape's header records it, and how to meet it again."""
+"""What a bit-exact replay depends on: recorded in the tape's header, compared and set up again here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atoll.version import __version__
 
 @cache
 def code_version() -> str:
-    """The version, and a digest of the sources: an edited checkout is another code."""
+    """The version and a digest of the sources, so that an edited checkout has another version."""
     root = Path(__file__).parents[1]
     sha = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -23,8 +23,8 @@ def code_version() -> str:
 
 
 def use_threads(count: int) -> None:
-    """One thread is the default: small models are not faster on more, and summation order stays put. oneDNN keeps a
-    pool of its own that a busy neighbour slows down, so it is off where one thread was asked for."""
+    """One thread is the default: small models gain nothing from more, and the order of summation stays fixed. oneDNN has its
+    own thread pool, which slows down on a busy machine, so it is off with one thread."""
     torch.set_num_threads(count)
     torch.backends.mkldnn.set_flags(_enabled=count > 1)
 
@@ -37,7 +37,7 @@ def cpu_capability() -> str:
 def mismatches(
     header_threads: int, header_torch: str, header_cpu: str, header_code: str, *, decisions_only: bool = False
 ) -> list[str]:
-    """Why the bits may differ here from those on the tape. Decisions depend on the code alone."""
+    """Reasons why a replay here may differ in bits from the tape. Decisions depend on the code alone."""
     pairs = [
         ("thread count", header_threads, torch.get_num_threads()),
         ("torch", header_torch, str(torch.__version__)),

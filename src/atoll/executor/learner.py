@@ -1,6 +1,6 @@
-"""A learner's hands: they train, stage, keep and adopt. All weights are touched at step boundaries only.
+"""A learner's executor: trains, stages, keeps and adopts. Weights are read and written at step boundaries only.
 
-On CUDA the host does not wait for the device at a boundary: packets, anchors and the loss are `cuda_learner.CudaSide`'s.
+On CUDA the host does not wait for the device at a boundary; `executor.cuda` has that part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.errors import NotFinite
-from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of, leading, on_host, to_device
+from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of, first_samples, on_host, to_device
 from atoll.executor.cuda.staging import adopt_into
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.ids import FragmentId, LearnerId, OuterStep
@@ -50,14 +50,14 @@ from atoll.workload.data.seeds import generator
 
 
 class StateStore(Protocol):
-    """Where a learner's side of snapshots goes and comes from."""
+    """Stores and loads a learner's side of snapshots."""
 
     def put_learner(self, snapshot: OuterStep, learner: LearnerId, learner_state: LearnerState, state: Any) -> None: ...
     def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any: ...
 
 
-class Copied(NamedTuple):
-    """What was taken at a step boundary and is encoded when it is pulled; few of those staged are."""
+class StagedCopy(NamedTuple):
+    """Taken at a step boundary, and encoded only when it is pulled: few staged copies are."""
 
     effect: Stage
     difference: Tensor
@@ -70,8 +70,8 @@ class TensorLearner:
         self, task: Task, learner: LearnerId, snapshots: StateStore | None = None, *, model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None, device: torch.device | None = None, resident: bool = False,
     ) -> None:  # fmt: skip
-        """`model` and `optimizer` where a user brings their own; they are changed in place, never replaced or moved.
-        `resident`: the syncer's tensors lie on the same device, so nothing is staged through the host."""
+        """`model` and `optimizer`: the user's own, changed in place, never replaced or moved.
+        `resident`: the syncer's tensors are on the same device, so nothing is staged through the host."""
         self._task = task
         self._config = task.config
         self._learner = learner
@@ -93,13 +93,13 @@ class TensorLearner:
         self.anchors: list[Tensor | None] = [None] * len(self._fragments)
         self._round_start: list[Tensor | None] = [None] * len(self._fragments)
         self._kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]] = {}
-        self._copied: dict[Key, Copied] = {}
+        self._copies: dict[Key, StagedCopy] = {}
         self._staged: dict[Key, tuple[Packet, Tensor, Tensor | None]] = {}
         self._residuals: dict[FragmentId, Tensor] = {}
         self._uncommitted: dict[FragmentId, Tensor] = {}
 
     def close(self) -> None:
-        """The user's optimiser goes on without us."""
+        """Removes our hook from the optimiser, which a user's loop goes on using."""
         if self._cuda is not None:
             self._cuda.unhook()
 
@@ -141,7 +141,7 @@ class TensorLearner:
         return ()
 
     def _inner_step(self, effect: InnerStep) -> StepDone:
-        """One optimiser step over `accumulate` micro-batches; dropout and the like draw from (seed, stream, batch)."""
+        """One optimiser step over `accumulate` micro-batches. Dropout is seeded by (seed, stream, batch)."""
         config, task = self._config, self._task
         self._seed(generator("inner step", config.seed, effect.stream, effect.batch).initial_seed())
         self.model.train()
@@ -153,15 +153,15 @@ class TensorLearner:
         parts = divisors([tokens for tokens, _ in counts])
         total = 0.0
         if self._cuda is not None:
-            self._cuda.trains_here()
+            self._cuda.use_current_stream()
         for micro, batch in enumerate(batches):
             loss = task.loss(self.model, batch if self._device.type == "cpu" else to_device(batch, self._device))
             if self._cuda is not None:
-                self._cuda.told_loss(micro, loss)
+                self._cuda.record_loss(micro, loss)
             (loss / parts[micro] if count > 1 else loss).backward()
             if self._cuda is None:
                 total += float(loss.detach()) / parts[micro]
-        if not self._gradients:  # data-parallel steps on Theta, with everybody's gradients
+        if not self._gradients:  # in data-parallel mode the syncer steps, on Theta, with all learners' gradients
             if config.protocol.freeze_not_due:
                 self._freeze(effect.outer_step)
             optimizer_step(config, self.optimizer, effect.outer_step)
@@ -170,18 +170,18 @@ class TensorLearner:
 
     def _micro_batch(self, effect: InnerStep, position: int) -> Any:
         batch = self._task.batch(self._learner, effect.stream, position)
-        return leading(batch, effect.share, position) if effect.share < 1.0 else batch
+        return first_samples(batch, effect.share, position) if effect.share < 1.0 else batch
 
     def _seed(self, seed: int) -> None:
-        """torch.manual_seed would also note the seed for every kind of device that is not here, with a stack trace each, at
-        every step, for ever."""
+        """Not torch.manual_seed: for every kind of absent device it queues a call with a stack trace, at every step, and the
+        queue never empties."""
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
-            with torch.cuda.device(self._device):  # torch seeds the current one, which need not be this learner's
+            with torch.cuda.device(self._device):  # torch seeds the current device, which need not be this learner's
                 torch.cuda.manual_seed(seed)
 
     def _freeze(self, outer_step: OuterStep) -> None:
-        """FedPart: only what is due next trains."""
+        """FedPart: only the fragments that are due next train."""
         fragments = self._schedule.due(self._schedule.next_due(outer_step + 1))
         due = {slot.name for p in fragments for slot in self._fragments[p].params}
         for name, tensor in self._tensors.items():
@@ -191,22 +191,22 @@ class TensorLearner:
     # ------------------------------------------------------------ staging
 
     def _stage(self, effect: Stage) -> Sequence[Event]:
-        """Only the difference is taken at the boundary, and the residual that goes with it: an adoption would put another in its
-        place. Encoding is for whoever is pulled, while the next step runs."""
+        """Takes only the difference at the boundary, and its residual, which an adoption would replace. A pull encodes it, while
+        the next step runs."""
         p = effect.fragment
-        self._drop((p, effect.slot))  # should this one be poisoned, an older copy must not go in its place
+        self._drop((p, effect.slot))  # if this copy holds NaN, an older one must not be sent in its place
         difference = self._difference(p)
         buffers = read_buffers(self._tensors, self._fragments[p])
         if poison := self._poison(p, difference, buffers):
             return (Poisoned(poison),)
-        self._copied[p, effect.slot] = Copied(effect, difference, buffers, self._residual(p))
+        self._copies[p, effect.slot] = StagedCopy(effect, difference, buffers, self._residual(p))
         if effect.restart:
             self._round_start[p] = read_params(self._tensors, self._fragments[p])
         return ()
 
     def _encoded(self, key: Key) -> tuple[Packet, Tensor, Tensor | None] | None:
-        """None: nothing is staged, or it cannot be encoded (finite values whose sum with the residual is not)."""
-        copied = self._copied.pop(key, None)
+        """None if nothing is staged, or if a finite difference plus the residual is not finite and cannot be encoded."""
+        copied = self._copies.pop(key, None)
         if copied is not None:
             rng, residual = self._rounding(copied.effect), None
             with suppress(NotFinite):
@@ -218,13 +218,13 @@ class TensorLearner:
         return self._staged.get(key)
 
     def _drop(self, key: Key) -> None:
-        self._copied.pop(key, None)
+        self._copies.pop(key, None)
         self._staged.pop(key, None)
         if self._cuda is not None:
             self._cuda.drop(key)
 
     def _stage_on_device(self, cuda: CudaSide, effect: Stage) -> Sequence[Event]:
-        """NaN and Inf are seen when the device is done with it: by whoever sends it, or here at the next boundary."""
+        """NaN and Inf are found once the device is done: by the sending thread, or here at the next boundary."""
         p = effect.fragment
         fragment = self._fragments[p]
         tensors, before = self._tensors, self._round_start[p]
@@ -244,13 +244,13 @@ class TensorLearner:
         return tuple(Poisoned(where) for where in poisons)
 
     def _residual(self, p: FragmentId) -> Tensor | None:
-        """What goes with the next packet. One that was sent and not yet heard of is taken for merged, as nearly all are: on a
-        slow downlink the next goes out before its version is adopted, and would carry what that one has carried already."""
+        """Added to the next packet. A packet that was sent and not yet acknowledged is assumed merged, as nearly all are: on a
+        slow downlink the next packet leaves before that version is adopted, and would otherwise carry the same values twice."""
         sent = self._uncommitted.get(p) if self._cuda is None else self._cuda.residual_sent(p)
         return self._residuals.get(p) if sent is None else sent
 
     def _rounding(self, effect: Stage) -> torch.Generator | None:
-        """Resident tensors draw where they lie."""
+        """Resident tensors use a generator of their device."""
         if not (self._config.protocol.stochastic_rounding or self._codec.name.startswith("random_drop")):
             return None
         rng = generator("rounding", self._config.seed, self._learner, effect.fragment, effect.local_step)
@@ -259,7 +259,7 @@ class TensorLearner:
         return torch.Generator(self._device).manual_seed(rng.initial_seed())
 
     def _difference(self, p: FragmentId) -> Tensor:
-        """Before minus after: the sign of an outer gradient. Data-parallel sends the gradient itself."""
+        """Before minus after, the sign of an outer gradient. In data-parallel mode, the gradient itself."""
         fragment = self._fragments[p]
         if self._gradients:
             return read_params({slot.name: _gradient(self._tensors[slot.name]) for slot in fragment.params}, fragment)
@@ -271,7 +271,7 @@ class TensorLearner:
         return before - read_params(self._tensors, fragment)
 
     def _poison(self, p: FragmentId, difference: Tensor, buffers: Tensor) -> str:
-        """Where NaN or Inf is; "" where there is none."""
+        """The place of a NaN or Inf; "" if all values are finite."""
         if is_finite(difference) and is_finite(buffers):
             return ""
         for flat, slots in ((difference, self._fragments[p].params), (buffers, self._fragments[p].buffers)):
@@ -291,7 +291,7 @@ class TensorLearner:
         else:
             announced = sent
         if self._cuda is not None:
-            announced, buffers = self._cuda.bring(p, announced, buffers)
+            announced, buffers = self._cuda.prefetch(p, announced, buffers)
         self._kept[p] = (version, announced, buffers)
 
     def _adopt(self, effect: Adopt) -> None:
@@ -317,8 +317,8 @@ class TensorLearner:
     # ------------------------------------------------------------ state, for peers and snapshots
 
     def state(self, *, with_residuals: bool = False) -> dict[str, Any]:
-        """A copy on the host: what a peer needs, and for snapshots the residuals too. Never the data position or RNG: they
-        are functions of (seed, stream, batch), and the protocol holds (stream, batch)."""
+        """A copy on the host: what a peer needs, and for snapshots the residuals too. Not the RNG state or the position in the
+        data: both follow from (seed, stream, batch), and the protocol holds (stream, batch)."""
         state: dict[str, Any] = {
             "tensors": {name: on_host(tensor) for name, tensor in self._tensors.items()},
             "optimizer": on_host(self.optimizer.state_dict()),
@@ -331,7 +331,7 @@ class TensorLearner:
         return state
 
     def _load_state(self, state: dict[str, Any], *, resumes: bool = False) -> None:
-        """A peer's, or one's own of a snapshot: then residuals belong to it, and announcements come anew."""
+        """From a peer, or from this learner's snapshot: then residuals are part of it, and versions are announced again."""
         cuda = self._cuda
         if cuda is not None:
             cuda.stager.before_optimizer_step()
@@ -342,7 +342,7 @@ class TensorLearner:
         load_optimizer(self.optimizer, state["optimizer"])
         self.anchors = list(state["anchors"]) if cuda is None else cuda.pinned(list(state["anchors"]))
         self._forget_work()
-        # Both come by way of the host; resident ones must be where they are subtracted.
+        # Both come through the host; resident tensors must be on the device where they are subtracted.
         starts, residuals = list(state["round_start"]), dict(state.get("residuals", {}))
         self._round_start = [t if t is None else t.to(self._device) for t in starts] if cuda is None else cuda.on_device(starts)
         if resumes:
@@ -357,16 +357,16 @@ class TensorLearner:
         self._kept = kept
 
     def _forget_work(self) -> None:
-        """After recovery the residual is zero: it spoke of weights that are gone."""
+        """After a recovery the residual is zero: it belonged to weights that are gone."""
         self._residuals.clear()
         self._uncommitted.clear()
-        self._copied.clear()
+        self._copies.clear()
         self._staged.clear()
         if self._cuda is not None:
             self._cuda.forget_work()
 
     def inspect(self, body: Message, payload: Payload) -> str:
-        """Bytes whose checksums fit are what was sent; but was it meant for a model of these sizes?"""
+        """Checksums prove that the bytes are those sent; this checks that they are for a model of these sizes."""
         if isinstance(body, Announce) and isinstance(payload.content, tuple):
             sent, buffers = payload.content
             fragment = self._fragments[body.fragment]
@@ -381,9 +381,9 @@ class TensorLearner:
             key = (body.fragment, body.outer_step)
             if self._cuda is not None:
                 return self._cuda.payload([key, (body.fragment, NO_VERSION)], feedback=self._config.protocol.error_feedback)
-            staged = self._encoded(key if key in self._copied or key in self._staged else (body.fragment, NO_VERSION))
+            staged = self._encoded(key if key in self._copies or key in self._staged else (body.fragment, NO_VERSION))
             if staged is None:
-                return Payload("packet", 0, None)  # NaN or Inf was found: nothing to send, and the syncer will refuse it
+                return Payload("packet", 0, None)  # NaN or Inf: there is nothing to send, and the syncer refuses this
             packet, buffers, residual = staged
             if residual is not None:
                 self._uncommitted[body.fragment] = residual
@@ -396,12 +396,12 @@ class TensorLearner:
 
 
 def is_finite(flat: Tensor) -> bool:
-    """In one pass and without a copy: NaN and Inf go into a sum, and a double holds any sum of floats."""
+    """One pass without a copy: NaN and Inf propagate into a sum, and a double holds any sum of floats."""
     return math.isfinite(flat.sum(dtype=torch.float64))
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    """A parameter that took no part in the loss has none: it adds nothing."""
+    """Zero for a parameter without a gradient: it took no part in the loss."""
     return torch.zeros((), device=parameter.device).expand_as(parameter) if parameter.grad is None else parameter.grad
 
 

@@ -1,4 +1,4 @@
-"""Which contribution norms are usual, so that an outlier is refused before it is merged."""
+"""Refuses a contribution whose norm is an outlier, before it is merged."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from atoll.protocol.interface import SUSPECT
 
 
 class Norms:
-    """What is usual for each fragment: the median of its last contributions' norms, each by the way its steps could have led.
-    Far beyond it is poison, or a learner about to diverge; refusing one costs little, merging one may cost the run."""
+    """The usual norm of each fragment: the median over its last contributions, normalised by steps x learning rate. A norm far
+    above it is poison or a diverging learner: to refuse one costs little, to merge one may cost the run."""
 
     WINDOW = 32
     ENOUGH = 8
-    """Below so many norms nothing is usual yet."""
+    """With fewer norms than this, none is refused."""
 
     def __init__(self, fragments: int, factor: float) -> None:
         self._factor = factor
         self._seen: list[deque[float]] = [deque(maxlen=self.WINDOW) for _ in range(fragments)]
 
-    def objection(self, fragment: FragmentId, norm: float, way: float) -> str:
+    def objection(self, fragment: FragmentId, norm: float, scale: float) -> str:
         seen = self._seen[fragment]
-        usual = way * median(seen) if len(seen) >= self.ENOUGH else 0.0
+        usual = scale * median(seen) if len(seen) >= self.ENOUGH else 0.0
         if usual > 0 and norm > self._factor * usual:
             return f"{SUSPECT} {norm:.3g} of fragment {fragment} is {norm / usual:.0f} times the usual {usual:.3g}"
-        seen.append(norm / way)
+        seen.append(norm / scale)
         return ""

@@ -1,7 +1,7 @@
-"""The syncer's hands: Theta, outer state and announced versions, fragment by fragment, on CPU in fp32.
+"""The syncer's executor: Theta, outer state and announced versions, fragment by fragment, on CPU in fp32.
 
-Everything is a value: a merge makes new tensors from those of the version it names as `previous`, so carrying the same
-merge out twice gives the same bytes, and a merge that was never taped as stored leaves no trace.
+A merge makes new tensors from those of the version it names as `previous` and changes none, so the same merge carried out
+twice gives the same bytes, and a merge that the tape does not record as stored leaves no trace.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
 
 
 class SnapshotStore(Protocol):
-    """Where the syncer's side of snapshots goes: `shelf.Shelf` in memory, `snapshots.SyncerShelf` on disk."""
+    """Stores the syncer's side of snapshots: `MemorySnapshots` in memory, `SyncerSnapshots` on disk."""
 
     def begin(self, snapshot: OuterStep, syncer_state: SyncerState) -> None: ...
     def put_in_flight(self, snapshot: OuterStep, envelope: Envelope, payload: Payload | None) -> None: ...
@@ -71,7 +71,7 @@ class TensorSyncer:
         self._up = codec(self._config.protocol.codec_up)
         self._down = codec(self._config.protocol.codec_down)
         self._accepted: dict[tuple[OuterStep, FragmentId], dict[LearnerId, tuple[Packet, Tensor, Tensor]]] = {}
-        """(packet, buffers, the announced vector it is a difference to): encoded until the merge, eight times smaller."""
+        """(packet, buffers, the announced vector it is a difference to). Encoded until the merge: int4 is 8 times smaller."""
         self.norms = Norms(len(self._fragments), self._config.limits.outlier_factor)
         self._merged: dict[tuple[OuterStep, FragmentId], Version] = {}
 
@@ -107,7 +107,7 @@ class TensorSyncer:
         return ()
 
     def inspect(self, body: Message, payload: Payload) -> str:
-        """Before the machine sees a contribution: can it be used at all? Nothing poisoned gets as far as a merge."""
+        """Checks a contribution before the machine sees it: no NaN, Inf or wrong size reaches a merge."""
         if not isinstance(body, Contribution):
             return ""
         if payload.content is None:
@@ -120,11 +120,11 @@ class TensorSyncer:
         norm = outlier_norm(self._up.decode(packet))
         if not math.isfinite(norm) or not bool(torch.isfinite(buffers).all()):
             return f"fragment {body.fragment} holds NaN or Inf"
-        return self.norms.objection(body.fragment, norm, self._way(body))
+        return self.norms.objection(body.fragment, norm, self._norm_scale(body))
 
-    def _way(self, body: Contribution) -> float:
-        """How far its steps could have led: so many at the present rate. In the warm-up both grow, and a fragment that is first
-        due after two steps honestly moves hundreds of times as far by its next turn. A gradient does not depend on either."""
+    def _norm_scale(self, body: Contribution) -> float:
+        """Steps x learning rate, to which an honest difference is roughly proportional. In the warm-up both grow: a fragment
+        that is first due after two steps moves hundreds of times as far by its next turn. A gradient depends on neither."""
         if self._config.protocol.contribution == "gradient":
             return 1.0
         least = 1e-3 * self._config.inner.learning_rate  # a schedule may end at zero
@@ -162,8 +162,8 @@ class TensorSyncer:
     def _outer_gradients(
         self, fragment: Fragment, present: Version, parts: Sequence[tuple[Packet, Tensor, Tensor]]
     ) -> list[Tensor]:
-        """Anchored at the present: Theta - theta_m, theta_m rebuilt from the version it was sent against. How far Theta is
-        from a version is the same for all who were sent it, and is worked out once."""
+        """With anchor "present": Theta - theta_m, where theta_m is rebuilt from the version that the difference refers to. The
+        drift of Theta since a version is the same for all learners at that version and is computed once."""
         deltas = [self._up.decode(packet) for packet, _, _ in parts]  # new tensors, ours to add to
         if self._config.protocol.anchor != "present":
             return deltas
@@ -180,7 +180,7 @@ class TensorSyncer:
     def _inner_step(
         self, fragment: Fragment, previous: Version, gradient: Tensor, outer_step_: OuterStep
     ) -> tuple[Tensor, dict[str, Any]]:
-        """Data-parallel: the inner optimiser on Theta, tensor by tensor as each rank would."""
+        """Data-parallel: the inner optimiser steps on Theta, tensor by tensor, as on each rank."""
         params = [nn.Parameter(_slot(previous.theta, s.offset, s.shape, s.numel).clone()) for s in fragment.params]
         optimizer = build_optimizer(self._config, {s.name: p for s, p in zip(fragment.params, params, strict=True)}, (fragment,))
         if previous.inner is not None:
@@ -193,8 +193,8 @@ class TensorSyncer:
     def _announced(
         self, previous: Version, theta: Tensor, buffers: Tensor, outer: OuterState | None, inner: dict[str, Any] | None
     ) -> Version:
-        """Down with a lossy codec: the difference to what was announced before; its error stays with the syncer and is
-        part of the next difference."""
+        """With a lossy codec down, a version is announced as the difference to the previous announcement. The syncer keeps the
+        codec's error, and the next difference contains it."""
         if self._down.lossless:
             return Version(theta, buffers, outer, inner, theta, None)
         packet = self._down.encode(theta - previous.announced)

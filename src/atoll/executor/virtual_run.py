@@ -1,7 +1,7 @@
-"""Where a virtual run's tensors lie: on the host, or all of them on one device that its learners share.
+"""Chooses where a virtual run's tensors are: on the host, or all on one device that its learners share.
 
-On a device a dense decoder's learners step as a fleet, their products batched and in bf16, the step compiled. Whatever a fleet
-cannot do (pictures, experts, data-parallel, other optimisers) steps one learner after the other, as on the host.
+On a device the learners of a dense decoder step as a fleet: batched products in bf16, with a compiled step. What a fleet does
+not support (images, experts, data-parallel, other optimisers) steps one learner after the other, as on the host.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from atoll.store.versions import MemoryVersions
 from atoll.tasks.task import Task, initial_versions
 
 REASON_MAX = 120
-"""Characters: where torch has more to say, it lists its backends."""
+"""Characters; a longer message of torch lists its backends."""
 
 
 def checked_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # read back, which a device of shapes alone (meta) cannot do
+        torch.zeros(1, device=device).item()  # read back: the meta device, which has shapes only, fails here
     except (RuntimeError, AssertionError, ImportError) as error:
         reason = str(error).partition("\n")[0]
         why = f" ({reason})" if 0 < len(reason) <= REASON_MAX else ""
-        raise UserError(f"--device {name}: cannot be used here{why}; there is {', '.join(devices_here())}") from None
+        raise UserError(f"--device {name}: cannot be used here{why}; available: {', '.join(devices_here())}") from None
     return device
 
 
@@ -43,7 +43,7 @@ def devices_here() -> list[str]:
 
 
 def evaluated_on(task: Task, device: torch.device) -> Task:
-    """The same task, its held-out set measured there."""
+    """The same task with its held-out set evaluated on `device`."""
     if device.type == "cpu":
         return task
     accuracy = task.accuracy
@@ -54,15 +54,15 @@ def evaluated_on(task: Task, device: torch.device) -> Task:
 
 
 def is_fleet(config: Config) -> bool:
-    """What a fleet's step is written for."""
+    """Whether the fleet's batched step supports this config."""
     dense = config.model.name == "decoder" and not config.model.numbers.get("experts", 0)
     plain = config.model.dtype == "float32" and config.protocol.contribution == "weights"
     return dense and plain and config.inner.optimizer in STACKED
 
 
 class TensorExecutor:
-    """Hands for every worker of one virtual run. The disk and the shelf outlive the workers. `device`: where all tensors lie, the
-    syncer's too; by default the host."""
+    """Makes the executor of every worker of one virtual run. Versions and snapshots outlive the workers. `device`: where all
+    tensors are, the syncer's too; by default the host."""
 
     def __init__(
         self, task: Task, disk: MemoryVersions | None = None, snapshots: MemorySnapshots | None = None,
@@ -82,7 +82,7 @@ class TensorExecutor:
 
 
 def executor_on(task: Task, device: torch.device, learners: int) -> TensorExecutor | FleetExecutor:
-    """`learners`: the declared ones and those that a plan lets come. A device other than the host holds everything."""
+    """`learners`: the declared ones and those that a chaos plan adds. A device other than the host holds all tensors."""
     if device.type == "cpu":
         return TensorExecutor(task)
     if is_fleet(task.config):

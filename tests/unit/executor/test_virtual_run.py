@@ -49,8 +49,8 @@ def test_dense_decoders_with_a_stacked_optimiser_step_as_a_fleet(preset: str, as
 def test_another_device_holds_everything_and_its_fleet_has_room_for_all(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No device here but the host: what would be built there is written down."""
     built: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(where, "FleetHands", lambda task, device, **kw: built.append(("fleet", kw | {"device": device})))
-    monkeypatch.setattr(where, "TensorHands", lambda task, **kw: built.append(("one by one", kw)))
+    monkeypatch.setattr(where, "FleetExecutor", lambda task, device, **kw: built.append(("fleet", kw | {"device": device})))
+    monkeypatch.setattr(where, "TensorExecutor", lambda task, **kw: built.append(("one by one", kw)))
     config, there = small("decoupled", f"inner.optimizer={optimizer}"), torch.device("cuda:1")
     task = task_for(config)
     executor_on(task, there, everybody(config, ChaosPlan((Scavenge(1.0, 4, 9.0), Kill(2.0, 1, 3.0)))))
@@ -102,7 +102,7 @@ def test_device_that_is_not_there_is_refused_with_one_sentence(tmp_path: Path) -
         checked_device("privateuseone")  # torch looks for a module of that name
     with pytest.raises(UserError) as said:
         checked_device("xla")  # known to torch and in none of its wheels: it lists what is
-    assert str(said.value) == f"--device xla: cannot be used here; there is {', '.join(where.devices_here())}"
+    assert str(said.value) == f"--device xla: cannot be used here; available: {', '.join(where.devices_here())}"
     words = ["train", "--virtual", "--device", "rubbish", "--out", str(tmp_path / "run")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code != 0 and not (tmp_path / "run").exists()

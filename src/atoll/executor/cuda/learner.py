@@ -1,8 +1,8 @@
-"""A learner's things on a GPU: what is staged, sent and on its way in, the stream it trains on, and the loss it reads.
+"""The GPU side of a learner: staged and sent packets, incoming versions, the training stream, and the loss.
 
-`TensorLearner` has one of these where its model lies on CUDA. All belongs to whoever holds the driver's lock, which is the
-training thread at a step boundary and the loop's thread while a step runs or the learner waits; a `StagedSend` belongs to
-whoever sends it, and is the only thing here that waits for a fragment's bytes.
+`TensorLearner` has a `CudaSide` if its model is on CUDA. Its state belongs to the thread that holds the driver's lock: the
+training thread at a step boundary, the loop's thread while a step runs or the learner waits. A `StagedSend` belongs to the
+sending thread; nothing else here waits for a fragment's bytes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Key = tuple[FragmentId, OuterStep]
 
 
 class StagedSend:
-    """The content of a `Blob` whose bytes the device may still be writing. Its memory is kept for as long as this object
-    lives, and for as long as anybody reads a view that was lent."""
+    """The content of a `Payload` whose bytes the device may still be writing. Its memory is held while this object lives and
+    while a lent view is in use."""
 
     def __init__(self, staged: StagedPacket) -> None:
         self._staged = staged
-        self._hold_until_gone(self)
+        self._hold_while_alive(self)
 
     def resolve(self) -> tuple[Packet, Tensor] | None:
-        """Waits for the device: never for the thread that trains. None: it holds NaN or Inf, and there is nothing to send."""
+        """Waits for the device; not to be called by the training thread. None if it holds NaN or Inf and cannot be sent."""
         try:
             return self._staged.wait()
         except NotFinite:
@@ -44,9 +44,9 @@ class StagedSend:
 
     def lend(self, view: memoryview) -> None:
         if view.nbytes:
-            self._hold_until_gone(view.obj)
+            self._hold_while_alive(view.obj)
 
-    def _hold_until_gone(self, reader: Any) -> None:
+    def _hold_while_alive(self, reader: Any) -> None:
         weakref.finalize(reader, self._staged.hold().release).atexit = False
 
 
@@ -59,36 +59,36 @@ class CudaSide:
         self._compute = torch.cuda.current_stream(device)
         self._staged: dict[Key, StagedPacket] = {}
         self._unchecked: list[StagedPacket] = []
-        """Staged, and nobody has seen yet whether it is finite."""
+        """Staged, and not yet checked for NaN and Inf."""
         self._sent: dict[FragmentId, StagedPacket] = {}
-        """With error feedback: what was sent last, whose residual counts once it is merged."""
+        """With error feedback: the packet sent last; its residual counts once it is merged."""
         self._incoming: dict[FragmentId, Incoming] = {}
         self._losses = torch.empty(micro_batches, dtype=torch.float64, pin_memory=True)
         self._forward_done = torch.cuda.Event(blocking=True)
-        # A hook, so that it is the same for a training loop that is not ours.
+        # A hook, so that a user's own training loop needs no call.
         self.unhook = optimizer.register_step_pre_hook(lambda *_: self._before_step()).remove
 
-    # ------------------------------------------------------------ the stream that trains
+    # ------------------------------------------------------------ the training stream
 
     def training_stream(self) -> AbstractContextManager[Any]:
-        """A learner that waits is served by the loop's thread, whose own current stream (and device) may be another."""
+        """While a learner waits, the loop's thread serves it, and that thread's current stream and device may differ."""
         return torch.cuda.stream(self._compute)
 
-    def trains_here(self) -> None:
+    def use_current_stream(self) -> None:
         self._compute = torch.cuda.current_stream(self.device)
 
     def _before_step(self) -> None:
-        self.trains_here()
+        self.use_current_stream()
         self.stager.before_optimizer_step()
 
-    def told_loss(self, micro: int, loss: Tensor) -> None:
-        """Right after the forward pass: the number is on its way to the host while the rest of the step is launched."""
+    def record_loss(self, micro: int, loss: Tensor) -> None:
+        """Called right after the forward pass: the loss is copied to the host while the rest of the step is launched."""
         self._losses[micro].copy_(loss.detach().double(), non_blocking=True)
         self._forward_done.record(torch.cuda.current_stream(self.device))
 
     def loss(self, parts: Sequence[float]) -> float:
-        """Once the step is launched: waits for its last forward pass, so the device still has the backward pass and the
-        optimiser step to do while the host is at the boundary. Launches are never more than a step ahead."""
+        """Called once the step is launched. Waits for its last forward pass only, so the device still runs the backward pass and
+        the optimiser step while the host is at the boundary. Launches are never more than a step ahead."""
         self._forward_done.synchronize()
         total = 0.0
         for loss, part in zip(self._losses.tolist(), parts, strict=True):  # one by one, as on the CPU
@@ -108,8 +108,8 @@ class CudaSide:
             staged.release()
 
     def poisons(self) -> list[str]:
-        """Where NaN or Inf was found among what was staged; each is said once. What the device has not finished is for
-        the next time."""
+        """The places of NaN or Inf in staged packets, each reported once. Packets that the device has not finished are checked
+        at the next call."""
         found: list[str] = []
         unfinished: list[StagedPacket] = []
         for staged in self._unchecked:
@@ -123,7 +123,7 @@ class CudaSide:
         return found
 
     def payload(self, keys: Sequence[Key], *, feedback: bool) -> Payload:
-        """Of the first key that is staged."""
+        """The payload of the first key that is staged."""
         staged = next((self._staged[key] for key in keys if key in self._staged), None)
         if staged is None or staged.poison():
             return Payload("packet", 0, None)
@@ -133,15 +133,14 @@ class CudaSide:
         return Payload("packet", staged.nbytes, StagedSend(staged))
 
     def residual_of(self, p: FragmentId, *, merged: bool) -> Tensor | None:
-        """What the last packet sent did not carry. What was merged was sent, so this waits only where a newer copy was
-        sent in the meantime."""
+        """What the last packet sent did not carry. A merged packet was sent, so this waits only if a newer one is being sent."""
         try:
             return self.residual_sent(p) if merged else None
         finally:
             self._forget_sent(p)
 
     def residual_sent(self, p: FragmentId) -> Tensor | None:
-        """The same, while nobody knows yet whether it was merged."""
+        """The same, before it is known whether that packet was merged."""
         staged = self._sent.get(p)
         if staged is None:
             return None
@@ -165,11 +164,11 @@ class CudaSide:
         if before is not None:
             before.release()
 
-    # ------------------------------------------------------------ what was announced
+    # ------------------------------------------------------------ announced versions
 
-    def bring(self, p: FragmentId, announced: Tensor, buffers: Tensor) -> tuple[Tensor, Tensor]:
-        """Starts it on its way; gives it in pinned memory."""
-        self._incoming[p] = self.stager.bring(announced, buffers)
+    def prefetch(self, p: FragmentId, announced: Tensor, buffers: Tensor) -> tuple[Tensor, Tensor]:
+        """Starts the copy to the device; returns the version in pinned memory."""
+        self._incoming[p] = self.stager.prefetch(announced, buffers)
         return self._incoming[p].announced, buffers
 
     def adopt(
@@ -177,14 +176,14 @@ class CudaSide:
         optimizer: torch.optim.Optimizer,
     ) -> None:  # fmt: skip
         incoming = self._incoming.pop(fragment.id, None)
-        if incoming is None or incoming.announced is not announced:  # it came with a peer's state
-            incoming = self.stager.bring(announced, buffers)
+        if incoming is None or incoming.announced is not announced:  # the version came with a peer's state
+            incoming = self.stager.prefetch(announced, buffers)
         self.stager.adopt(fragment, tensors, incoming, alpha, optimizer)
 
-    # ------------------------------------------------------------ state that came from elsewhere
+    # ------------------------------------------------------------ state from a peer or a snapshot
 
     def pinned(self, value: Any) -> Any:
-        """Host tensors of a peer or a snapshot, where staging can read them without a wait."""
+        """The same tensors in pinned memory, which staging reads without a wait."""
         return _each_tensor(value, lambda tensor: self.stager.pin(tensor) if tensor.numel() else tensor)
 
     def on_device(self, value: Any) -> Any:
@@ -192,18 +191,18 @@ class CudaSide:
 
 
 def cuda_device_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
-    """The GPU a model lies on, None if it lies on no GPU. Parts on several devices are refused."""
+    """The GPU that a model is on, None if it is on none. A model on several devices is refused."""
     devices = {tensor.device for tensor in tensors.values()}
     if not any(device.type == "cuda" for device in devices):
         return None
     if len(devices) > 1:
         where = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"the model lies on {where}: a learner's parameters and buffers must all be on one device")
+        raise ConfigError(f"the model is on {where}: put all parameters and buffers of a learner on one device")
     return devices.pop()
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """From pinned memory: a copy from pageable memory would wait for the step before. What holds no tensor stays as it is."""
+    """Copies from pinned memory: from pageable memory, a copy would wait for the previous step. Other leaves stay as they are."""
 
     def move(tensor: Tensor) -> Tensor:
         here = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
@@ -212,13 +211,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return _each_tensor(batch, move, lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf)
 
 
-def leading(batch: Any, share: float, position: int) -> Any:
-    """The first samples of a batch, as many as the slices that are up can hold."""
+def first_samples(batch: Any, share: float, position: int) -> Any:
+    """The first samples of a batch, as many as the running slices can hold."""
     return _each_tensor(batch, lambda tensor: tensor[: shrunk(tensor.shape[0], share, position)] if tensor.dim() else tensor)
 
 
 def on_host(value: Any) -> Any:
-    """A copy with all tensors on the host. Waits for the device: peers' recoveries and snapshots are rare."""
+    """A copy with all tensors on the host. It waits for the device: recoveries and snapshots are rare."""
     return _each_tensor(value, lambda tensor: tensor.detach().cpu() if tensor.is_cuda else tensor.detach().clone(), copy.deepcopy)
 
 

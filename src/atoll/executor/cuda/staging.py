@@ -5,16 +5,16 @@
     encodes                              | anchor in, subtract, encode, codes out | ready
     arrivals  (any time) | announced in | arrived                            ^ adopting waits for arrived
 
-Three streams, because they wait for different things. Reads touch live weights and are soon over; were they queued behind
-the anchor's trip over PCIe, the next optimiser step would wait for that too. What was announced comes in on a stream of
-its own, so that it is there when its step boundary comes.
+Three streams, because they wait for different things. Reads touch live weights and are short; queued behind the anchor's
+copy over PCIe, they would make the next optimiser step wait for that copy too. Announced versions arrive on a stream of
+their own, so that they are on the device at their step boundary.
 
-Encoding is some thirty small launches, and a training thread that is late with its own launches would feel them: from
-the third time on they are one launch of a captured CUDA graph, of the very same kernels.
+Encoding takes about thirty small launches, which would delay a training thread that is bound by launches. From the third
+time on they are one launch of a captured CUDA graph of the same kernels.
 
-The host waits nowhere but in `StagedPacket.wait`, which the sending thread calls. So NaN and Inf are noticed there, or by
-`poison` later, and not in `stage`: the device leaves a flag beside the codes. Packets are those of the CPU to the byte; a
-codec that cannot be so on CUDA is computed on the host, by the sending thread, and `why_on_host` says why.
+The host waits only in `StagedPacket.wait`, which the sending thread calls. NaN and Inf are therefore found there, or later by
+`poison`, and not in `stage`: the device writes a flag beside the codes. Packets equal those of the CPU byte for byte. A codec
+that cannot do this on CUDA runs on the host, in the sending thread; `why_on_host` gives the reason.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from atoll.tensors.layout import Fragment
 from atoll.tensors.outer import mix
 
 DEVICE_CODECS: Final = frozenset({"fp32", "bf16", "int8", "int4", "int2", "e3m0"})
-"""Each step of theirs is elementwise and correctly rounded, or a maximum: no order of work changes a bit."""
+"""Each of their steps is elementwise and correctly rounded, or a maximum, so the order of execution changes no bit."""
 MASTER_KEYS: Final = ("master", "master_param", "master_weights", "fp32_param")
-"""Where optimisers of 16-bit models keep a parameter's fp32 truth in its state."""
+"""Where optimisers of 16-bit models keep a parameter's fp32 master copy in its state."""
 FREE_MAX: Final = 8
-"""Pinned buffers of one size that lie idle. More are given back: tau fragments and their sends need a handful."""
+"""Idle pinned buffers kept of one size. Further ones are freed: tau fragments and their sends need few."""
 _ALIGN: Final = 64
 _PAGE: Final = 4096
 
 
-class Moment(Protocol):
-    """What is used of a CUDA event once it is recorded."""
+class EventLike(Protocol):
+    """The part of a recorded CUDA event that is used."""
 
     def synchronize(self) -> None: ...
 
@@ -52,19 +52,19 @@ class Moment(Protocol):
 
 
 def why_on_host(codec: Codec, rng: torch.Generator | None) -> str:
-    """Why this packet is encoded on the host; "" if the device does it."""
+    """The reason why this packet is encoded on the host; "" if the device encodes it."""
     if rng is not None:
-        return "the device's random numbers are not the host's, so stochastic rounding would give other bytes"
+        return "the device's random numbers differ from the host's, so stochastic rounding would give other bytes"
     if codec.name == "int1":
-        return "int1's scales are sums of floats, and the device adds in another order"
+        return "int1's scales are sums of floats, which the device adds in another order"
     if codec.name not in DEVICE_CODECS or not isinstance(codec, UncheckedCodec):
-        return f"{codec.name} chooses elements, and the device breaks ties and shuffles otherwise than the host"
+        return f"{codec.name} selects elements, and the device breaks ties and shuffles differently from the host"
     return ""
 
 
 def master_weights(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
-    """The fp32 copy an optimiser trains in the parameter's place, if it keeps one. Overwriting the parameter alone would
-    be undone by its next step. One of another shape (flattened, sharded) is not ours to interpret."""
+    """The fp32 copy that an optimiser trains in place of the parameter, if it keeps one. Its next step would undo a write to the
+    parameter alone. A copy of another shape (flattened, sharded) is left alone."""
     state = optimizer.state.get(parameter, {})
     for key in MASTER_KEYS:
         master = state.get(key)
@@ -74,19 +74,19 @@ def master_weights(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tenso
 
 
 class PinnedPool:
-    """Pinned memory by size. Pinning costs milliseconds and stops the device, so in steady state nothing is allocated.
+    """Pinned memory by size. Pinning takes milliseconds and stalls the device, so in steady state nothing is allocated.
 
-    It holds idle buffers only. Whoever forgets to give one back loses its reuse, never its bytes.
+    It holds idle buffers only. A buffer that is never given back is not reused, and is freed like every tensor.
     """
 
     def __init__(self, allocate: Callable[[int], Tensor] | None = None) -> None:
         self._allocate = allocate or (lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
-        self._free: dict[int, list[tuple[Tensor, Moment]]] = {}
-        self._lock = threading.RLock()  # a collected view gives its memory back wherever the collector happens to run
+        self._free: dict[int, list[tuple[Tensor, EventLike]]] = {}
+        self._lock = threading.RLock()  # the garbage collector gives a view's memory back, in any thread at any time
         self.allocations = 0
 
     def take(self, nbytes: int) -> Tensor:
-        """At least so many bytes, that no copy of the device is still writing."""
+        """At least `nbytes` bytes that no device copy is still writing."""
         size = _rounded(nbytes)
         with self._lock:
             idle = self._free.get(size, [])
@@ -97,7 +97,7 @@ class PinnedPool:
             self.allocations += 1
         return self._allocate(size)
 
-    def give(self, buffer: Tensor, busy_until: Moment) -> None:
+    def give(self, buffer: Tensor, busy_until: EventLike) -> None:
         with self._lock:
             idle = self._free.setdefault(buffer.numel(), [])
             if len(idle) < FREE_MAX:
@@ -105,25 +105,25 @@ class PinnedPool:
 
 
 def _rounded(nbytes: int) -> int:
-    """To an eighth of the size's power of two, so that fragments of nearly one size share buffers."""
+    """Rounded up to an eighth of the size's power of two, so that fragments of similar size share buffers."""
     step = max(_PAGE, 1 << max(0, nbytes.bit_length() - 4))
     return max(1, -(-nbytes // step)) * step
 
 
 class StagedPacket:
-    """A fragment on its way to pinned memory. Any thread may wait for it; it is a value from `stage` on.
+    """A fragment being copied to pinned memory. Any thread may wait for it; its value is fixed from `stage` on.
 
-    The memory goes back to the pool when everybody who held it has released it: the learner's shelf holds it from the
-    start, each send holds it for as long as it reads. Without any release it is freed like every tensor.
+    The memory returns to the pool when the last holder has released it: the learner holds it from the start, each send while it
+    reads. Without any release it is freed like every tensor.
     """
 
     def __init__(
-        self, nbytes: int, ready: Moment, finish: Callable[[], tuple[Packet, Tensor, Tensor | None]],
+        self, nbytes: int, ready: EventLike, finish: Callable[[], tuple[Packet, Tensor, Tensor | None]],
         give_back: Callable[[], None], check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`check` is the cheap part of `finish`: it raises NotFinite where the device has found NaN or Inf."""
+        """`check` is the cheap part of `finish`: it raises NotFinite if the device found NaN or Inf."""
         self.nbytes = nbytes
-        """Of packet and buffers, known before they are."""
+        """Of packet and buffers, known before these are computed."""
         self._ready = ready
         self._check = check
         self._poison = ""
@@ -132,15 +132,15 @@ class StagedPacket:
         self._result: tuple[Packet, Tensor, Tensor | None] | None = None
         self._holders = 1
         self._counting = threading.RLock()
-        self._finishing = threading.Lock()  # not the same: a host codec's work must not keep the training thread in hold()
+        self._finishing = threading.Lock()  # its own lock: a host codec's work must not block the training thread in hold()
         self._weights: tuple[Tensor, torch.cuda.Event] | None = None
 
     def is_ready(self) -> bool:
-        """Whether `wait` would not wait for the device (a host codec still has its work to do there)."""
+        """Whether `wait` would return without waiting for the device (a host codec still encodes in it)."""
         return self._ready.query()
 
     def wait(self) -> tuple[Packet, Tensor]:
-        """The packet and the flat buffers, in host memory that is theirs until the last release. Raises NotFinite."""
+        """The packet and the flat buffers, in host memory that stays valid until the last release. Raises NotFinite."""
         self._ready.synchronize()
         with self._finishing:
             if self._result is None:
@@ -153,7 +153,7 @@ class StagedPacket:
             return self._result[:2]
 
     def poison(self) -> str:
-        """Where NaN or Inf is known to be, for whoever holds it. Never waits: "" may mean that the device is not there yet."""
+        """The known place of a NaN or Inf, for a holder. Never waits: "" may mean that the device is not done yet."""
         if not self._poison and self._result is None and self._ready.query():
             try:
                 self._check()
@@ -163,13 +163,13 @@ class StagedPacket:
 
     @property
     def residual(self) -> Tensor | None:
-        """What the packet does not carry, with error feedback. Only once `wait` has returned: else it may be NaN."""
-        assert self._result is not None, "wait() says whether there is a residual at all"
+        """With error feedback, what the packet does not carry. Valid only after `wait` returned; before, it may be NaN."""
+        assert self._result is not None, "call wait() first: it checks that the residual is finite"
         return self._result[2]
 
     @property
     def weights(self) -> Tensor:
-        """The flat fp32 weights that were read (with `keep_weights`), on the device, safe to use on the current stream."""
+        """The flat fp32 weights that `stage` read (with `keep_weights`), on the device, safe to use on the current stream."""
         assert self._weights is not None, "stage with keep_weights=True to keep them"
         flat, read_done = self._weights
         stream = torch.cuda.current_stream(flat.device)
@@ -182,7 +182,7 @@ class StagedPacket:
 
     def hold(self) -> StagedPacket:
         with self._counting:
-            assert self._holders > 0, "a staged packet cannot be held once all have released it"
+            assert self._holders > 0, "a staged packet cannot be held after its last release"
             self._holders += 1
         return self
 
@@ -197,20 +197,20 @@ class StagedPacket:
 
 
 class Encoder:
-    """A codec on one stream, launched as a graph from the third vector of a length on. The first time loads kernels, which
-    must not happen during a capture; the second captures.
+    """Runs a codec on one stream, as a CUDA graph from the third vector of a length on. The first call loads kernels, which must
+    not happen during a capture; the second captures.
 
-    All that it gives lies in memory that the next call overwrites, in the stream's order.
+    Results are in memory that the next call overwrites, in the stream's order.
     """
 
-    def __init__(self, device: torch.device, longest: int) -> None:
-        self._memory = torch.empty(longest, device=device)
-        self._pool = torch.cuda.graph_pool_handle()  # shared scratch: graphs of one stream never run at once
+    def __init__(self, device: torch.device, numel_max: int) -> None:
+        self._memory = torch.empty(numel_max, device=device)
+        self._pool = torch.cuda.graph_pool_handle()  # shared scratch: graphs of one stream never overlap
         self._seen: set[tuple[str, int, bool]] = set()
         self._graphs: dict[tuple[str, int, bool], tuple[torch.cuda.CUDAGraph, Packet, Tensor]] = {}
 
     def input(self, numel: int) -> Tensor:
-        """Where the vector to encode is written; all lengths share it."""
+        """Where the caller writes the vector to encode; all lengths share this memory."""
         assert numel <= self._memory.numel(), "the stager was made for shorter fragments"
         return self._memory[:numel]
 
@@ -221,11 +221,11 @@ class Encoder:
             self._seen.add(key)
             return _encode(codec, self.input(numel), feedback)
         if key not in self._graphs:
-            graph, wanted = torch.cuda.CUDAGraph(), self.input(numel)
-            # Thread-local: what other threads ask of the device meanwhile is none of the capture's business.
+            graph, vector = torch.cuda.CUDAGraph(), self.input(numel)
+            # Thread-local: calls of other threads to the device must not invalidate the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                packet, finite = _encode(codec, wanted, feedback)
+                packet, finite = _encode(codec, vector, feedback)
             finally:
                 graph.capture_end()
             self._graphs[key] = (graph, packet, finite)
@@ -234,16 +234,16 @@ class Encoder:
         return packet, finite
 
 
-def _encode(codec: UncheckedCodec, wanted: Tensor, feedback: bool) -> tuple[Packet, Tensor]:
-    packet, finite = codec.encode_unchecked(wanted)
+def _encode(codec: UncheckedCodec, vector: Tensor, feedback: bool) -> tuple[Packet, Tensor]:
+    packet, finite = codec.encode_unchecked(vector)
     if feedback:
-        codec.accumulate(packet, wanted, -1.0)
+        codec.accumulate(packet, vector, -1.0)
     return packet, finite
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """An announced version on its way to the device."""
+    """An announced version being copied to the device."""
 
     announced: Tensor
     """In pinned host memory: the next anchor."""
@@ -254,29 +254,29 @@ class Incoming:
 
 
 class CudaStager:
-    """One a learner. All but `bring` and `pin` belong to the thread that trains; "compute" is its current stream."""
+    """One per learner. Only the training thread calls it, except for `prefetch` and `pin`; "compute" is its current stream."""
 
-    def __init__(self, device: torch.device, longest: int) -> None:
-        """`longest`: elements of the longest fragment. Graphs hold addresses, so scratch never grows or moves."""
+    def __init__(self, device: torch.device, numel_max: int) -> None:
+        """`numel_max`: elements of the largest fragment. Graphs hold addresses, so scratch memory never grows or moves."""
         self.device = device
         self.pool = PinnedPool()
-        # Reads first wherever the device has the choice: the next optimiser step depends on them.
+        # Reads have priority on the device: the next optimiser step depends on them.
         self._reads = torch.cuda.Stream(device, priority=-1)
         self._encodes = torch.cuda.Stream(device)
         self._arrivals = torch.cuda.Stream(device)
         self._unread: list[torch.cuda.Event] = []
         with torch.cuda.stream(self._encodes):
-            self._encoder = Encoder(device, longest)
+            self._encoder = Encoder(device, numel_max)
 
     @torch.no_grad()
     def stage(
         self, fragment: Fragment, tensors: Mapping[str, Tensor], before: Tensor | None, codec: Codec, *,
         rng: torch.Generator | None = None, feedback: bool = False, residual: Tensor | None = None, keep_weights: bool = False,
     ) -> StagedPacket:  # fmt: skip
-        """Sends off `cast(before) - tensors`, or the tensors themselves (gradients) where `before` is None, as they stand
-        at this point of the compute stream. Returns at once. `before` is an anchor in pinned memory, or weights on the
-        device; `rng` is a generator of the host's, of which nobody else draws until `wait`."""
-        # Forward passes move buffers (batch statistics) and wait for nobody, so the few bytes are read right here.
+        """Stages `cast(before) - tensors`, or the tensors themselves (gradients) if `before` is None, as of this point of the
+        compute stream. Returns at once. `before` is an anchor in pinned memory, or weights on the device. `rng` is a generator
+        of the host, which no other caller uses until `wait`."""
+        # A forward pass changes buffers (batch statistics) and waits for no event, so these few bytes are read here.
         buffers = read_buffers(tensors, fragment)
         weights, read_done = self._read(fragment, tensors)
         self._encodes.wait_event(read_done)
@@ -284,37 +284,37 @@ class CudaStager:
             for used in (weights, buffers):
                 if used.is_cuda:
                     used.record_stream(self._encodes)
-            wanted = self._encoder.input(fragment.numel)
+            vector = self._encoder.input(fragment.numel)
             if before is None:
-                wanted.copy_(weights)
-            else:  # casting is idempotent: weights once read are already the cast
-                torch.sub(cast_like(fragment, self._here(before)), weights, out=wanted)
+                vector.copy_(weights)
+            else:  # casting is idempotent: weights that were read are already cast
+                torch.sub(cast_like(fragment, self._to_device(before)), weights, out=vector)
             if why_on_host(codec, rng):
-                staged = self._for_host(fragment, codec, wanted, buffers, rng, feedback, residual)
+                staged = self._for_host(fragment, codec, vector, buffers, rng, feedback, residual)
             else:
                 if residual is not None:
-                    wanted.add_(self._here(residual))
-                staged = self._on_device(fragment, codec, wanted, buffers, feedback)
+                    vector.add_(self._to_device(residual))
+                staged = self._on_device(fragment, codec, vector, buffers, feedback)
         if keep_weights:
             staged.keep(weights, read_done)
         return staged
 
     def before_optimizer_step(self) -> None:
-        """Call before anything that changes parameters: the compute stream waits for the reads of what was staged."""
+        """Call before anything that changes parameters: the compute stream waits for the reads of staged fragments."""
         compute = torch.cuda.current_stream(self.device)
         for read_done in self._unread:
             compute.wait_event(read_done)
         self._unread.clear()
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """The same values in pinned memory (torch keeps freed blocks, so this allocates in the first rounds only). A host
-        copy: for the thread that receives, not for the one that trains."""
-        assert not tensor.is_cuda, "only host memory is pinned"
+        """The same values in pinned memory (torch caches freed blocks, so this allocates in the first rounds only). It copies on
+        the host: call it in the receiving thread, not in the training thread."""
+        assert not tensor.is_cuda, "only host memory can be pinned"
         return tensor if tensor.is_pinned() else tensor.pin_memory()
 
     @torch.no_grad()
-    def bring(self, announced: Tensor, buffers: Tensor) -> Incoming:
-        """Starts what was announced on its way to the device, long before its step boundary. Any thread may."""
+    def prefetch(self, announced: Tensor, buffers: Tensor) -> Incoming:
+        """Starts the copy of an announced version to the device, long before its step boundary. Any thread may call it."""
         announced = self.pin(announced)
         buffers = self.pin(buffers) if buffers.numel() else buffers
         with torch.cuda.stream(self._arrivals):
@@ -329,13 +329,13 @@ class CudaStager:
         self, fragment: Fragment, tensors: Mapping[str, Tensor], incoming: Incoming, alpha: float,
         optimizer: torch.optim.Optimizer | None,
     ) -> None:  # fmt: skip
-        """Writes an announced version into the live weights, `alpha` of what they were staying, on the compute stream.
-        Where the optimiser keeps master weights, those are what is mixed and written, and the weights are their cast."""
+        """Mixes an announced version into the live weights, which keep a share `alpha`, on the compute stream. If the optimiser
+        has master weights, those are mixed and written, and the weights are their cast."""
         compute = torch.cuda.current_stream(self.device)
         self.before_optimizer_step()
         compute.wait_event(incoming.arrived)
-        for brought in (incoming.on_device, incoming.buffers):
-            brought.record_stream(compute)
+        for prefetched in (incoming.on_device, incoming.buffers):
+            prefetched.record_stream(compute)
         adopt_into(fragment, tensors, incoming.on_device, incoming.buffers, alpha, optimizer)
 
     # ------------------------------------------------------------ parts of staging
@@ -346,29 +346,29 @@ class CudaStager:
         with torch.cuda.stream(self._reads):
             flat = read_params(tensors, fragment)
             read_done.record(self._reads)
-        for slot in fragment.params:  # gradients are dropped at the next step: their memory must not be reused yet
+        for slot in fragment.params:  # the next step frees gradients: their memory must not be reused before the read
             tensors[slot.name].record_stream(self._reads)
         self._unread.append(read_done)
         return flat, read_done
 
-    def _here(self, tensor: Tensor) -> Tensor:
+    def _to_device(self, tensor: Tensor) -> Tensor:
         if tensor.is_cuda:
             tensor.record_stream(self._encodes)
             return tensor
-        assert tensor.is_pinned(), "a copy from pageable memory makes the training thread wait: pin() anchors on arrival"
+        assert tensor.is_pinned(), "a copy from pageable memory blocks the training thread: pin() anchors on arrival"
         return tensor.to(self.device, non_blocking=True)
 
-    def _on_device(self, fragment: Fragment, codec: Codec, wanted: Tensor, buffers: Tensor, feedback: bool) -> StagedPacket:
+    def _on_device(self, fragment: Fragment, codec: Codec, vector: Tensor, buffers: Tensor, feedback: bool) -> StagedPacket:
         assert isinstance(codec, UncheckedCodec)
-        packet, finite = self._encoder.encode(codec, wanted.numel(), feedback)
-        residual = wanted.clone() if feedback else None
+        packet, finite = self._encoder.encode(codec, vector.numel(), feedback)
+        residual = vector.clone() if feedback else None
         parts = [packet.codes, finite.view(1), *(() if packet.scales is None else (packet.scales,))]
         memory, views, ready = self._to_host([*parts, buffers])
-        told, flat = views[1], views[-1]
+        finite_flag, flat = views[1], views[-1]
         here = Packet(packet.codec, packet.numel, views[0], None if packet.scales is None else views[2])
 
         def check() -> None:
-            refuse_not_finite(fragment, here, flat, told)
+            refuse_not_finite(fragment, here, flat, finite_flag)
 
         def finish() -> tuple[Packet, Tensor, Tensor | None]:
             check()
@@ -380,26 +380,26 @@ class CudaStager:
         self, fragment: Fragment, codec: Codec, difference: Tensor, buffers: Tensor, rng: torch.Generator | None,
         feedback: bool, residual: Tensor | None,
     ) -> StagedPacket:  # fmt: skip
-        """Only the difference is taken on the device, and looked at; `wait` encodes it."""
+        """The device only subtracts and checks for NaN and Inf; `wait` encodes."""
         finite = torch.isfinite(difference).all()
-        memory, (wanted, told, flat), ready = self._to_host([difference, finite.view(1), buffers])
+        memory, (vector, finite_flag, flat), ready = self._to_host([difference, finite.view(1), buffers])
 
         def check() -> None:
-            refuse_not_finite(fragment, Packet("fp32", wanted.numel(), wanted, None), flat, told)
+            refuse_not_finite(fragment, Packet("fp32", vector.numel(), vector, None), flat, finite_flag)
 
         def finish() -> tuple[Packet, Tensor, Tensor | None]:
             check()
             if feedback:
                 before = None if residual is None else residual.cpu()
-                packet, left = encode_with_feedback(codec, wanted, before, rng=rng)
+                packet, left = encode_with_feedback(codec, vector, before, rng=rng)
                 return packet, flat, left
-            return codec.encode(wanted, rng=rng), flat, None
+            return codec.encode(vector, rng=rng), flat, None
 
-        nbytes = codec.nbytes(wanted.numel()) + 4 * flat.numel()
+        nbytes = codec.nbytes(vector.numel()) + 4 * flat.numel()
         return StagedPacket(nbytes, ready, finish, lambda: self.pool.give(memory, ready), check)
 
     def _to_host(self, parts: list[Tensor]) -> tuple[Tensor, list[Tensor], torch.cuda.Event]:
-        """All parts into one pinned buffer, and the event after which they are there."""
+        """All parts in one pinned buffer, and the event after which they are complete."""
         sizes = [-(-part.numel() * part.element_size() // _ALIGN) * _ALIGN for part in parts]
         memory, at = self.pool.take(sum(sizes)), 0
         views: list[Tensor] = []
@@ -416,7 +416,7 @@ def adopt_into(
     fragment: Fragment, tensors: Mapping[str, Tensor], announced: Tensor, buffers: Tensor, alpha: float,
     optimizer: torch.optim.Optimizer | None,
 ) -> None:  # fmt: skip
-    """The arithmetic of adopting, on any device."""
+    """The arithmetic of an adoption, on any device."""
     masters: dict[str, Tensor] = {}
     if optimizer is not None:
         for slot in fragment.params:
@@ -434,7 +434,7 @@ def adopt_into(
 
 
 def refuse_not_finite(fragment: Fragment, packet: Packet, buffers: Tensor, finite: Tensor) -> None:
-    """`finite` speaks of the vector that was encoded. Names the tensor where the packet still shows it."""
+    """`finite` is the flag of the encoded vector. The error names the tensor if the packet still shows it."""
     if buffers.numel() and not bool(torch.isfinite(buffers).all()):
         at = int(torch.nonzero(~torch.isfinite(buffers))[0])
         raise NotFinite("tensor " + next(s.name for s in fragment.buffers if s.offset <= at < s.offset + s.numel))
@@ -442,7 +442,7 @@ def refuse_not_finite(fragment: Fragment, packet: Packet, buffers: Tensor, finit
         return
     shown, width = (packet.codes, 1) if packet.scales is None else (packet.scales, BLOCK)
     bad = torch.nonzero(~torch.isfinite(shown))
-    if not bad.numel():  # bf16's clamp has hidden an Inf
+    if not bad.numel():  # bf16's clamp hid an Inf
         raise NotFinite(f"fragment {fragment.id}")
     start = int(bad[0]) * width
     names = [s.name for s in fragment.params if s.offset < start + width and start < s.offset + s.numel]

@@ -1,10 +1,10 @@
-"""Several learners of one virtual run on one device: their inner steps as one batched product.
+"""Several learners of one virtual run on one device: their inner steps run as one batched step.
 
-A learner's step is only queued when the machine asks for it. It runs when somebody first needs its result: then all that are
-queued run together, because in virtual time learners step side by side. Everything else (staging, encoding, merging, adopting) is
-`TensorLearner`'s and `TensorSyncer`'s, on tensors that stay on the device.
+When the machine asks for a learner's step, the step is queued. All queued steps run together when one of their results is first
+needed, because in virtual time learners step side by side. `TensorLearner` and `TensorSyncer` do everything else (staging,
+encoding, merging, adopting), on tensors that stay on the device.
 
-The loss of a step is told with the learner's next one: asking sooner would wait for the device.
+The loss of a step is reported with the learner's next step: to read it sooner would wait for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import ConfigError
-from atoll.executor.cuda.learner import leading
+from atoll.executor.cuda.learner import first_samples
 from atoll.executor.fleet.optimizer import StackedOptimizer
 from atoll.executor.learner import TensorLearner
 from atoll.executor.null import batch_size
@@ -42,12 +42,12 @@ from atoll.workload.models.stacked import stacked_loss
 
 
 class Fleet:
-    """The weights of `learners` learners, [M, ...] each, and the steps that are queued on them."""
+    """The stacked weights of `learners` learners, [M, ...] each, and the steps queued on them."""
 
     def __init__(self, task: Task, learners: int, device: torch.device, *, compiled: bool = False) -> None:
         template = task.build()
         if not isinstance(template, Decoder):
-            raise ConfigError(f"model.name = {task.config.model.name!r}: only the decoder runs as a fleet")
+            raise ConfigError(f"model.name = {task.config.model.name!r}: a fleet runs decoders only")
         if template.shape.experts:
             raise ConfigError(f"model.numbers.experts = {template.shape.experts}: a fleet runs dense decoders only")
         self._task, self._device, self._learners = task, device, learners
@@ -58,8 +58,8 @@ class Fleet:
         turned = turned_names(task.config, task.layout.fragments) if task.config.inner.optimizer == "Muon" else frozenset()
         self._moments = StackedOptimizer(task.config, self._weights, turned, compiled=compiled)
         self._queue: dict[LearnerId, tuple[InnerStep, torch.optim.Optimizer]] = {}
-        self._told: list[float | None] = [None] * learners
-        self._untold: tuple[list[LearnerId], Tensor] | None = None
+        self._losses: list[float | None] = [None] * learners
+        self._pending_losses: tuple[list[LearnerId], Tensor] | None = None
         self._loss: Callable[..., Tensor] = torch.compile(stacked_loss, dynamic=False) if compiled else stacked_loss
 
     def module(self, learner: LearnerId) -> nn.Module:
@@ -69,7 +69,7 @@ class Fleet:
         own = {id(p): self._slice(name, learner) for name, p in model.named_parameters()}
         for part in model.modules():
             for name, parameter in part._parameters.items():
-                if parameter is not None:  # tied ones become one again
+                if parameter is not None:  # tied parameters stay tied
                     part._parameters[name] = own[id(parameter)]
         return model
 
@@ -85,16 +85,16 @@ class Fleet:
         if learner in self._queue:
             self.flush()
         self._queue[learner] = (step, optimizer)
-        return self._told[learner]
+        return self._losses[learner]
 
-    def settle(self, learner: LearnerId) -> None:
-        """Somebody needs this learner's weights as they are after its step."""
+    def synchronize(self, learner: LearnerId) -> None:
+        """Runs the queue if this learner has a step in it: the caller needs its weights after that step."""
         if learner in self._queue:
             self.flush()
 
     def flush(self) -> None:
         queued, self._queue = self._queue, {}
-        self._hear_losses()
+        self._read_losses()
         config = self._task.config
         rows = {m: self._rows(m, step) for m, (step, _) in queued.items()}
         total, grads = torch.zeros(self._learners, device=self._device), None
@@ -103,22 +103,22 @@ class Fleet:
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
                 losses = self._loss(self._shape, self._weights, batch, samples, self._cos, self._sin)
             scalar = (losses * shares).sum()
-            # Not backward(): adding to gradients that were zeroed reads and writes each of them twice more.
+            # Not backward(): adding to zeroed gradients would read and write each of them twice more.
             found = torch.autograd.grad(scalar, list(self._weights.values()))
             grads = list(found if grads is None else torch._foreach_add(grads, found))
             total += losses.detach() * shares
         assert grads is not None
-        self._untold = (sorted(queued), total)
-        who = {m: (step.outer_step, optimizer) for m, (step, optimizer) in queued.items()}
+        self._pending_losses = (sorted(queued), total)
+        stepping = {m: (step.outer_step, optimizer) for m, (step, optimizer) in queued.items()}
         if config.protocol.freeze_not_due:
-            self._moments.step_some(who, grads, {m: self._due_next(outer_step) for m, (outer_step, _) in who.items()})
+            self._moments.step_some(stepping, grads, {m: self._due_next(outer_step) for m, (outer_step, _) in stepping.items()})
         elif self._moments.counts_apart:
-            self._moments.step_some(who, grads, dict.fromkeys(who, range(len(grads))))
+            self._moments.step_some(stepping, grads, dict.fromkeys(stepping, range(len(grads))))
         else:
-            self._moments.step(who, grads)
+            self._moments.step(stepping, grads)
 
     def _due_next(self, outer_step: OuterStep) -> list[int]:
-        """FedPart: the tensors, by number, of what is due next; only those train."""
+        """FedPart: the indices of the tensors that are due next; only those train."""
         due = self._schedule.due(self._schedule.next_due(outer_step + 1))
         names = {slot.name for p in due for slot in self._task.layout.fragments[p].params}
         return [at for at, name in enumerate(self._weights) if name in names]
@@ -129,11 +129,11 @@ class Fleet:
         found = []
         for position in range(step.batch * count, (step.batch + 1) * count):
             row = self._task.batch(m, step.stream, position)
-            found.append(leading(row, step.share, position) if step.share < 1.0 else row)
+            found.append(first_samples(row, step.share, position) if step.share < 1.0 else row)
         return found
 
     def _batch(self, rows: Mapping[LearnerId, Sequence[Tensor]], micro: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[M, B, T + 1], how many of the B are each learner's, and their share of its step; who is not stepping has none."""
+        """[M, B, T + 1]; how many of the B rows each learner uses, 0 if it does not step; and their share of its step."""
         config = self._task.config
         whole = torch.zeros(self._learners, samples_max(config), config.data.seq_len + 1, dtype=torch.int64)
         samples, shares = [0] * self._learners, [0.0] * self._learners
@@ -144,16 +144,16 @@ class Fleet:
         return self._upload(whole), self._upload(torch.tensor(samples)), self._upload(torch.tensor(shares))
 
     def _upload(self, here: Tensor) -> Tensor:
-        """From pinned memory: from elsewhere a copy would wait for the device."""
+        """Copies from pinned memory: from pageable memory, a copy would wait for the device."""
         return (here.pin_memory() if self._device.type == "cuda" else here).to(self._device, non_blocking=True)
 
-    def _hear_losses(self) -> None:
-        if self._untold is not None:
-            who, losses = self._untold
+    def _read_losses(self) -> None:
+        if self._pending_losses is not None:
+            learners, losses = self._pending_losses
             values = losses.tolist()
-            for m in who:
-                self._told[m] = values[m]
-            self._untold = None
+            for m in learners:
+                self._losses[m] = values[m]
+            self._pending_losses = None
 
 
 class FleetLearner(TensorLearner):
@@ -162,18 +162,18 @@ class FleetLearner(TensorLearner):
         self._fleet = fleet
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
-        if not isinstance(effect, InnerStep | Keep | Send | Unstage):  # those do not touch the weights
-            self._fleet.settle(self._learner)
+        if not isinstance(effect, InnerStep | Keep | Send | Unstage):  # these do not touch the weights
+            self._fleet.synchronize(self._learner)
         return super().execute(effect, payload)
 
     def payload_for(self, send: Send) -> Payload | None:
         if isinstance(send.envelope.body, StateTransfer):
-            self._fleet.settle(self._learner)
+            self._fleet.synchronize(self._learner)
         return super().payload_for(send)
 
     def _poison(self, p: FragmentId, difference: Tensor, buffers: Tensor) -> str:
-        """Not asked for here, which would wait for the device. NaN and Inf are found when it is encoded: then there is nothing to
-        send, and the syncer sends this learner into recovery."""
+        """No check here: it would wait for the device. Encoding finds NaN and Inf; then there is nothing to send, and the syncer
+        makes this learner recover."""
         return ""
 
     def _inner_step(self, effect: InnerStep) -> StepDone:
@@ -182,11 +182,11 @@ class FleetLearner(TensorLearner):
 
 
 class FleetExecutor:
-    """Hands for every worker of a virtual run whose learners share a device."""
+    """Makes the executor of every worker of a virtual run whose learners share a device."""
 
     def __init__(self, task: Task, device: torch.device, *, learners: int | None = None, compiled: bool = False) -> None:
         if task.config.protocol.contribution == "gradient":
-            raise ConfigError("preset ddp: a fleet has nothing to average; one learner with the whole batch trains the same")
+            raise ConfigError("preset ddp: a fleet cannot run it; train one learner with the whole batch, which is the same")
         self.task, self._device = task, device
         self.fleet = Fleet(task, learners or task.config.learners, device, compiled=compiled)
         self.disk = MemoryVersions(initial_versions(task, device))

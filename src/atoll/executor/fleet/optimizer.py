@@ -1,7 +1,7 @@
 """AdamW and Muon for stacked weights: one pass over [M, ...] tensors, each learner with its own rate, step count and clipping.
 
-Each learner still has a torch optimiser of its own, which is what peers and snapshots are given. Its moments are this learner's
-slices of the stacked ones, so nothing is held twice; whoever empties or loads it is noticed at the next step.
+Each learner still has a torch optimiser of its own, for peers and snapshots. Its moments are the learner's slices of the stacked
+ones, so nothing is held twice. If its state is cleared or loaded, the next step notices.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class StackedOptimizer:
         self.counts_apart = config.protocol.freeze_not_due or (
             not config.inner.preserve_optimizer_state and config.protocol.fragments > 1
         )
-        """Tensors have step counts of their own, because not all of them step, or are emptied, together."""
+        """Each tensor has its own step count, because not all of them step, or are reset, together."""
         self._update: Callable[..., None] = torch.compile(_update, dynamic=False) if compiled else _update
 
     @torch.no_grad()
@@ -61,8 +61,8 @@ class StackedOptimizer:
 
     @torch.no_grad()
     def step_some(self, who: Stepping, grads: list[Tensor], which: Mapping[LearnerId, Collection[int]]) -> None:
-        """Each learner steps those of its tensors only; the others keep weight, moments and step count, and no gradient of
-        theirs is clipped with. Tensor by tensor: for ablations, and slow."""
+        """Each learner steps only the tensors that `which` names. The others keep their weights, moments and step counts, and
+        their gradients do not count for clipping. It goes tensor by tensor and is slow: for ablations."""
         inner, learners, device = self._config.inner, self._weights[0].shape[0], self._weights[0].device
         states = {m: self._states(m, optimizer) for m, (_, optimizer) in who.items()}
         rates = torch.tensor([learning_rate(self._config, who[m][0]) if m in who else 0.0 for m in range(learners)]).to(device)
@@ -94,7 +94,7 @@ class StackedOptimizer:
         return int(count)
 
     def _states(self, m: LearnerId, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-        """Of its tensors. A state that is not these slices any more was emptied or loaded, and is taken over."""
+        """The states of its tensors. A state that no longer refers to these slices was cleared or loaded, and is copied in."""
         states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
         if self.counts_apart:
             for at, found in enumerate(states):
@@ -126,7 +126,7 @@ def _update(
     weights: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], part: Tensor, rate: Tensor,
     correct_first: Tensor, correct_second: Tensor, beta1: float, beta2: float, decay: float, clip: float, mu: float,
 ) -> None:  # fmt: skip
-    """`inner.optimizer_step`'s arithmetic; who takes no part keeps everything as it is."""
+    """The arithmetic of `optim.build.optimizer_step`; learners that take no part keep everything unchanged."""
     if clip > 0:
         norm = torch.stack([g.square().sum(dim=tuple(range(1, g.dim()))) for g in grads]).sum(dim=0).sqrt()
         scale = torch.clamp(clip / (norm + 1e-6), max=1.0)

@@ -510,7 +510,7 @@ if torch.cuda.is_available():
         stager = CudaStager(CUDA, fragment.numel)
         announced = stager.pin(announced)
         with Refused():
-            incoming = stager.bring(announced, torch.empty(0))
+            incoming = stager.prefetch(announced, torch.empty(0))
             stager.adopt(fragment, tensors, incoming, alpha, there)
         adopt_into(fragment, here, announced, torch.empty(0), alpha, mine)
         assert incoming.announced is announced
@@ -522,7 +522,7 @@ if torch.cuda.is_available():
         tensors, fragment = whole(model_of())
         anchor, stager, c = anchor_of(fragment), CudaStager(CUDA, fragment.numel), codec("fp32")
         expected = c.encode(anchor - read_params(on_cpu(tensors), fragment)).to_bytes()
-        incoming = stager.bring(torch.zeros(fragment.numel), torch.empty(0))
+        incoming = stager.prefetch(torch.zeros(fragment.numel), torch.empty(0))
         with torch.cuda.stream(stager._reads):
             torch.cuda._sleep(200_000_000)
         staged = stager.stage(fragment, tensors, anchor, c)

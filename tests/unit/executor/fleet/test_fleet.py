@@ -139,5 +139,5 @@ def test_fleet_shrinks_batches_with_slices() -> None:
 
 
 def test_what_a_fleet_cannot_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="nothing to average"):
+    with pytest.raises(ConfigError, match="preset ddp: a fleet cannot run it"):
         FleetExecutor(language_task(load(preset_name="ddp")), CPU)
