@@ -35,7 +35,7 @@ from atoll.protocol.interface import Observer
 from atoll.protocol.vocabulary import Effect, Event, FixParticipants, StepDone
 from atoll.sim.cluster import ExecutorFor, VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
-from atoll.sim.run import HeldoutObserver, everybody
+from atoll.sim.run import HeldoutObserver, learners_expected
 from atoll.sim.slices import SliceHardware
 from atoll.tape.heldout import HeldoutPoint
 from atoll.tasks.task import language_task
@@ -176,7 +176,7 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
     config = at_equal_tokens(chosen)
     task = language_task(config)
     on_device = evaluated_on(task, device)
-    total = everybody(config, plan_for(chosen, config))
+    total = learners_expected(config, plan_for(chosen, config))
     executor = FleetExecutor(on_device, device, learners=total, compiled=chosen.compiled)
     prepared = time.time()
     view, steps = RunView(total), Steps()

@@ -52,7 +52,7 @@ def test_sim_strip_and_damaged_tape(tmp_path: Path) -> None:
     assert max(map(len, lines)) <= 160
     assert sum("merge 0@12 of 4" in line for line in lines) == 1
     refused = atoll("replay", "run", "--weights", cwd=tmp_path)
-    assert (refused.returncode, "holds no training of ours" in refused.stderr) == (2, True)
+    assert (refused.returncode, "only its decisions can be replayed" in refused.stderr) == (2, True)
     tape = tmp_path / "run" / "run.tape"
     data = bytearray(tape.read_bytes())
     at = [i for i, byte in enumerate(data) if byte == 10][40] + 60

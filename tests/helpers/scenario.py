@@ -70,7 +70,7 @@ class Ambush:
         delay = nanos(self._rng.random() * 0.2)
         fault = self._fault(victim)
         self.last_ends = max(self.last_ends, now + delay + nanos(fault.lasts))
-        self.cluster.world.after(delay, self.cluster.strike, fault)
+        self.cluster.world.after(delay, self.cluster.inject, fault)
 
     def _fault(self, victim: WorkerId) -> Kill | KillSyncer | Pause | Partition | Clog:
         lasts = 0.2 + self._rng.expovariate(1 / 4.0)

@@ -60,7 +60,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DdpOutcome,
 def test_looks_are_those_of_the_virtual_preset_and_no_part_of_the_time(tmp_path: Path) -> None:
     config = tiny(data={"batch_size": 2, "seq_len": 16, "max_bytes": 400_000, "heldout_every": 3})
     told: list[HeldoutPoint] = []
-    outcome = run_ddp(config, tmp_path / "live", threads=1, looked=told.append)
+    outcome = run_ddp(config, tmp_path / "live", threads=1, on_point=told.append)
     virtual = run_virtual(config, ChaosPlan(), tmp_path / "virtual", tensors=True)
     assert told == list(outcome.points) == summary_of(config, outcome, tmp_path).heldout
     assert [(point.outer_step, point.loss) for point in told] == [

@@ -39,9 +39,9 @@ def test_newcomer_and_serving_peer_killed_in_the_middle_of_a_recovery(tmp_path: 
             peer = envelope.body.peer
             tickets.append(peer)
             if len(tickets) == 1:
-                cluster.strike(Kill(0.0, envelope.receiver, 0.2))
+                cluster.inject(Kill(0.0, envelope.receiver, 0.2))
             elif len(tickets) == 2:
-                cluster.strike(Kill(0.0, peer, 0.2))
+                cluster.inject(Kill(0.0, peer, 0.2))
 
     held = [Clog(at=0.5, a=0, b=1, lasts=4.0)]
     run(tmp_path, config, *held, Kill(at=1.0, learner=2, lasts=0.2), watch=watch)

@@ -49,13 +49,13 @@ def test_a_run_does_not_care_for_an_onlooker_that_is_killed(tmp_path: Path) -> N
     config = small(2, total_steps=300, data={"heldout_every": EVERY})
     killed: list[int] = []
 
-    def strike(cluster: LocalCluster, record: Record) -> None:
+    def inject(cluster: LocalCluster, record: Record) -> None:
         if not killed and isinstance(record.event, Stored) and record.event.outer_step > 60:
             killed.extend(evaluators_of(tmp_path))
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
 
-    run(tmp_path, config, watch=strike)
+    run(tmp_path, config, watch=inject)
     judge(tmp_path, config)
     assert len(killed) == 1 and all(point.outer_step < 300 for point in points_in(tmp_path))
 

@@ -168,10 +168,10 @@ def test_message_to_a_syncer_not_connected_goes_nowhere() -> None:
 def test_clog_holds_messages_back_and_delivers_them_late_in_order() -> None:
     town = Town().connected(0)
     town.send(0, SYNCER)  # on its way when the clog comes
-    let_go = town.network.block(0, SYNCER, one_way=False, breaks=False)
+    unblock = town.network.block(0, SYNCER, one_way=False, breaks=False)
     for k in range(3):
         town.at(0.1 * (k + 1), town.send, 0, SYNCER)
-    town.at(10.0, let_go)  # far beyond detect_seconds: a clog does not break the line
+    town.at(10.0, unblock)  # far beyond detect_seconds: a clog does not break the line
     town.run()
     assert [seq for _, _, seq in town.arrived] == [1, 2, 3, 4]
     assert all(when >= 10 * SECOND for when, _, _ in town.arrived)
@@ -203,18 +203,18 @@ def test_clog_of_one_link_leaves_the_others_alone() -> None:
 
 def test_partition_shorter_than_detection_only_delays() -> None:
     town = Town(detect_seconds=3.0).connected(0)
-    let_go = town.network.block(0, SYNCER, one_way=False, breaks=True)
+    unblock = town.network.block(0, SYNCER, one_way=False, breaks=True)
     town.send(0, SYNCER)
-    town.at(2.0, let_go)
+    town.at(2.0, unblock)
     town.run()
     assert [seq for _, _, seq in town.arrived] == [1] and town.happened == []
 
 
 def test_partition_noticed_loses_what_was_on_its_way_and_both_ends_hear_of_it() -> None:
     town = Town(detect_seconds=3.0).connected(0)
-    let_go = town.network.block(0, SYNCER, one_way=False, breaks=True)
+    unblock = town.network.block(0, SYNCER, one_way=False, breaks=True)
     town.send(0, SYNCER)
-    town.at(10.0, let_go)
+    town.at(10.0, unblock)
     town.run()
     assert town.arrived == []
     lost = "the network is partitioned"
@@ -223,9 +223,9 @@ def test_partition_noticed_loses_what_was_on_its_way_and_both_ends_hear_of_it() 
 
 def test_partition_over_the_learner_dials_again_and_the_line_is_clean() -> None:
     town = Town(detect_seconds=3.0).connected(0)
-    let_go = town.network.block(0, SYNCER, one_way=False, breaks=True)
+    unblock = town.network.block(0, SYNCER, one_way=False, breaks=True)
     town.send(0, SYNCER)
-    town.at(10.0, let_go)
+    town.at(10.0, unblock)
     town.at(11.0, town.send, 0, SYNCER)
     town.run()
     reconnected = [when for when, w, e in town.happened if isinstance(e, Connected) and w == 0]
@@ -307,11 +307,11 @@ def test_channel_is_fifo_under_clogs_and_partitions_and_loses_with_the_link_only
 ) -> None:
     town, rng = Town(detect_seconds=1.0, up_gbit=0.001).connected(0), random.Random(seed)
 
-    def strike(lasts: float, one_way: bool, breaks: bool) -> None:
+    def inject(lasts: float, one_way: bool, breaks: bool) -> None:
         town.world.after(nanos(lasts), town.network.block(0, SYNCER, one_way=one_way, breaks=breaks))
 
     for at, lasts, one_way, breaks in plan:
-        town.at(at, strike, lasts, one_way, breaks)
+        town.at(at, inject, lasts, one_way, breaks)
     for _ in range(60):
         town.at(rng.random() * 12.0, town.send, 0, SYNCER, rng.randrange(1, 20_000))
     town.run()

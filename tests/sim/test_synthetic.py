@@ -130,7 +130,7 @@ def test_model_and_data_may_be_others_than_the_tapes(tmp_path: Path) -> None:
 
 def test_what_the_tape_has_decided_cannot_be_changed(tmp_path: Path) -> None:
     tape = record(settings(total_steps=5), tmp_path / "history")
-    with pytest.raises(UserError, match="has decided protocol already"):
+    with pytest.raises(UserError, match="has fixed protocol already"):
         config_on_tape(tape, {}, ["protocol.overlap=1"])
     kept = config_on_tape(tape, {"protocol": {"overlap": 1}, "learners": 2, "inner": {"learning_rate": 0.01}}, [])
     assert (kept.learners, kept.protocol.overlap, kept.inner.learning_rate) == (4, 2, 0.01)

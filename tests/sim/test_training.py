@@ -62,8 +62,8 @@ def go(preset: str, directory: Path | None, seed: int = 0, plan: ChaosPlan = FAU
 @pytest.mark.parametrize("preset", CASES)
 def test_run_with_faults_replays_every_decision_and_every_theta(preset: str, tmp_path: Path) -> None:
     run = go(preset, tmp_path)
-    outcome, theta, doubts = replay_run(Tape(tmp_path / "run.tape"), weights=True)
-    assert (outcome.outer_step, outcome.cut, doubts) == (24, False, [])
+    outcome, theta, mismatches = replay_run(Tape(tmp_path / "run.tape"), weights=True)
+    assert (outcome.outer_step, outcome.cut, mismatches) == (24, False, [])
     assert theta == run.theta_sha256
 
 

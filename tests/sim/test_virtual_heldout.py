@@ -29,26 +29,26 @@ def run(config: Config, directory: Path | None = None, *faults: KillSyncer) -> O
 
 @pytest.mark.parametrize("preset", ["decoupled", "ddp"])
 def test_a_look_is_what_a_run_that_ended_there_would_have_told(preset: str) -> None:
-    looked = run(small(preset)).points
-    assert [point.outer_step for point in looked] == [8, 16], "the last is the run's own end, and told as that"
-    for point in looked:
+    evaluated = run(small(preset)).points
+    assert [point.outer_step for point in evaluated] == [8, 16], "the last is the run's own end, and told as that"
+    for point in evaluated:
         assert point.loss == run(small(preset, point.outer_step, every=0)).loss_final
 
 
 def test_where_theta_changes_every_so_often_it_is_looked_at_when_it_next_does() -> None:
-    looked = run(small("diloco", 50, every=7, protocol={"local_steps_per_round": 5})).points
-    assert [point.outer_step for point in looked] == [10, 15, 25, 30, 35, 45]
-    assert [point.loss for point in looked[:2]] == [
+    evaluated = run(small("diloco", 50, every=7, protocol={"local_steps_per_round": 5})).points
+    assert [point.outer_step for point in evaluated] == [10, 15, 25, 30, 35, 45]
+    assert [point.loss for point in evaluated[:2]] == [
         run(small("diloco", steps, every=0, protocol={"local_steps_per_round": 5})).loss_final for steps in (10, 15)
     ]
 
 
 def test_looks_change_nothing_and_lie_beside_the_tape(tmp_path: Path) -> None:
     told: list[HeldoutPoint] = []
-    looked = run_virtual(small(), ChaosPlan(), tmp_path / "looked", tensors=True, looked=told.append)
+    evaluated = run_virtual(small(), ChaosPlan(), tmp_path / "evaluated", tensors=True, on_point=told.append)
     plain = run(small(every=0), tmp_path / "plain")
-    assert looked.theta_sha256 == plain.theta_sha256 and looked.loss_final == plain.loss_final
-    assert list(looked.points) == told == points_in(tmp_path / "looked") and len(told) == 2
+    assert evaluated.theta_sha256 == plain.theta_sha256 and evaluated.loss_final == plain.loss_final
+    assert list(evaluated.points) == told == points_in(tmp_path / "evaluated") and len(told) == 2
     assert plain.points == () and points_in(tmp_path / "plain") == [] and not (tmp_path / "plain" / "heldout.jsonl").exists()
 
 

@@ -105,13 +105,13 @@ def _follow(
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     task = built(settings, allowed, lambda text: err.print(text, soft_wrap=True))
 
-    def looked(point: HeldoutPoint) -> None:
+    def on_point(point: HeldoutPoint) -> None:
         if as_json:
             print_json(point)
         else:
             out.print(told(point, settings.total_steps))
 
-    Evaluator(run, evaluated_on(task, checked_device(device)), often).follow(looked, stop)
+    Evaluator(run, evaluated_on(task, checked_device(device)), often).follow(on_point, stop)
 
 
 def _told(value: float | None, error: float | None) -> str:

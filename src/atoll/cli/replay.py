@@ -27,11 +27,13 @@ def replay(
     tape = open_run(path)
     use_threads(threads or tape.header.threads)
 
-    def doubt(sentence: str) -> None:
+    def on_mismatch(sentence: str) -> None:
         err.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
 
     executor = executor_for_replay(path) if isinstance(tape, Woven) else TensorExecutor
-    outcome, theta, _ = replay_run(tape, weights=weights, doubt=doubt, executor_of=executor, allowed=allow_model or [])
+    outcome, theta, _ = replay_run(
+        tape, weights=weights, on_mismatch=on_mismatch, executor_of=executor, allowed=allow_model or []
+    )
     if outcome.cut:
         err.print(f"the run did not end: the tape stops after record {outcome.records}, and all of it is whole", soft_wrap=True)
     out.print(f"{outcome.records} records re-derived, outer step {outcome.outer_step}: every decision as taped", highlight=False)

@@ -47,7 +47,7 @@ def run_virtually(
         task = built(settings, allowed, observer.say) if tensors else None
         done = run_virtual(
             settings, plan, directory, tensors=tensors, observers=[view, observer], task=task, device=there,
-            looked=observer.looked,
+            on_point=observer.on_point,
         )  # fmt: skip
     return virtual_summary(settings, view, done, directory)
 
@@ -97,7 +97,7 @@ def run_on_tape(
     directory = directory or new_directory(f"{settings.preset}-on-tape", settings.seed)
     view = RunView(settings.learners)
     with RunProgress(settings, view, quiet, "virtual ") as progress, readable_tape(directory):
-        done = train_on_tape(tape, settings, directory, observers=[view, progress], allowed=allowed, looked=progress.looked)
+        done = train_on_tape(tape, settings, directory, observers=[view, progress], allowed=allowed, on_point=progress.on_point)
     if tape.cut:
         err.print(f"the history did not end: {tape.path} stops after record {tape.whole_records}", soft_wrap=True)
     return virtual_summary(settings, view, done, directory)
@@ -166,7 +166,7 @@ def ddp_summary(
     began = time.monotonic()
     outcome = run_ddp(
         settings, directory, threads=threads, device=device, allowed=allowed,
-        progress=lambda step, loss: progress.reached(step, time.monotonic() - began, loss), looked=progress.looked,
+        progress=lambda step, loss: progress.reached(step, time.monotonic() - began, loss), on_point=progress.on_point,
     )  # fmt: skip
     return summary_of(settings, outcome, directory)
 
@@ -194,7 +194,7 @@ def cluster_summary(
     progress.say(f"starting a syncer and {settings.learners} learners; logs and tapes in {directory}")
     cluster = LocalCluster(
         settings, directory, plan, threads=threads, device=device, allowed=allowed, resume=resume, watch=watch,
-        say=progress.say, looked=progress.looked,
+        say=progress.say, on_point=progress.on_point,
     )  # fmt: skip
     cluster.run()
     progress.say("reading the tapes")

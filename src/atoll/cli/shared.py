@@ -129,7 +129,7 @@ class RunProgress:
             told = f"no outer step since {self._poisoned} updates were refused ({reason.removeprefix(POISONED).strip(': ')})"
             self.say(f"warning: {told}; lower inner.learning_rate")
 
-    def looked(self, point: HeldoutPoint) -> None:
+    def on_point(self, point: HeldoutPoint) -> None:
         """At Theta, on the way."""
         if self._bar is None:
             self.say(f"{self._settings.preset}: {told(point, self._settings.total_steps)}")

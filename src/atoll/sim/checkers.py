@@ -1,7 +1,7 @@
-"""Judges of a run, apart from the code they judge. They see events and effects, and keep books of their own.
+"""Checkers of a run, separate from the code they check. They see only events and effects, and keep their own accounts.
 
-Numbers are those of ARCHITECTURE.md's invariants. `Safety` is asked after every event; `Liveness` once the plan has
-healed. (5, anchors byte-equal to what was announced, is held by the executors: digests in `null`, bytes in `tensor`.)
+The numbers are those of ARCHITECTURE.md's invariants. `Safety` runs after every event; `Liveness` once the plan has healed.
+(The executors check number 5, that anchors equal the announced bytes: by digests in `null`, by the bytes in `learner`.)
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class Safety:
         self._announced: OuterStep = 0
         self._incarnation: dict[LearnerId, int] = {}
         self._tokens: dict[tuple[LearnerId, int], int] = {}
-        self._brought: dict[tuple[LearnerId, int], int] = {}
-        """Trained before this run, by learners that were resumed."""
+        self._tokens_before: dict[tuple[LearnerId, int], int] = {}
+        """Trained before this run, by resumed learners."""
         self._pending: dict[LearnerId, dict[FragmentId, OuterStep]] = defaultdict(dict)
         self._held: dict[LearnerId, dict[FragmentId, OuterStep]] = defaultdict(dict)
         self._left: set[LearnerId] = set()
@@ -107,42 +107,42 @@ class Safety:
                 self._demand(self._storing is not None and self._storing.outer_step == t, 7, f"{t} was not being stored")
                 self._commit(t)
             case Received():
-                self._heard(event, effects)
+                self._received(event, effects)
             case Started(incarnation=incarnation) if incarnation > 0:
-                self._came_back()
+                self._restarted()
             case Restored(syncer_state=syncer_state):
                 self._committed = self._announced = syncer_state.outer_step
             case _:
                 pass
         for effect in effects:
-            self._decided(effect)
-        self._books()
+            self._check_effect(effect)
+        self._check_accounting()
 
-    def _heard(self, event: Received, effects: Sequence[Effect]) -> None:
+    def _received(self, event: Received, effects: Sequence[Effect]) -> None:
         e = event.envelope
         if isinstance(e.body, StateTransfer):
             raise InvariantViolated("invariant 4: inner optimiser state was sent to the syncer")
         known = self._incarnation.get(e.sender, -1)
         if e.incarnation < known:
             taken = [x for x in effects if not isinstance(x, Refuse)]
-            self._demand(not taken, 7, f"an older incarnation of learner {e.sender} was listened to")
+            self._demand(not taken, 7, f"the syncer acted on a message of an older incarnation of learner {e.sender}")
         elif isinstance(e.body, Hello):
             self._incarnation[e.sender] = e.incarnation
         if isinstance(e.body, Report | Hello) and e.incarnation >= known:
             key = (e.sender, e.incarnation)
             refused = any(isinstance(x, Refuse) for x in effects)
             if not refused:
-                self._brought.setdefault(key, e.body.tokens)
+                self._tokens_before.setdefault(key, e.body.tokens)
                 self._tokens[key] = max(self._tokens.get(key, 0), e.body.tokens)
 
-    def _decided(self, effect: Effect) -> None:
+    def _check_effect(self, effect: Effect) -> None:
         match effect:
             case Membership(learner=m, standing=standing):
                 self._standing[m] = standing
             case Reissue(units=units):
                 self._reissued.update((u.stream, u.index) for u in units)
             case FixParticipants():
-                self._fix(effect)
+                self._check_fixed(effect)
             case Accept(outer_step=t, fragment=p, learner=m):
                 self._demand(m in self._participants(t), 2, f"learner {m} is not of round {t}")
                 self._demand(m not in self._accepted[t][p], 2, f"learner {m} contributed fragment {p} twice to round {t}")
@@ -155,12 +155,12 @@ class Safety:
                 self._fixed.pop(t, None)
                 self._accepted.pop(t, None)
             case Merge():
-                self._merge(effect)
+                self._check_merge(effect)
             case Store(outer_step=t):
                 self._demand(t == self._committed + 1, 2, f"outer step {t} is stored after {self._committed}")
                 self._storing = effect
             case Send(envelope=envelope):
-                self._sent(envelope.body, envelope.receiver)
+                self._check_sent(envelope.body, envelope.receiver)
             case _:
                 pass
 
@@ -170,7 +170,7 @@ class Safety:
         assert fixed is not None
         return fixed.participants
 
-    def _fix(self, effect: FixParticipants) -> None:
+    def _check_fixed(self, effect: FixParticipants) -> None:
         t, who = effect.outer_step, effect.participants
         self._demand(t > self._committed and t not in self._fixed, 2, f"round {t} was fixed before")
         self._demand(who == tuple(sorted(set(who))), 3, f"participants {who} are not in LearnerId order")
@@ -189,7 +189,7 @@ class Safety:
         policy = self._schedule.policy(t)
         return max(1, in_sync) if policy.quorum_all else policy.quorum
 
-    def _merge(self, effect: Merge) -> None:
+    def _check_merge(self, effect: Merge) -> None:
         t = effect.outer_step
         who = [s.learner for s in effect.shares]
         self._demand(t > self._committed, 2, f"stored round {t} was merged again")
@@ -209,7 +209,7 @@ class Safety:
         if following is not None and not following.fragments:
             self._commit(t + 1)
 
-    def _sent(self, body: object, receiver: WorkerId) -> None:
+    def _check_sent(self, body: object, receiver: WorkerId) -> None:
         match body:
             case Announce(outer_step=t) | Tick(outer_step=t):
                 self._demand(t <= self._committed, 7, f"outer step {t} was announced before it was durable")
@@ -223,7 +223,7 @@ class Safety:
             case _:
                 pass
 
-    def _came_back(self) -> None:
+    def _restarted(self) -> None:
         assert self.cluster is not None
         outer_step = self.cluster.syncer.outer_step
         self._demand(outer_step == self._committed, 7, f"the syncer resumes at {outer_step}, {self._committed} was durable")
@@ -233,14 +233,15 @@ class Safety:
         self._accepted.clear()
         self._standing = dict.fromkeys(self._standing, "lost")
 
-    def _books(self) -> None:
+    def _check_accounting(self) -> None:
         assert self.cluster is not None
         syncer = self.cluster.syncer
         fates = syncer.fates()
         self._demand(fates.add_up(), 8, f"fates do not add up: {fates}")
         self._demand(fates.in_flight >= 0 and fates.merged >= 0, 8, f"negative fates: {fates}")
-        reported = (sum(self._tokens.values()) - sum(self._brought.values())) * self._fragments
-        self._demand(fates.trained == reported, 8, f"{reported} (token, fragment) were reported, the books have {fates.trained}")
+        reported = (sum(self._tokens.values()) - sum(self._tokens_before.values())) * self._fragments
+        ledger = f"learners reported {reported} (token, fragment), the ledger has {fates.trained}"
+        self._demand(fates.trained == reported, 8, ledger)
         versions, limit = syncer.versions, self.config.limits.versions_max
         for fragment in range(self._fragments):
             self._demand(versions.count(fragment) <= limit, 9, f"{versions.count(fragment)} versions of fragment {fragment} kept")
@@ -250,7 +251,7 @@ class Safety:
                 for fragment in range(self._fragments):
                     newest = versions.newest(fragment)
                     coming = max(member.sent[fragment], member.deferred.get(fragment, -1))
-                    self._demand(coming == newest, 6, f"learner {member.learner} was not told of version {newest} of {fragment}")
+                    self._demand(coming == newest, 6, f"learner {member.learner} was not sent version {newest} of {fragment}")
                     stuck = fragment in member.deferred and member.sent[fragment] == member.held[fragment]
                     self._demand(not stuck, 6, f"learner {member.learner} waits for version {newest} of {fragment} in vain")
 
@@ -277,17 +278,17 @@ class Safety:
                 case InnerStep(stream=stream, batch=batch):
                     self._demand(not self._running.get(m, False), 1, f"learner {m} runs two inner steps at once")
                     self._running[m] = moved_on = True
-                    self._drew(m, stream, batch)
+                    self._check_draw(m, stream, batch)
                 case Wait(reason=reason):
-                    self._waits(m, reason)
+                    self._check_wait(m, reason)
                     moved_on = True
                 case Keep(fragment=p, version=v):
                     self._pending[m][p] = v
                 case Adopt(fragment=p, version=v):
-                    self._adopts(m, p, v)
+                    self._check_adoption(m, p, v)
                 case LoadState(held=held):
                     self._held[m] = dict(enumerate(held))
-                    came = _came_pending(event)
+                    came = _pending_with_state(event)
                     known = {p: max(came.get(p, -1), self._pending[m].get(p, -1)) for p in came | self._pending[m]}
                     self._pending[m] = {p: v for p, v in known.items() if v > held[p]}
                 case RecordState(snapshot=marker):
@@ -312,22 +313,22 @@ class Safety:
                 late = {p: v for p, v in self._pending[m].items() if not self._schedule.policy(v).exact}
                 self._demand(not late, 6, f"learner {m} went on without adopting {late}")
 
-    def _waits(self, m: LearnerId, reason: str) -> None:
+    def _check_wait(self, m: LearnerId, reason: str) -> None:
         p = self.config.protocol
         everyone = p.quorum == "all" or int(p.quorum) >= self.config.learners or p.lead >= 0
         machine = self.cluster.learner(m) if self.cluster else None
         ramping = machine is not None and self._schedule.policy(machine.position).exact
         self._demand(everyone or ramping, 1, f"learner {m} waits where its preset never does: {reason}")
 
-    def _adopts(self, m: LearnerId, p: FragmentId, v: OuterStep) -> None:
+    def _check_adoption(self, m: LearnerId, p: FragmentId, v: OuterStep) -> None:
         self._demand(self._pending[m].get(p) == v, 5, f"learner {m} adopts version {v} of fragment {p}, which it was not sent")
         self._demand(v >= self._held[m].get(p, -1), 6, f"learner {m} goes back to version {v} of fragment {p}")
         self._demand(v <= self._committed, 7, f"learner {m} adopts version {v}, which is not durable")
         del self._pending[m][p]
         self._held[m][p] = v
 
-    def _drew(self, m: LearnerId, stream: int, batch: int) -> None:
-        """Data: an incarnation draws a batch again only where its unit was re-issued."""
+    def _check_draw(self, m: LearnerId, stream: int, batch: int) -> None:
+        """An incarnation draws a batch a second time only if its unit was re-issued."""
         machine = self.cluster.learner(m) if self.cluster else None
         assert machine is not None
         drawn = self._drawn[m, machine.incarnation]
@@ -336,14 +337,14 @@ class Safety:
         drawn.add((stream, batch))
 
 
-def _came_pending(event: Event) -> dict[FragmentId, OuterStep]:
-    """Versions that came with a peer's state, kept and yet to be adopted."""
+def _pending_with_state(event: Event) -> dict[FragmentId, OuterStep]:
+    """Versions that came with a peer's state and are not adopted yet."""
     body = event.envelope.body if isinstance(event, Received) else None
     return dict(body.pending) if isinstance(body, StateTransfer) else {}
 
 
 class Liveness:
-    """Once healed, everybody is back in sync and rounds go on."""
+    """After the plan has healed, every learner is in sync again and rounds continue."""
 
     def __init__(self, cluster: VirtualCluster, healed_at: float | None = None) -> None:
         self._cluster = cluster
@@ -353,7 +354,7 @@ class Liveness:
         syncer, config = self._cluster.syncer, self._cluster.config
         if syncer.outer_step != config.total_steps:
             raise InvariantViolated(f"liveness: outer step {syncer.outer_step} of {config.total_steps}")
-        # since healing at least this long everybody had time to come back
+        # a run that ended sooner after healing gave the learners too little time to rejoin
         if self._cluster.virtual_seconds() > self._healed_at + settle_seconds(config):
             out = [m.learner for m in syncer.roster if m.standing != IN_SYNC]
             if out or len(syncer.roster) < config.learners:
@@ -361,7 +362,7 @@ class Liveness:
 
 
 def settle_seconds(config: Config) -> float:
-    """Time to notice, dial, recover, with one source that does not answer: generous, and a bound all the same."""
+    """A generous bound on the time to notice a fault, dial and recover, with one source that does not answer."""
     c, limits = config.cluster, config.limits
     step = c.step_seconds * c.slow_factor + 4 * c.latency_seconds
     state = 2 * 8 * 12 * c.parameters / (min(c.up_gbit, c.down_gbit) * 1e9)

@@ -1,6 +1,6 @@
-"""The simulated cluster: the real machines, on virtual time.
+"""The simulated cluster: the real protocol machines on virtual time.
 
-The duty order of every driver is written in `_handle`: ask the machine, append to the tape, then carry the effects out.
+`_handle` has the order that every driver keeps: ask the machine, append to the tape, then carry out the effects.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Worker:
         self.deadline: Nanos | None = None
         self.stepping_since: Nanos = 0
         self.stop: Nanos = 0
-        """Standstill before the next step: its slices are being counted anew."""
+        """Pause before the next step, for a resize."""
 
 
 class VirtualCluster:
@@ -72,7 +72,8 @@ class VirtualCluster:
         learner_machine: Callable[[Config, WorkerId, Incarnation], LearnerMachine] = LearnerMachine,
         resume: MemorySnapshot | None = None, hardware: Hardware | None = None,
     ) -> None:  # fmt: skip
-        """`resume`: go on from this snapshot, whose tensors `hands_for` brings; learners it does not know join as usual."""
+        """`resume`: continue from this snapshot; `executor_for` provides its tensors. Learners that are not in the snapshot join
+        as usual."""
         self.config = config
         self._resume = resume
         self.plan = plan or ChaosPlan()
@@ -107,28 +108,28 @@ class VirtualCluster:
         for learner in range(self.config.learners):
             self._start_worker(learner)
         for fault in self.plan.faults:
-            self.world.at(nanos(fault.at), self.strike, fault)
+            self.world.at(nanos(fault.at), self.inject, fault)
 
     def run(self, *, until_seconds: float = float("inf")) -> None:
-        """To the last outer step. Virtual time that runs past `until_seconds` means that no progress is made."""
+        """Run to the last outer step. RunFailed if virtual time passes `until_seconds` before that."""
         self.start()
         limit = nanos(until_seconds) if until_seconds != float("inf") else None
         step = self.world.step
         instant, since = self.world.now, self.events
         while not (self._workers[SYNCER].alive and self.syncer.finished):
             if not step():
-                raise RunFailed(f"nothing is left to happen at outer step {self.syncer.outer_step}")
+                raise RunFailed(f"no event is left at outer step {self.syncer.outer_step}")
             if self.world.now != instant:
                 instant, since = self.world.now, self.events
             elif self.events - since > STANDSTILL_EVENTS:
-                raise RunFailed(f"time stands still at {seconds(instant):.6f} s: workers answer each other for ever")
+                raise RunFailed(f"virtual time stopped at {seconds(instant):.6f} s: workers answer each other in a loop")
             if limit is not None and self.world.now > limit:
                 reached = f"outer step {self.syncer.outer_step} of {self.config.total_steps}"
                 raise RunFailed(f"no more than {reached} after {until_seconds:.0f} virtual seconds{self._poisoned}")
         self._drain()
 
     def _drain(self) -> None:
-        """Everybody hears that it is over."""
+        """Until every live learner knows that the run has ended."""
         until = self.world.now + nanos(4 * self.config.cluster.latency_seconds + 1e-6)
         while self.world.now <= until and any(
             w.alive and isinstance(w.machine, LearnerMachine) and w.machine.phase != "done" for w in self._workers.values()
@@ -157,17 +158,17 @@ class VirtualCluster:
         if worker != SYNCER and self.hardware.share(worker) < 1.0:
             self.happen(worker, Resized(self.hardware.share(worker)))
         if self._resume is not None and w.incarnation == 0:
-            self._go_on_from(self._resume, worker)
+            self._restore_from(self._resume, worker)
 
-    def _go_on_from(self, picture: MemorySnapshot, worker: WorkerId) -> None:
-        assert picture.syncer_state is not None
+    def _restore_from(self, snapshot: MemorySnapshot, worker: WorkerId) -> None:
+        assert snapshot.syncer_state is not None
         if worker == SYNCER:
-            self.happen(worker, Restored(picture.syncer_state))
-        elif worker in picture.learners:
-            self.happen(worker, Resumed(picture.syncer_state.outer_step, picture.learners[worker][0]))
+            self.happen(worker, Restored(snapshot.syncer_state))
+        elif worker in snapshot.learners:
+            self.happen(worker, Resumed(snapshot.syncer_state.outer_step, snapshot.learners[worker][0]))
 
     def _rederived_syncer(self) -> SyncerMachine:
-        """A killed syncer's state is its tape: feed it to a new machine."""
+        """A killed syncer's state is its tape: replay it into a new machine."""
         machine = self._syncer_machine(self.config)
         for event, now in self._syncer_log:
             machine.on(event, now)
@@ -255,7 +256,7 @@ class VirtualCluster:
 
     # ------------------------------------------------------------ faults
 
-    def strike(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         match fault:
             case Kill(learner=learner, lasts=lasts):
                 self._kill(learner, lasts)
@@ -287,7 +288,7 @@ class VirtualCluster:
             self.world.after(nanos(lasts), self._start_worker, worker)
 
     def _scavenge(self, worker: WorkerId, lasts: float) -> None:
-        """Whoever lends it asks it to leave, and does not wait for ever."""
+        """The owner asks it to leave after `lasts`, and takes it back once `limits.leave_seconds` are over too."""
         self._lent_until[worker] = self.world.now + nanos(lasts)
         self._start_worker(worker)
         self.world.after(nanos(lasts), self.happen, worker, LeaveAsked("its owner wants it back"))

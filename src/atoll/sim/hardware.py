@@ -1,4 +1,4 @@
-"""Virtual hardware: how long an inner step takes on which learner, when it fails, and when it is back."""
+"""Virtual hardware: how long an inner step takes on each learner, when the learner fails, and when it returns."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from atoll.ids import LearnerId, Nanos, nanos
 
 
 class Boundary(NamedTuple):
-    """What a learner's slices did during the step that just ended."""
+    """How a learner's slices changed during the step that just ended."""
 
     share: float
-    """Of its chips that are up; 0: none, and its process is gone with them."""
+    """Share of its chips that are up; 0: none, so its process is dead too."""
     stop: Nanos
-    """How long it stands before its next step; or until it is back."""
+    """Pause before its next step; for a dead process, time until it restarts."""
 
 
 class Hardware:
     """The first `slow_share` of the learners are `slow_factor` slower; a step never takes less than a tenth of its mean.
 
-    One random stream a learner and purpose: a new fault, or another learner, does not reshuffle anybody's step times.
+    Each learner has one random stream per purpose, so that a new fault or one more learner does not change the step times of
+    the others.
     """
 
     def __init__(self, config: Config) -> None:
@@ -39,7 +40,7 @@ class Hardware:
         return stream
 
     def slow(self, learner: LearnerId, factor: float) -> None:
-        """Multiply; a fault that ends divides again."""
+        """Multiply its step time; the end of the fault divides by the same factor."""
         self._slowed[learner] = self._slowed.get(learner, 1.0) * factor
 
     def speed_class(self, learner: LearnerId) -> float:
@@ -61,7 +62,7 @@ class Hardware:
         return max(0.1, math.exp(sigma * draw - sigma**2 / 2))
 
     def time_to_failure(self, learner: LearnerId) -> Nanos | None:
-        """From a start to the next failure; None: this hardware does not fail by itself."""
+        """From a start to the next failure; None: only a chaos plan makes this hardware fail."""
         mean = self._cluster.mtbf_seconds
         return nanos(self._stream("failures", learner).expovariate(1 / mean)) if mean else None
 
@@ -69,9 +70,9 @@ class Hardware:
         return self._stream("repairs", learner).expovariate(1 / self._cluster.repair_seconds)
 
     def boundary(self, learner: LearnerId, now: Nanos) -> Boundary | None:
-        """Asked whenever a step ends; None: this hardware has no slices that come and go."""
+        """Called at the end of every step; None: no slice failed or returned."""
         return None
 
     def share(self, learner: LearnerId) -> float:
-        """Of the learner's chips that are up."""
+        """Share of the learner's chips that are up."""
         return 1.0

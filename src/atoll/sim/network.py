@@ -1,9 +1,9 @@
-"""The virtual network: connections with latency and bandwidth, FIFO by lane while they stand, and the ways they fail.
+"""The virtual network: connections with latency and bandwidth, FIFO by lane while they are open, and the ways they fail.
 
 A *clog* holds messages back and delivers them late, in order. A *partition* does the same until the ends notice
-(`detect_seconds`); then the connection breaks and what was on its way is gone, as with TCP. A damaged frame is noticed
-by its checksum and costs the connection. Learners dial the syncer again and again; a connection between two learners is
-dialled when something is sent.
+(`detect_seconds`); then the connection breaks and messages in transit are lost, as with TCP. A damaged frame fails its
+checksum, which closes the connection. A learner dials the syncer until it answers; a connection between two learners opens
+when one of them sends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atoll.protocol.vocabulary import Connected, ConnectionLost, Envelope, Event
 from atoll.sim.world import World
 
 FRAME_BYTES = 256
-"""What a message costs on the wire beside its payload."""
+"""Size of a message on the wire beside its payload."""
 DIAL_AGAIN: Nanos = nanos(0.5)
 
 
@@ -29,48 +29,49 @@ class Host(Protocol):
     def arrive(self, envelope: Envelope, payload: Payload | None) -> None: ...
 
 
-class _Way:
-    """One direction of a connection. Small messages do not queue behind a transfer; who follows whom is as sealed."""
+class _Direction:
+    """One direction of a connection. A control message does not queue behind a transfer, but it overtakes a bulk message only
+    where the protocol allows it (`may_overtake`)."""
 
-    __slots__ = ("blocked", "bulk_lands", "control_lands", "corrupt_next", "free_at", "held", "landed")
+    __slots__ = ("arrived", "blocked", "bulk_arrives", "control_arrives", "corrupt_next", "free_at", "held")
 
     def __init__(self) -> None:
         self.blocked = 0
         self.restart()
         self.held: list[tuple[int, Envelope, Payload | None]] = []
-        """Not sent yet."""
-        self.landed: list[tuple[int, Envelope, Payload | None]] = []
-        """Crossed the wire while it was blocked: ahead of whatever is still on its way."""
+        """Not transmitted yet."""
+        self.arrived: list[tuple[int, Envelope, Payload | None]] = []
+        """Crossed the wire while the direction was blocked: delivered before anything still in transit."""
         self.corrupt_next = False
 
     def restart(self) -> None:
         self.free_at: Nanos = 0
-        self.control_lands: Nanos = 0
-        self.bulk_lands: Nanos = 0
+        self.control_arrives: Nanos = 0
+        self.bulk_arrives: Nanos = 0
 
-    def lands(self, now: Nanos, transfer: Nanos, latency: Nanos, bulk: bool, overtakes: bool) -> Nanos:
+    def arrival(self, now: Nanos, transfer: Nanos, latency: Nanos, bulk: bool, overtakes: bool) -> Nanos:
         if bulk:
             self.free_at = max(now, self.free_at) + transfer
-            self.bulk_lands = max(self.free_at + latency, self.control_lands, self.bulk_lands)
-            return self.bulk_lands
-        own = max(now + transfer + latency, self.control_lands)
-        self.control_lands = own if overtakes else max(own, self.bulk_lands)
-        return self.control_lands
+            self.bulk_arrives = max(self.free_at + latency, self.control_arrives, self.bulk_arrives)
+            return self.bulk_arrives
+        own = max(now + transfer + latency, self.control_arrives)
+        self.control_arrives = own if overtakes else max(own, self.bulk_arrives)
+        return self.control_arrives
 
 
-class _Line:
-    __slots__ = ("epoch", "up", "ways")
+class _Connection:
+    __slots__ = ("directions", "epoch", "up")
 
     def __init__(self) -> None:
         self.up = False
         self.epoch = 0
-        self.ways: dict[WorkerId, _Way] = {}
+        self.directions: dict[WorkerId, _Direction] = {}
 
-    def way(self, sender: WorkerId) -> _Way:
-        way = self.ways.get(sender)
-        if way is None:
-            way = self.ways[sender] = _Way()
-        return way
+    def direction(self, sender: WorkerId) -> _Direction:
+        direction = self.directions.get(sender)
+        if direction is None:
+            direction = self.directions[sender] = _Direction()
+        return direction
 
 
 class Network:
@@ -82,76 +83,78 @@ class Network:
         self._detect = nanos(c.detect_seconds)
         self._up = c.up_gbit  # Gbit/s are bits per nanosecond
         self._down = c.down_gbit
-        self._lines: dict[tuple[WorkerId, WorkerId], _Line] = {}
+        self._connections: dict[tuple[WorkerId, WorkerId], _Connection] = {}
         self._serial = 0
 
-    def _line(self, a: WorkerId, b: WorkerId) -> _Line:
+    def _connection(self, a: WorkerId, b: WorkerId) -> _Connection:
         key = (a, b) if a < b else (b, a)
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = _Line()
-        return line
+        connection = self._connections.get(key)
+        if connection is None:
+            connection = self._connections[key] = _Connection()
+        return connection
 
     # ------------------------------------------------------------ dialling
 
     def dial(self, learner: WorkerId) -> None:
-        """A learner's driver keeps dialling the syncer until it answers."""
-        line = self._line(learner, SYNCER)
-        if line.up or not self._host.is_up(learner):
+        """A learner's driver dials the syncer until it answers."""
+        connection = self._connection(learner, SYNCER)
+        if connection.up or not self._host.is_up(learner):
             return
-        if self._host.is_up(SYNCER) and self._clear(line):
-            self._open(line)
+        if self._host.is_up(SYNCER) and self._clear(connection):
+            self._open(connection)
             self._host.happen(SYNCER, Connected(learner))
             self._host.happen(learner, Connected(SYNCER))
         else:
             self._world.after(DIAL_AGAIN, self.dial, learner)
 
     @staticmethod
-    def _clear(line: _Line) -> bool:
-        return all(way.blocked == 0 for way in line.ways.values())
+    def _clear(connection: _Connection) -> bool:
+        return all(direction.blocked == 0 for direction in connection.directions.values())
 
-    def _open(self, line: _Line) -> None:
-        line.up = True
-        line.epoch += 1
-        for way in line.ways.values():
-            way.held.clear()
-            way.landed.clear()
-            way.restart()
+    def _open(self, connection: _Connection) -> None:
+        connection.up = True
+        connection.epoch += 1
+        for direction in connection.directions.values():
+            direction.held.clear()
+            direction.arrived.clear()
+            direction.restart()
 
     # ------------------------------------------------------------ sending
 
     def send(self, envelope: Envelope, payload: Payload | None) -> None:
         a, b = envelope.sender, envelope.receiver
-        line = self._line(a, b)
-        if not line.up:
+        connection = self._connection(a, b)
+        if not connection.up:
             if SYNCER in (a, b):
-                return  # the connection broke and the machine has not heard of it yet
+                return  # the connection broke and the machine has not received ConnectionLost yet
             if not self._host.is_up(b):
                 self._world.after(self._latency, self._host.happen, a, ConnectionLost(b, "nobody answers"))
                 return
-            self._open(line)
+            self._open(connection)
         self._serial += 1
-        way = line.way(a)
-        if way.blocked:
-            way.held.append((self._serial, envelope, payload))
+        direction = connection.direction(a)
+        if direction.blocked:
+            direction.held.append((self._serial, envelope, payload))
         else:
-            self._transmit(line, way, self._serial, envelope, payload)
+            self._transmit(connection, direction, self._serial, envelope, payload)
 
-    def _transmit(self, line: _Line, way: _Way, serial: int, envelope: Envelope, payload: Payload | None) -> None:
+    def _transmit(
+        self, connection: _Connection, direction: _Direction, serial: int, envelope: Envelope, payload: Payload | None
+    ) -> None:
         bits = 8 * (FRAME_BYTES + (payload.nbytes if payload else 0))
         rate = self._down if envelope.sender == SYNCER else self._up
         bulk = lane_of(envelope.body) == BULK_LANE
-        at = way.lands(self._world.now, int(bits / rate), self._latency, bulk, may_overtake(envelope))
-        self._world.at(at, self._land, line, line.epoch, serial, envelope, payload)
+        at = direction.arrival(self._world.now, int(bits / rate), self._latency, bulk, may_overtake(envelope))
+        self._world.at(at, self._arrive, connection, connection.epoch, serial, envelope, payload)
 
-    def _land(self, line: _Line, epoch: int, serial: int, envelope: Envelope, payload: Payload | None) -> None:
-        if line.epoch != epoch or not line.up:
+    def _arrive(self, connection: _Connection, epoch: int, serial: int, envelope: Envelope, payload: Payload | None) -> None:
+        if connection.epoch != epoch or not connection.up:
             return
-        way = line.way(envelope.sender)
-        if way.blocked:
-            way.landed.append((serial, envelope, payload))
-        elif way.corrupt_next:
-            way.corrupt_next = False
+        direction = connection.direction(envelope.sender)
+        if direction.blocked:
+            direction.arrived.append((serial, envelope, payload))
+        elif direction.corrupt_next:
+            direction.corrupt_next = False
             self.cut(envelope.sender, envelope.receiver, "a frame's checksum does not fit", 0)
         else:
             self._host.arrive(envelope, payload)
@@ -159,52 +162,53 @@ class Network:
     # ------------------------------------------------------------ failing
 
     def block(self, a: WorkerId, b: WorkerId, *, one_way: bool, breaks: bool) -> Callable[[], None]:
-        """Hold back a to b (and b to a); returns how to let go. `breaks`: the ends notice and the connection dies."""
-        line = self._line(a, b)
-        ways = [line.way(a)] if one_way else [line.way(a), line.way(b)]
-        for way in ways:
-            way.blocked += 1
+        """Hold back a to b (and b to a); returns the function that ends it. `breaks`: the ends notice, and the connection
+        breaks."""
+        connection = self._connection(a, b)
+        directions = [connection.direction(a)] if one_way else [connection.direction(a), connection.direction(b)]
+        for direction in directions:
+            direction.blocked += 1
         over = False
 
         def notice() -> None:
             if breaks and not over:
                 self.cut(a, b, "the network is partitioned", 0)
 
-        def let_go() -> None:
+        def unblock() -> None:
             nonlocal over
             over = True
-            for way in ways:
-                way.blocked -= 1
-                if way.blocked == 0:
-                    self._release(line, way)
+            for direction in directions:
+                direction.blocked -= 1
+                if direction.blocked == 0:
+                    self._release(connection, direction)
 
         self._world.after(self._detect, notice)
-        return let_go
+        return unblock
 
-    def _release(self, line: _Line, way: _Way) -> None:
-        landed, way.landed = way.landed, []
-        held, way.held = way.held, []
-        epoch = line.epoch
-        for serial, envelope, payload in landed:
-            self._land(line, epoch, serial, envelope, payload)
-        if line.up and line.epoch == epoch:
+    def _release(self, connection: _Connection, direction: _Direction) -> None:
+        arrived, direction.arrived = direction.arrived, []
+        held, direction.held = direction.held, []
+        epoch = connection.epoch
+        for serial, envelope, payload in arrived:
+            self._arrive(connection, epoch, serial, envelope, payload)
+        if connection.up and connection.epoch == epoch:
             for serial, envelope, payload in held:
-                self._transmit(line, way, serial, envelope, payload)
+                self._transmit(connection, direction, serial, envelope, payload)
 
     def corrupt_next(self, a: WorkerId, b: WorkerId) -> None:
-        self._line(a, b).way(a).corrupt_next = True
+        self._connection(a, b).direction(a).corrupt_next = True
 
     def cut(self, a: WorkerId, b: WorkerId, reason: str, delay: Nanos) -> None:
-        """Break a connection: both ends hear of it, and a learner dials the syncer again."""
-        line = self._line(a, b)
-        if not line.up:
+        """Break a connection: both ends get ConnectionLost, and a learner dials the syncer again."""
+        connection = self._connection(a, b)
+        if not connection.up:
             return
-        line.up = False
-        line.epoch += 1
-        for way in line.ways.values():
-            way.held.clear()
-            way.landed.clear()
-            way.corrupt_next = False
+        connection.up = False
+        connection.epoch += 1
+        for direction in connection.directions.values():
+            direction.held.clear()
+            direction.arrived.clear()
+            direction.corrupt_next = False
         for end, other in ((a, b), (b, a)):
             if self._host.is_up(end):
                 self._world.after(delay, self._host.happen, end, ConnectionLost(other, reason))
@@ -213,6 +217,6 @@ class Network:
 
     def cut_all(self, worker: WorkerId, reason: str) -> None:
         """The worker died: its peers' sockets close."""
-        for a, b in list(self._lines):
+        for a, b in list(self._connections):
             if worker in (a, b):
                 self.cut(a, b, reason, self._latency)

@@ -1,4 +1,4 @@
-"""One virtual run from a config to its tape: build the workbench, run the cluster, evaluate Theta before and after."""
+"""One virtual run from a config to its tape: build the task, run the cluster, evaluate Theta before and after."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ OnPoint = Callable[[HeldoutPoint], None]
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a run leaves behind."""
+    """The results of a run."""
 
     fates: Fates
     tape: Path | None
@@ -50,16 +50,16 @@ class Outputs:
     points: tuple[HeldoutPoint, ...] = ()
 
 
-def unseen(point: HeldoutPoint) -> None:
+def ignore_point(point: HeldoutPoint) -> None:
     pass
 
 
 class HeldoutObserver:
-    """An observer: Theta's held-out loss, every `data.heldout_every` outer steps, or as soon after as there is another Theta. In
-    the moment in which a version is stored the disk holds it and none that is newer."""
+    """Evaluates Theta's held-out loss every `data.heldout_every` outer steps, or at the first version stored after that. It
+    does so while `Stored` is handled, when the disk holds that version and no newer one."""
 
-    def __init__(self, task: Task, executor: TensorExecutor | FleetExecutor, directory: Path | None, looked: OnPoint) -> None:
-        self._task, self._executor, self._directory, self._looked = task, executor, directory, looked
+    def __init__(self, task: Task, executor: TensorExecutor | FleetExecutor, directory: Path | None, on_point: OnPoint) -> None:
+        self._task, self._executor, self._directory, self._on_point = task, executor, directory, on_point
         self._every, self._last = task.config.data.heldout_every, task.config.total_steps
         self.taken: list[HeldoutPoint] = []
 
@@ -73,7 +73,7 @@ class HeldoutObserver:
         self.taken.append(point)
         if self._directory is not None:
             append_point(self._directory, point)
-        self._looked(point)
+        self._on_point(point)
 
 
 def header_for(
@@ -91,24 +91,24 @@ def header_for(
 def run_virtual(
     config: Config, plan: ChaosPlan, directory: Path | None, *, tensors: bool, observers: Sequence[Observer] = (),
     task: Task | None = None, limit_seconds: float | None = None, slices: SliceHardware | None = None,
-    device: torch.device = HOST, looked: OnPoint = unseen,
+    device: torch.device = HOST, on_point: OnPoint = ignore_point,
 ) -> Outputs:  # fmt: skip
-    """`limit_seconds` bounds virtual time; by default ten times what an undisturbed run would take, and the plan's length.
-    `slices`: learners made of chips that fail, for a synthetic history. `device`: where all learners train, side by side."""
+    """`limit_seconds` bounds virtual time; the default is the plan's length and ten times the duration of an undisturbed run.
+    `slices`: learners made of chips that fail, for a synthetic history. `device`: where all learners train together."""
     if directory is not None:
         refuse_used(directory)
     if tensors and task is None:
         task = task_for(config)
     task = evaluated_on(task, device) if task else None
-    executor = executor_on(task, device, everybody(config, plan)) if task else None
+    executor = executor_on(task, device, learners_expected(config, plan)) if task else None
     first = task.evaluate_theta(*executor.disk.theta()) if task and executor else None
     header = header_for(config, plan, task, slices.describe() if slices else None, str(device))
     writer = _open_tape(directory, config, plan, header, task) if directory else None
     watching: list[Observer] = [writer.append] if writer else []
-    points = HeldoutObserver(task, executor, directory, looked) if task and executor else None
+    points = HeldoutObserver(task, executor, directory, on_point) if task and executor else None
     watching += [points] if points else []
     cluster = VirtualCluster(config, plan=plan, executor_for=executor, observers=[*watching, *observers], hardware=slices)
-    cluster.run(until_seconds=limit_seconds if limit_seconds is not None else patience(config, plan))
+    cluster.run(until_seconds=limit_seconds if limit_seconds is not None else time_limit_seconds(config, plan))
     if writer:
         writer.close()
     final = task.evaluate_theta(*executor.disk.theta()) if task and executor else None
@@ -122,26 +122,26 @@ def run_virtual(
     )  # fmt: skip
 
 
-def everybody(config: Config, plan: ChaosPlan) -> int:
-    """The declared learners, and those beyond them whom the plan lets come."""
+def learners_expected(config: Config, plan: ChaosPlan) -> int:
+    """The declared learners and the scavenged ones that the plan adds."""
     return max([config.learners, *(fault.learner + 1 for fault in plan.faults if isinstance(fault, Scavenge))])
 
 
 def train_on_tape(
     tape: Tape, config: Config, directory: Path, observers: Sequence[Observer] = (), allowed: Collection[str] = (),
-    looked: OnPoint = unseen,
+    on_point: OnPoint = ignore_point,
 ) -> Outputs:  # fmt: skip
-    """The tape's history under real weights; leaves a run of its own, which replays like any other."""
+    """Train real weights through the tape's history. The result is a run folder of its own, which replays like any other."""
     refuse_used(directory)
     task = task_for(config, allowed)
     executor = TensorExecutor(task)
     first = task.evaluate_theta(*executor.disk.theta())
     plan = msgspec.convert({"faults": tape.header.plan}, ChaosPlan)
-    points = HeldoutObserver(task, executor, directory, looked)
+    points = HeldoutObserver(task, executor, directory, on_point)
     with _open_tape(directory, config, plan, header_for(config, plan, task, tape.header.hardware), task) as writer:
         outcome = retrain(tape, config, executor, [writer.append, points, *observers])
     if outcome.fates is None:
-        raise UserError(f"tape {tape.path}: holds no syncer, so there is nothing to train on")
+        raise UserError(f"tape {tape.path}: has no events of a syncer, so there is nothing to train on")
     _save_theta(directory / "theta.safetensors", task, executor)
     final, accuracy = task.evaluate_theta(*executor.disk.theta()), task.accuracy_of_theta(*executor.disk.theta())
     return Outputs(
@@ -150,22 +150,22 @@ def train_on_tape(
 
 
 DECIDED = ("preset", "learners", "total_steps", "protocol", "cluster", "limits")
-"""What decisions follow from: a tape has decided them, and what a recipe says of them does not count."""
+"""Keys that decisions depend on. The tape has fixed them, so the same keys of a recipe are ignored."""
 
 
 def config_on_tape(tape: Tape, tables: Mapping[str, Any], assignments: Sequence[str]) -> Config:
-    """The tape's config with a recipe's keys and --set laid over it, as far as no decision depends on them."""
+    """The tape's config with the recipe's keys and --set laid over it, where no decision depends on them."""
     if tape.header.worker is not None:
-        raise UserError(f"tape {tape.path}: is of one live worker; --tape takes a virtual run's (atoll simulate tape)")
+        raise UserError(f"tape {tape.path}: belongs to one live worker; --tape takes a virtual run's tape (atoll simulate tape)")
     taped = from_builtins(tape.header.config)
     wanted = changed(taped, assignments, {key: value for key, value in tables.items() if key not in DECIDED})
     for key in DECIDED:
         if getattr(wanted, key) != getattr(taped, key):
-            raise UserError(f"--tape {tape.path}: has decided {key} already; change only seed, model, data, inner or outer")
+            raise UserError(f"--tape {tape.path}: has fixed {key} already; change only seed, model, data, inner or outer")
     return wanted
 
 
-def patience(config: Config, plan: ChaosPlan) -> float:
+def time_limit_seconds(config: Config, plan: ChaosPlan) -> float:
     c = config.cluster
     step = c.step_seconds * c.slow_factor + 4 * c.latency_seconds + _transfer_seconds(config)
     return plan.healed_at() + config.limits.start_wait_seconds + 10 * config.total_steps * step
@@ -193,8 +193,8 @@ def _save_theta(path: Path, task: Task, executor: TensorExecutor | FleetExecutor
     save_weights(path, named_tensors(model))
 
 
-def doubts_about(tape: TapeSource, task: Task | None) -> list[str]:
-    """Why decisions or bits may differ here from those on the tape."""
+def replay_mismatches(tape: TapeSource, task: Task | None) -> list[str]:
+    """Differences between this machine and the tape's that may change decisions or bits."""
     found: list[str] = []
     for h in tape.headers():
         new = mismatches(h.threads, h.torch_version, h.cpu_capability, h.code_version, decisions_only=task is None)
@@ -208,20 +208,24 @@ def doubts_about(tape: TapeSource, task: Task | None) -> list[str]:
 
 
 def replay_run(
-    tape: TapeSource, *, weights: bool, progress: Callable[[int], None] | None = None, doubt: Callable[[str], None] | None = None,
+    tape: TapeSource, *, weights: bool, progress: Callable[[int], None] | None = None,
+    on_mismatch: Callable[[str], None] | None = None,
     executor_of: Callable[[Task], TensorExecutor] = TensorExecutor, allowed: Collection[str] = (),
 ) -> tuple[Outcome, str | None, list[str]]:  # fmt: skip
-    """Decisions, and with `weights` every Theta. What speaks against equal bits is told (`doubt`) before the replay, so
-    that a difference finds its explanation beside it."""
+    """Replay the decisions, and with `weights` every Theta. `on_mismatch` gets the reasons for which bits may differ before the
+    replay begins, so that a difference stands beside its explanation."""
     if weights and not tape.header.tensors:
-        raise UserError(f"tape {tape.path}: holds no training of ours (atoll sim, or a loop of yours); replay without --weights")
+        raise UserError(
+            f"tape {tape.path}: was recorded without weights (atoll sim) or by a custom training loop; only its decisions can "
+            "be replayed, so leave --weights out"
+        )
     task = task_for(msgspec.convert(tape.header.config, Config), allowed) if weights else None
-    doubts = doubts_about(tape, task)
-    if doubt is not None:
-        for sentence in doubts:
-            doubt(sentence)
+    mismatches_found = replay_mismatches(tape, task)
+    if on_mismatch is not None:
+        for sentence in mismatches_found:
+            on_mismatch(sentence)
     if task is None:
-        return replay(tape, progress=progress), None, doubts
+        return replay(tape, progress=progress), None, mismatches_found
     executor: Any = executor_of(task)
     outcome = replay(tape, executor, progress)
-    return outcome, executor.disk.theta_sha256(), doubts
+    return outcome, executor.disk.theta_sha256(), mismatches_found

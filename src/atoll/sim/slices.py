@@ -1,8 +1,8 @@
-"""Learners made of slices that fail: the goodput simulator's chips under the real machines.
+"""Learners made of slices that fail: the goodput simulator's chips under the real protocol machines.
 
-At every step boundary the failure model (sim/failures.py) says which slices went or came back during the step. A learner
-then stands for the resize and goes on with the share of its batch that its slices can hold; one that has lost all of them
-dies, and comes back through recovery.
+At every step boundary the failure model (sim/estimates/failures.py) returns which slices failed or returned during the step. The
+learner pauses for the resize and continues with the share of its batch that its live slices can hold. A learner that has
+lost all of its slices dies, and rejoins through recovery.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from atoll.sim.hardware import Boundary, Hardware
 class SliceHardware(Hardware):
     def __init__(self, config: Config, chips: int, model: FailureModel, seed: int) -> None:
         super().__init__(config)
-        self._told = {"chips": chips, "seed": seed, "model": asdict(model)}
+        self._description = {"chips": chips, "seed": seed, "model": asdict(model)}
         check_sizes(chips, config.learners, model)
         self._slices = learners_of(chips, config.learners, model, seed)
-        for slices in self._slices:  # the run begins on a cluster that has been failing for a while
+        for slices in self._slices:  # the run begins in the steady state: some slices are already down
             slices.advance(2 * model.return_seconds)
         self._begun = [slices.now for slices in self._slices]
 
     def describe(self) -> dict[str, Any]:
         """For the tape's header."""
-        return self._told
+        return self._description
 
     def boundary(self, learner: LearnerId, now: Nanos) -> Boundary | None:
         slices = self._slices[learner]

@@ -1,4 +1,4 @@
-"""Virtual time: a heap of calls to make. Two calls at the same nanosecond run in the order in which they were asked for."""
+"""Virtual time: a heap of scheduled calls. Two calls at the same nanosecond run in the order in which they were scheduled."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class World:
         self.at(self.now + delay, call, *args)
 
     def step(self) -> bool:
-        """Make the next call. False: nothing is left to happen."""
+        """Make the next call. False: none is left."""
         if not self._heap:
             return False
         self.now, _, call, args = heapq.heappop(self._heap)

@@ -9,7 +9,13 @@ import pytest
 
 from atoll.config import Config
 from atoll.sim.estimates.bandwidth import LinkSettings, Question, Star, config_for, row
-from atoll.sim.estimates.decoupled import DecoupledEstimate, at_bandwidth, bisected, measure_decoupled, settings_for
+from atoll.sim.estimates.decoupled import (
+    DecoupledEstimate,
+    at_bandwidth,
+    first_reaching_by_bisection,
+    measure_decoupled,
+    settings_for,
+)
 from atoll.sim.estimates.utilisation import Compute
 
 H, P = 20, 4
@@ -117,5 +123,5 @@ def test_settings_reach_the_machines() -> None:
 def test_bisection_finds_the_first_value_that_reaches() -> None:
     axis = [1.0, 2.0, 3.0, 4.0, 5.0]
     for target in (0.0, 1.0, 2.5, 5.0):
-        assert bisected(lambda gbit: gbit, axis, target) == next(value for value in axis if value >= target)
-    assert bisected(lambda gbit: gbit, axis, 5.1) is None
+        assert first_reaching_by_bisection(lambda gbit: gbit, axis, target) == next(value for value in axis if value >= target)
+    assert first_reaching_by_bisection(lambda gbit: gbit, axis, 5.1) is None

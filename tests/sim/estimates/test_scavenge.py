@@ -12,7 +12,7 @@ from atoll.protocol.vocabulary import Started, StepDone
 from atoll.sim.checkers import Safety
 from atoll.sim.cluster import VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
-from atoll.sim.estimates.scavenge import Scene, alone, data_parallel, scavenge
+from atoll.sim.estimates.scavenge import ScavengeScenario, base_alone_seconds, elastic_data_parallel, scavenge
 
 
 def settings(**cluster: object) -> Config:
@@ -20,17 +20,17 @@ def settings(**cluster: object) -> Config:
     return load(preset_name="decoupled", overrides={"learners": 4, "cluster": numbers, "limits": {"leave_seconds": 60.0}})
 
 
-SCENE = Scene(settings(), day_seconds=3600.0, cycles=1)
+SCENARIO = ScavengeScenario(settings(), day_seconds=3600.0, cycles=1)
 
 
 @pytest.fixture(scope="module")
 def base() -> float:
-    return alone(SCENE)
+    return base_alone_seconds(SCENARIO)
 
 
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0, 3.0])
 def test_scavenging_reaches_the_ideal_time(share: float, base: float) -> None:
-    a = scavenge(SCENE, share, FailureModel(), base)
+    a = scavenge(SCENARIO, share, FailureModel(), base)
     assert a.ideal == 0.5 + 0.5 / (1 + share)
     assert a.decoupled == pytest.approx(a.ideal, rel=0.02)
     assert a.joins == 4 * share and a.joining_seconds > 12e9 * 8 / 10e9, "the state's own transfer is part of joining"
@@ -39,16 +39,16 @@ def test_scavenging_reaches_the_ideal_time(share: float, base: float) -> None:
 
 def test_slow_link_makes_joining_cost_what_its_transfer_takes(base: float) -> None:
     """12 bytes a parameter at 0.2 Gbit/s: eight minutes of every night."""
-    slow = Scene(settings(up_gbit=0.2, down_gbit=0.2), day_seconds=3600.0, cycles=1)
+    slow = ScavengeScenario(settings(up_gbit=0.2, down_gbit=0.2), day_seconds=3600.0, cycles=1)
     a = scavenge(slow, 1.0, FailureModel(), base)
     assert a.joining_seconds > 480.0
     assert a.decoupled > a.ideal
 
 
 def test_data_parallel_goes_without_chips_that_would_slow_it_down() -> None:
-    slow = Scene(settings(up_gbit=0.5, down_gbit=0.5), day_seconds=3600.0, cycles=1)
-    assert data_parallel(slow, 1.0, FailureModel()) == 1.0
-    assert 0.75 < data_parallel(SCENE, 1.0, FailureModel()) < 0.8
+    slow = ScavengeScenario(settings(up_gbit=0.5, down_gbit=0.5), day_seconds=3600.0, cycles=1)
+    assert elastic_data_parallel(slow, 1.0, FailureModel()) == 1.0
+    assert 0.75 < elastic_data_parallel(SCENARIO, 1.0, FailureModel()) < 0.8
 
 
 def test_scavenged_learner_joins_leaves_and_comes_back() -> None:
@@ -83,4 +83,4 @@ def test_plan_scavenges_only_learners_beyond_the_declared_ones(learner: int) -> 
 @pytest.mark.parametrize(("share", "words"), [(0.3, "whole number"), (-1.0, "--extra -1"), (0.0, "--extra 0")])
 def test_impossible_shares_are_refused(share: float, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        scavenge(SCENE, share, FailureModel(), 1.0)
+        scavenge(SCENARIO, share, FailureModel(), 1.0)

@@ -16,7 +16,7 @@ from atoll.errors import UserError
 from atoll.executor import virtual_run as where
 from atoll.executor.virtual_run import TensorExecutor, checked_device, evaluated_on, executor_on, is_fleet
 from atoll.sim.cluster import VirtualCluster
-from atoll.sim.run import everybody
+from atoll.sim.run import learners_expected
 from atoll.tasks.registry import task_for
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_another_device_holds_everything_and_its_fleet_has_room_for_all(optimize
     monkeypatch.setattr(where, "TensorExecutor", lambda task, **kw: built.append(("one by one", kw)))
     config, there = small("decoupled", f"inner.optimizer={optimizer}"), torch.device("cuda:1")
     task = task_for(config)
-    executor_on(task, there, everybody(config, ChaosPlan((Scavenge(1.0, 4, 9.0), Kill(2.0, 1, 3.0)))))
+    executor_on(task, there, learners_expected(config, ChaosPlan((Scavenge(1.0, 4, 9.0), Kill(2.0, 1, 3.0)))))
     executor_on(task, CPU, 3)
     there_is = {"AdamW": ("fleet", {"device": there, "learners": 5, "compiled": True}), "SGD": ("one by one", {"device": there})}
     assert built == [there_is[optimizer], ("one by one", {})]

@@ -13,7 +13,7 @@ from atoll.config import load
 from atoll.errors import UserError
 
 if TYPE_CHECKING:
-    from atoll.sim.estimates.scavenge import ScavengeEstimate, Scene
+    from atoll.sim.estimates.scavenge import ScavengeEstimate, ScavengeScenario
 
 Extra = Annotated[
     list[float] | None,
@@ -50,7 +50,7 @@ def scavenge(
     The protocol's own machines run in virtual time, recoveries and their transfers included. Half of the work is done at
     night, so the ideal is 0.5 + 0.5/(1+f) of what the base needs alone.
     """
-    from atoll.sim.estimates.scavenge import Scene, alone, check_share
+    from atoll.sim.estimates.scavenge import ScavengeScenario, base_alone_seconds, check_share
     from atoll.sim.estimates.scavenge import scavenge as answer
 
     for option, value in {"--step-time": step_time, "--parameters": parameters, "--gbit": gbit}.items():
@@ -65,24 +65,24 @@ def scavenge(
     }  # fmt: skip
     limits = {"leave_seconds": 10 * step_time}
     settings = load(preset_name="decoupled", overrides={"learners": learners, "seed": seed, "cluster": cluster, "limits": limits})
-    scene = Scene(settings, 3600 * day, cycles, layers)
+    scenario = ScavengeScenario(settings, 3600 * day, cycles, layers)
     shares = extra or [0.25, 0.5, 1.0, 3.0]
     for share in shares:
         check_share(share, learners)
     err.print("the base alone ...")
-    base = alone(scene)
+    base = base_alone_seconds(scenario)
     found = []
     for share in shares:
         err.print(f"with {share:g} times as many at night ...")
-        found.append(answer(scene, share, model, base))
+        found.append(answer(scenario, share, model, base))
     if as_json:
         print_json(found)
     else:
-        _show(found, scene)
+        _show(found, scenario)
 
 
-def _show(found: list[ScavengeEstimate], scene: Scene) -> None:
-    c = scene.settings.cluster
+def _show(found: list[ScavengeEstimate], scenario: ScavengeScenario) -> None:
+    c = scenario.settings.cluster
     table = Table(title="Time to finish, relative to the base alone", title_justify="left")
     for name in ("scavenged f", "ideal", "decoupled", "off the ideal", "elastic data-parallel", "joins", "seconds to join"):
         table.add_column(name, justify="right")
@@ -93,9 +93,10 @@ def _show(found: list[ScavengeEstimate], scene: Scene) -> None:
         )  # fmt: skip
     out.print(table)
     out.print(
-        f"constants: {scene.settings.learners} learners, {scene.cycles} days of {scene.day_seconds / 3600:g} h and nights that "
-        f"do the same work, step {c.step_seconds:g} s, {c.parameters:.3g} parameters, {c.up_gbit:g} Gbit/s up and down, latency "
-        f"{c.latency_seconds:g} s. A learner that leaves goes on until its fragments were merged, which can beat the ideal. "
+        f"constants: {scenario.settings.learners} learners, {scenario.cycles} days of {scenario.day_seconds / 3600:g} h "
+        f"and nights that do the same work, step {c.step_seconds:g} s, {c.parameters:.3g} parameters, "
+        f"{c.up_gbit:g} Gbit/s up and down, latency {c.latency_seconds:g} s. "
+        f"A learner that leaves goes on until its fragments were merged, which can beat the ideal. "
         f"Data-parallel exchanges bf16 gradients over the same link, and does without the others where that is slower.",
         soft_wrap=True,
     )  # fmt: skip

@@ -50,7 +50,7 @@ Progress = Callable[[int, float | None], None]
 
 def run_ddp(
     config: Config, directory: Path, *, threads: int, device: str = "cpu", allowed: Sequence[str] = (),
-    progress: Progress | None = None, looked: Callable[[HeldoutPoint], None] = lambda point: None,
+    progress: Progress | None = None, on_point: Callable[[HeldoutPoint], None] = lambda point: None,
 ) -> DdpOutcome:  # fmt: skip
     """Train `config` by one process a learner and return when all have ended. `progress(steps done, mean train loss)`."""
     check_supported(config)
@@ -59,7 +59,7 @@ def run_ddp(
     fold = StepFold(config.learners)
     with contextlib.ExitStack() as stack:
         ranks = [stack.enter_context(_started(directory, rank)) for rank in range(config.learners)]
-        reports = _follow(ranks, directory, fold, progress, looked)
+        reports = _follow(ranks, directory, fold, progress, on_point)
     (directory / "rendezvous").unlink(missing_ok=True)
     if len({report.theta_sha256 for report in reports}) > 1:
         raise RunFailed("ddp: the ranks ended with different models, so an all-reduce did not do its work")
@@ -131,7 +131,7 @@ def _started(directory: Path, rank: LearnerId) -> Iterator[subprocess.Popen[byte
 
 def _follow(
     ranks: Sequence[subprocess.Popen[bytes]], directory: Path, fold: StepFold, progress: Progress | None,
-    looked: Callable[[HeldoutPoint], None],
+    on_point: Callable[[HeldoutPoint], None],
 ) -> list[RankReport]:  # fmt: skip
     """Read what the ranks say until all have ended well; the first that does not ends the run."""
     rests = [b""] * len(ranks)
@@ -157,7 +157,7 @@ def _follow(
                         reports[rank] = said
                     elif isinstance(said, HeldoutReport):
                         append_point(directory, said.point)
-                        looked(said.point)
+                        on_point(said.point)
                     elif (loss := fold.add(said)) is not None and progress is not None:
                         progress(fold.steps, loss)
                 if len(reports) == len(ranks) and rank in reports:

@@ -78,16 +78,16 @@ class LocalCluster:
         self, config: Config, directory: Path, plan: ChaosPlan, *, threads: int = 1, device: str = "cpu",
         allowed: Sequence[str] = (), resume: tuple[Path, int] | None = None,
         watch: Callable[[Record], None] | None = None, say: Callable[[str], None] = lambda text: None,
-        looked: Callable[[HeldoutPoint], None] = lambda point: None,
+        on_point: Callable[[HeldoutPoint], None] = lambda point: None,
     ) -> None:  # fmt: skip
-        """`resume`: another run's folder and which of its snapshots. `watch` is told of the syncer's records, `looked` of the
+        """`resume`: another run's folder and which of its snapshots. `watch` is told of the syncer's records, `on_point` of the
         held-out losses on the way."""
         self.config = config
         self.directory = directory
         self._plan = plan
         self._watch = watch or (lambda record: None)
         self._say = say
-        self._looked = looked
+        self._on_point = on_point
         self._points_shown = self._looks_bytes = 0
         self._evaluator: Child | None = None
         self._fault_proxies = FaultProxies(plan, config.learners)
@@ -208,7 +208,7 @@ class LocalCluster:
             self._looks_bytes, points = size, points_in(self.directory)
             for point in points[self._points_shown :]:
                 if point.outer_step < self.config.total_steps:  # the last is the run's own end, which the verdict tells
-                    self._looked(point)
+                    self._on_point(point)
             self._points_shown = len(points)
         if code := evaluator.poll():
             self._evaluator = None
@@ -258,14 +258,14 @@ class LocalCluster:
     def _begin_plan(self) -> None:
         self._clock0 = time.monotonic()
         for fault in self._plan.faults:
-            self._at(fault.at, partial(self.strike, fault))
+            self._at(fault.at, partial(self.inject, fault))
 
     def _at(self, seconds: float, call: Callable[[], None]) -> None:
         assert self._clock0 is not None
         self._count += 1
         heapq.heappush(self._agenda, (self._clock0 + seconds, self._count, call))
 
-    def strike(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         """Now, whatever its `at` says."""
         began = time.monotonic() - (self._clock0 or time.monotonic())
         self.struck.append(describe_fault(fault).strip())
@@ -282,7 +282,7 @@ class LocalCluster:
                 self._slow(learner, factor)
                 self._at(began + lasts, lambda: self._slow(learner, -factor))
             case Partition() | Clog() | Corrupt():
-                self._fault_proxies.strike(fault)
+                self._fault_proxies.inject(fault)
             case Scavenge(learner=learner, lasts=lasts):
                 w = self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
                 w.start(self._fork_server)

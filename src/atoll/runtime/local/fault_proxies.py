@@ -48,10 +48,10 @@ class FaultProxies:
         behind, front = self._peer_addresses[learner]
         return ["--listen", behind, "--advertise", front]
 
-    def strike(self, fault: Fault) -> None:
+    def inject(self, fault: Fault) -> None:
         assert self._loop is not None and self._faults is not None
         assert isinstance(fault, Partition | Clog | Corrupt)
-        asyncio.run_coroutine_threadsafe(self._faults.strike(fault), self._loop.loop)
+        asyncio.run_coroutine_threadsafe(self._faults.inject(fault), self._loop.loop)
 
     def stop(self) -> None:
         if self._loop is None:

@@ -33,7 +33,7 @@ class Evaluator:
         self._run, self._home, self._task, self._every = run, home, task, every
         self._seen: OuterStep = max((point.outer_step for point in points_in(run)), default=0)
 
-    def follow(self, looked: Callable[[HeldoutPoint], None], stop: threading.Event) -> None:
+    def follow(self, on_point: Callable[[HeldoutPoint], None], stop: threading.Event) -> None:
         """A look each time that another multiple of `every` is reached, at the newest there is: who takes longer to look than
         training takes to get there leaves some out. Until the run is over, and then at what it ended with."""
         tries, tried = 0, 0
@@ -51,7 +51,7 @@ class Evaluator:
                         raise
                 else:
                     append_point(self._run, point)
-                    looked(point)
+                    on_point(point)
                     self._seen = point.outer_step
                     continue
             if stop.wait(POLL_SECONDS):

@@ -306,7 +306,7 @@ class Faults:
         """Faults that have begun and not ended."""
         return len(self._ongoing)
 
-    async def strike(self, fault: LinkFault) -> None:
+    async def inject(self, fault: LinkFault) -> None:
         """Begin it now (`fault.at` is the caller's business) and end it after `fault.lasts`."""
         ways = self._ways(fault.a, fault.b)
         match fault:

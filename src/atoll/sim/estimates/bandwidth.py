@@ -1,4 +1,4 @@
-"""The bandwidth table: from a model, a method's name and settings to the bandwidth each utilisation needs."""
+"""The bandwidth table: for a model, a method and its settings, the bandwidth that each utilisation needs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,13 @@ import numpy as np
 
 from atoll.config import Config
 from atoll.executor.null import wire_bits
-from atoll.sim.estimates.decoupled import DecoupledEstimate, at_bandwidth, bisected, measure_decoupled, settings_for
+from atoll.sim.estimates.decoupled import (
+    DecoupledEstimate,
+    at_bandwidth,
+    first_reaching_by_bisection,
+    measure_decoupled,
+    settings_for,
+)
 from atoll.sim.estimates.published import (
     BANDWIDTH,
     CALIBRATION,
@@ -33,18 +39,18 @@ GRAPH_METHODS: Final[dict[str, tuple[Method, int]]] = {
     "streaming_overlap": ("streaming", 1),
     "streaming_overlap_fp4": ("streaming", 1),
 }
-"""Name, and tau where nothing else is asked for."""
+"""By name: the graph's method and its default tau."""
 SYNCER_METHODS: Final = ("decoupled", "decoupled_ramp")
 METHODS: Final = (*GRAPH_METHODS, *SYNCER_METHODS)
 PUBLISHED_METHODS: Final = tuple(dict.fromkeys(method for _, method in BANDWIDTH))
 FP4: Final = "streaming_overlap_fp4"
 CURVE_POINTS: Final = 16
-"""Of a decoupled curve: each takes a run of the machines."""
+"""Of a decoupled curve: each point takes a run of the protocol machines."""
 
 
 @dataclass(frozen=True)
 class LinkSettings:
-    """How data crosses between datacentres. The defaults are those of the published table."""
+    """How datacentres exchange data. The defaults are those of the published table."""
 
     interval: int = INTERVAL
     overlap: int | None = None
@@ -54,7 +60,7 @@ class LinkSettings:
     pattern: Pattern = "strided"
     codec: str = "bf16"
     bits: float | None = None
-    """Effective bits a parameter: takes the place of codec and calibration."""
+    """Effective bits per parameter; replaces codec and calibration."""
     calibration: Literal["published", "plain"] = "published"
     datacentres: int = 2
     latency_seconds: float = 0.0
@@ -71,17 +77,17 @@ class LinkSettings:
 
 @dataclass(frozen=True)
 class Star:
-    """What only Decoupled has: a syncer in the middle. None: as the preset says."""
+    """Settings of Decoupled alone, which has a syncer in the middle. None: the preset's value."""
 
     learners: int | None = None
-    """None: one a datacentre."""
+    """None: one per datacentre."""
     quorum: int | None = None
     grace: bool | None = None
     ramp: float | None = None
     codec_up: str | None = None
     codec_down: str | None = None
     down_ratio: float = 1.0
-    """A learner's down link over its up link, which is the bandwidth that is asked for."""
+    """Bandwidth of a learner's down link over that of its up link; the table's bandwidth is the up link's."""
 
 
 @dataclass(frozen=True)
@@ -110,16 +116,16 @@ class Reached:
 class Row:
     question: Question
     found: tuple[float | None, ...]
-    """The values of the grid, one for each target; None: the grid ends before."""
+    """One value of the grid per target; None: no value of the grid reaches it."""
     published: tuple[float | None, ...] | None
-    """None: the paper has no such row, or not under these settings."""
+    """None: the paper has no such row, or has it for other settings."""
     at: tuple[Reached, ...] = ()
     curve: tuple[tuple[float, float], ...] = field(default=(), repr=False)
     """(Gbit/s, utilisation), for a figure."""
 
     @property
     def cells(self) -> tuple[float | None, ...]:
-        """Rounded: as the paper does where its cells stand beside, otherwise to four digits."""
+        """Rounded as in the paper where its cells are shown too, otherwise to four digits."""
         shown = printed if self.published else _four_digits
         return tuple(None if gbit is None else shown(gbit) for gbit in self.found)
 
@@ -129,7 +135,7 @@ def _four_digits(gbit: float) -> float:
 
 
 def row(question: Question, targets: Sequence[float], axis: Curve, at: Sequence[float] = (), *, curve: bool = False) -> Row:
-    """One line of the table. `targets` are in per cent."""
+    """One row of the table. `targets` are in per cent."""
     shares = [target / 100 for target in targets]
     if question.method in SYNCER_METHODS:
         found, reached, drawn = _through_the_syncer(question, shares, axis, at, curve)
@@ -165,7 +171,7 @@ def exchange_for(question: Question) -> Exchange:
 
 
 def effective_bits(method: str, link: LinkSettings) -> float:
-    """The 4-bit row is a quarter of the 16-bit one, as published; under the plain calibration e3m0 with its scales."""
+    """The published calibration counts 4 bits as a quarter of 16; the plain one counts e3m0 with its scales."""
     if link.bits is not None:
         return link.bits / 4 if method == FP4 else link.bits
     if method == FP4:
@@ -187,8 +193,8 @@ def _through_the_graph(question: Question, shares: Sequence[float], axis: Curve,
 
 
 def config_for(question: Question) -> Config:
-    """The preset under the question's settings. The published calibration shrinks the model instead of the bits: what
-    crosses the link is their product, and a codec's bits are what they are."""
+    """The preset with the question's settings. The published calibration shrinks the model instead of the bits: the link
+    carries their product, and a codec's bits cannot be scaled."""
     link, star, compute = question.link, question.star, question.compute
     protocol: dict[str, Any] = {
         "local_steps_per_round": link.interval, "fragments": link.fragment_count(compute.layers),
@@ -215,7 +221,7 @@ def _through_the_syncer(
         return measure_decoupled(at_bandwidth(settings, gbit, gbit * down))
 
     values = [float(gbit) for gbit in axis]
-    found = [bisected(lambda gbit: answer(gbit).utilisation, values, share) for share in shares]
+    found = [first_reaching_by_bisection(lambda gbit: answer(gbit).utilisation, values, share) for share in shares]
     reached = [Reached(gbit, answer(gbit).utilisation, _remark(answer(gbit), question.interval)) for gbit in at]
     points = sorted({round(p) for p in np.linspace(0, len(values) - 1, CURVE_POINTS)}) if curve else []
     drawn = [(values[p], answer(values[p]).utilisation) for p in points]

@@ -1,9 +1,8 @@
-"""Decoupled DiLoCo against bandwidth: the real machines on the simulated cluster, with hands that move only sizes.
+"""Decoupled DiLoCo against bandwidth: the real machines on the simulated cluster, with an executor that moves only sizes.
 
-A decoupled learner never waits for its link, so utilisation alone would say 1 on any link. What a slow link costs is the
-schedule: at most tau rounds are in flight, and at most one announcement of a fragment is on its way to a learner, so the
-interval between two synchronisations of a fragment stretches beyond H. Both are measured, and where one number is wanted
-it is the smaller.
+A decoupled learner never waits for its link, so its utilisation would be 1 on any link. A slow link costs the schedule
+instead: at most tau rounds are in flight, and at most one announcement of a fragment is in transit to a learner, so the
+interval between two synchronisations of a fragment grows beyond H. Both are measured; as one number the smaller counts.
 """
 
 from __future__ import annotations
@@ -21,21 +20,21 @@ from atoll.protocol.vocabulary import Adopt, Effect, Event, FixParticipants, Ste
 from atoll.sim.cluster import VirtualCluster
 
 WARM_UP, MEASURED = 4, 3
-"""Intervals. The queue of a link that is too slow fills up within the first; in the second the pattern repeats."""
-PATIENT = {"start_wait_seconds": 1e9, "first_pull_seconds": 1e9, "recovery_intervals": 1e9}
-"""The whole model crosses the link when a learner joins: hours on a slow one, and nobody has died."""
+"""Intervals. During the warm-up the queue of a link that is too slow fills; during the measurement the pattern repeats."""
+LONG_WAITS = {"start_wait_seconds": 1e9, "first_pull_seconds": 1e9, "recovery_intervals": 1e9}
+"""When a learner joins, the whole model crosses the link. On a slow link that takes hours and must not count as a failure."""
 
 
 @dataclass(frozen=True)
 class DecoupledEstimate:
     compute_share: float
-    """Of the learners' time since the first round, spent in inner steps: 1 but for waits in the ramp, pauses, recoveries."""
+    """Share of the learners' time since the first round spent in inner steps: 1 less waits in the ramp, pauses and recoveries."""
     schedule_kept: float
-    """H over the inner steps that really pass between two adoptions of a fragment, once ramp and warm-up are over."""
+    """H over `interval_kept`, at most 1."""
     interval_kept: float
-    """Those inner steps."""
+    """Measured inner steps between two adoptions of a fragment, once ramp and warm-up are over."""
     staleness: float
-    """Inner steps from the moment a round's participants are fixed until its result is adopted."""
+    """Inner steps from fixing a round's participants to adopting its result."""
 
     @property
     def utilisation(self) -> float:
@@ -43,8 +42,8 @@ class DecoupledEstimate:
 
 
 def settings_for(preset: str, layers: Mapping[str, Any]) -> Config:
-    """A preset with `layers` (sections of keys) over it, as long and as patient as the measurement needs."""
-    settings = config.load(preset_name=preset, overrides={"limits": PATIENT, **layers})
+    """A preset with `layers` (sections of keys) over it, with the length and the timeouts that the measurement needs."""
+    settings = config.load(preset_name=preset, overrides={"limits": LONG_WAITS, **layers})
     protocol = settings.protocol
     steps = round((WARM_UP + MEASURED) * protocol.local_steps_per_round / (1 - protocol.ramp))
     cluster = msgspec.structs.replace(settings.cluster, step_noise=0.0)
@@ -52,7 +51,7 @@ def settings_for(preset: str, layers: Mapping[str, Any]) -> Config:
 
 
 def measure_decoupled(settings: Config) -> DecoupledEstimate:
-    """Run it; `settings_for` gives it the length it needs."""
+    """Run and measure; `settings_for` makes the settings."""
     interval = settings.protocol.local_steps_per_round
     watch = _Watch(settings.total_steps - MEASURED * interval)
     VirtualCluster(settings, observers=[watch]).run()
@@ -69,7 +68,7 @@ def at_bandwidth(settings: Config, up_gbit: float, down_gbit: float) -> Config:
 
 
 class _Watch:
-    """Told of every event. Adoptions count from the outer step `since` on."""
+    """Observes every event. Adoptions count from the outer step `since` on."""
 
     def __init__(self, since: OuterStep) -> None:
         self._since = since
@@ -77,7 +76,7 @@ class _Watch:
         self._fixed: dict[OuterStep, Nanos] = {}
         self._steps: dict[LearnerId, LocalStep] = {}
         self._steps_before: dict[LearnerId, LocalStep] = {}
-        """Those taken when the measurement began; empty before that."""
+        """Steps at the beginning of the measurement; empty before that."""
         self._stepping: Nanos = 0
         self._last: dict[LearnerId, Nanos] = {}
         self._adopted: dict[tuple[LearnerId, int], tuple[LocalStep, LocalStep, int]] = {}
@@ -115,18 +114,18 @@ class _Watch:
         first, _, count = self._adopted.get((learner, effect.fragment), (at, at, 0))
         self._adopted[learner, effect.fragment] = (first, at, count + 1)
 
-    # ------------------------------------------------------------ what came of it
+    # ------------------------------------------------------------ results
 
     def compute_share(self) -> float:
-        """Up to each learner's last whole step: the one in which the run ended does not count against it."""
+        """Up to each learner's last whole step: the step that the end of the run cut off does not count as idle."""
         assert self._began is not None
         lasted = sum(last - self._began for last in self._last.values())
         return self._stepping / lasted if lasted else 0.0
 
     def interval(self, pairs: int) -> float:
-        """Inner steps between two adoptions of a fragment by a learner, over all `pairs` of those: from adoption to adoption
-        where each pair has two, which no edge of the measured time disturbs. On a link too slow for that, all steps over all
-        adoptions: to leave out whoever adopted once or never would flatter it."""
+        """Mean inner steps between two adoptions, over all `pairs` of a learner and a fragment. Where every pair adopted twice,
+        from its first adoption to its last, so that the edges of the measured time have no effect. On a link too slow for
+        that, all steps over all adoptions: leaving out pairs with fewer than two adoptions would flatter the link."""
         counts = [count for _, _, count in self._adopted.values()]
         if len(counts) == pairs and min(counts) > 1:
             return sum(last - first for first, last, _ in self._adopted.values()) / (sum(counts) - pairs)
@@ -137,8 +136,8 @@ class _Watch:
         return seconds(sum(self._lags)) / len(self._lags) / step_seconds if self._lags else 0.0
 
 
-def bisected(answer: Callable[[float], float], axis: Sequence[float], target: float) -> float | None:
-    """The first value of the axis whose answer reaches the target; None: not even the last. Answers must not fall again."""
+def first_reaching_by_bisection(answer: Callable[[float], float], axis: Sequence[float], target: float) -> float | None:
+    """The first value of the axis whose answer reaches the target; None: no value does. `answer` must be non-decreasing."""
     if answer(axis[-1]) < target:
         return None
     low, high = -1, len(axis) - 1

@@ -1,12 +1,12 @@
-"""Chips fail and take their slice along: one learner's history, event by event.
+"""One learner's history of failures: a chip that fails takes its slice down.
 
-The model is the papers' chaos model. Chips fail while they execute, each at its own rate, so the failures of a step are
-Poisson; a failed chip takes its whole slice out, which returns after an exponentiated-Weibull delay; failures are noticed
-at the end of the step, which counts for the slices that are left. One resize at a step boundary serves everything that
-failed or returned since the last, and at least one step lies between two of them. Without elasticity a spare slice takes
-the place of the failed one, and everybody restarts.
+The model is the papers' chaos model. Chips fail only while they execute, independently of each other, so the failures of a
+step are Poisson. A failed chip takes its whole slice down, and the slice returns after an exponentiated-Weibull delay. A
+failure is noticed at the end of the step, which still counts for the remaining slices. One resize at a step boundary covers
+all slices that failed or returned since the last resize, and at least one step lies between two resizes. Without elasticity
+a spare slice replaces the failed one, and all chips restart.
 
-Nothing here is a rate or an average: every failure names a chip, every chip a slice, every slice a time of return.
+The simulation has no averages: every failure names a chip, every chip a slice, every slice a time of return.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from atoll.errors import UserError
 
 YEAR = 365 * 86400.0
 DRAWS = 4096
-"""Random numbers are drawn so many at a time."""
+"""Random numbers drawn at once."""
 
 
 @dataclass(frozen=True)
 class FailureModel:
-    """The constants. The papers give the shape of the model and none of these; the defaults meet the published table."""
+    """The papers describe the model without these constants; the defaults reproduce the published table."""
 
     mtbi_seconds: float = YEAR
     """Mean time between interruptions of one chip, while it executes."""
@@ -37,13 +37,13 @@ class FailureModel:
     step_noise: float = 0.02
     """Standard deviation of a step's duration, as a share of its mean."""
     down_seconds: float = 16.0
-    """A resize after failures."""
+    """Duration of a resize after failures."""
     up_seconds: float = 8.0
-    """A resize that takes returned slices in; one that does both costs the longer of the two."""
+    """Duration of a resize that adds returned slices; one that does both takes the longer of the two."""
     restart_seconds: float = 85.0
     """Without elasticity: from a failure to the next step, on a spare slice."""
     return_seconds: float = 3600.0
-    """Mean of the exponentiated-Weibull delay after which a failed chip is back."""
+    """Mean of the exponentiated-Weibull delay until a failed chip returns."""
     return_shape: float = 0.8
     return_exponent: float = 2.0
 
@@ -58,7 +58,7 @@ class FailureModel:
             raise UserError(f"step_noise = {self.step_noise:g}: is a share of a step's mean, and must be below 1")
 
     def describe(self) -> str:
-        """One line, printed with every table."""
+        """One line that is printed with every table."""
         return (
             f"MTBI {self.mtbi_seconds / 86400:g} days a chip, slices of {self.slice_chips} chips, step {self.step_seconds:g} s "
             f"(noise {self.step_noise:g}), resize down {self.down_seconds:g} s and up {self.up_seconds:g} s, restart without "
@@ -91,21 +91,21 @@ def _unit_mean(shape: float, exponent: float) -> float:
 
 
 class Stretch(NamedTuple):
-    """Whole steps without an event, and the stop that follows."""
+    """Whole steps without an event, and the pause that follows."""
 
     start: float
     """Seconds."""
     steps: int
     seconds: float
-    """What the steps took."""
+    """Duration of the steps."""
     live: int
     """Chips that step."""
     last_live: int
     """Chips whose last step counts: failures are noticed at its end."""
     stop: float
-    """Seconds of standstill after the steps."""
+    """Seconds of pause after the steps."""
     moved: tuple[int, ...] = ()
-    """Slices that failed or returned there."""
+    """Slices that failed or returned at the end of the steps."""
 
     @property
     def useful(self) -> float:
@@ -118,7 +118,7 @@ class Stretch(NamedTuple):
 
 
 class SlicedLearner:
-    """A learner's chips: `advance` yields its history up to a time, and can be called again for more."""
+    """A learner's chips. `advance` returns its history up to a time; a later call continues it."""
 
     def __init__(self, chips: int, model: FailureModel, rng: np.random.Generator, *, elastic: bool = True) -> None:
         self.chips, self._model, self._rng, self._elastic = chips, model, rng, elastic
@@ -129,7 +129,7 @@ class SlicedLearner:
         self._down = bytearray(self.slices)
         self._live = chips
         self._steps = 0
-        """Executed so far: the clock on which chips fail."""
+        """Executed so far. Chips fail by this clock, because they fail only while they execute."""
         self._per_step = chips * model.step_seconds / model.mtbi_seconds
         self._delays = Delays(model.return_seconds, model.return_shape, model.return_exponent)
         self._refill()
@@ -149,7 +149,7 @@ class SlicedLearner:
         return history
 
     def _stretch(self) -> Stretch:
-        """To the next step boundary at which something failed or is back."""
+        """Up to the next step boundary at which a slice failed or returned."""
         start, live, step = self.now, self._live, self._model.step_seconds
         steps = int(self._next_failure) + 1 - self._steps
         if self._away:
@@ -159,7 +159,7 @@ class SlicedLearner:
         return Stretch(start, steps, seconds, live, survivors, stop, moved)
 
     def step(self, now: float) -> Stretch:
-        """For whoever keeps its own clock: one step ended at `now`."""
+        """For a caller with its own clock: one step ended at `now`."""
         live, seconds = self._live, self._model.step_seconds
         survivors, stop, moved = self._boundary(now, 1)
         return Stretch(now - seconds, 1, seconds, live, survivors, stop, moved)
@@ -169,7 +169,7 @@ class SlicedLearner:
         return self._live
 
     def _boundary(self, now: float, steps: int) -> tuple[int, float, tuple[int, ...]]:
-        """After `steps` more steps: who survived the last, how long everybody stands now, which slices moved."""
+        """After `steps` more steps: chips that survived the last one, seconds of pause, slices that failed or returned."""
         self.now = now
         self._steps += steps
         failed = self._failures()
@@ -179,7 +179,7 @@ class SlicedLearner:
         elif survivors:
             returned = self._returns(now)
             stop = max(self._model.down_seconds if failed else 0.0, self._model.up_seconds if returned else 0.0)
-        else:  # nothing is left to step with: the first slice to come back brings it back
+        else:  # no slice is left: the learner continues when the first one returns
             back = self._away[0][0]
             returned = self._returns(back)
             stop = back - now + self._model.up_seconds
@@ -196,7 +196,8 @@ class SlicedLearner:
         return float(mean * max(0.1, 1.0 + noise))
 
     def _failures(self) -> list[int]:
-        """Slices that lost a chip in the steps just executed. A chip of a slice that is out executes nothing."""
+        """Slices that lost a chip in the steps just executed. A chip of a slice that is down executes nothing, so it cannot
+        fail."""
         failed: list[int] = []
         while self._next_failure < self._steps:
             chip, absence = self._victims[self._drawn], self._absences[self._drawn]

@@ -1,12 +1,12 @@
-"""Goodput and uptime of N chips in M learners, by simulating every chip's failures (sim/failures.py).
+"""Goodput and uptime of N chips in M learners, by simulating every chip's failures (sim/estimates/failures.py).
 
-Learners fail apart, because nobody waits for anybody: data-parallel training is one learner of all chips.
+Learners do not wait for each other, so a failure stops one learner. Data-parallel training is one learner of all chips.
 
 * goodput: share of the allocated chip time spent in steps that count.
 * uptime: share of time in which at least one learner steps.
-* effective batch: share of its chips that a learner has while it steps; its batch shrinks as much.
+* effective batch: share of its chips that a learner has while it steps; its batch shrinks by the same factor.
 
-The closed form is a cross-check on this, never a part of it.
+The closed form checks the simulation and is never a part of it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from atoll.sim.estimates.failures import FailureModel, SlicedLearner, Stretch
 
 DAY = 86400.0
 BATCHES = 20
-"""Batch means: the run is cut into so many pieces, long against an absence, and their scatter gives the standard error."""
+"""Pieces of the run, each long compared with an absence; the scatter of their means gives the standard error."""
 FAILURES_FIRST = 2000
-"""What a run to a precision simulates before it first asks how precise it is."""
+"""Failures that a run to a given precision simulates before its first estimate of the precision."""
 FAILURES_MAX = 3_000_000
 QUANTILES = (0.01, 0.1, 0.5, 0.9)
 
@@ -38,13 +38,13 @@ class GoodputEstimate:
     """Per cent, like all shares here."""
     uptime: float
     standard_error: float
-    """Points; the greater of goodput's and uptime's."""
+    """Percentage points; the greater of goodput's and uptime's."""
     effective_batch: float
     live: tuple[float, ...]
     """Per cent of a learner's slices that are up, at the QUANTILES of its time."""
     days: float
     stops: int
-    """Resizes and restarts that were simulated."""
+    """Simulated resizes and restarts."""
 
 
 def check_sizes(chips: int, learners: int, model: FailureModel) -> None:
@@ -64,7 +64,7 @@ def simulate(
     chips: int, learners: int, model: FailureModel, *, elastic: bool = True, days: float | None = None,
     precision: float = 0.1, seed: int = 0, progress: Callable[[float], None] | None = None,
 ) -> GoodputEstimate:  # fmt: skip
-    """For `days`, or until the standard error is at most `precision` points. `progress` is told the days simulated."""
+    """For `days`, or until the standard error is at most `precision` points. `progress` gets the days simulated so far."""
     check_sizes(chips, learners, model)
     if days is not None and not (0 < days < math.inf):
         raise UserError(f"--days {days:g}: must be above 0")
@@ -89,7 +89,7 @@ class _Cluster:
         self._histories: list[list[Stretch]] = [[] for _ in self._learners]
 
     def run(self, until: float, progress: Callable[[float], None] | None) -> GoodputEstimate:
-        """Goes on from where it stands. What comes before the first absences are over is left out."""
+        """Continue up to `until`. The time before the first absences are over does not count."""
         for done, (learner, history) in enumerate(zip(self._learners, self._histories, strict=True), 1):
             history += learner.advance(until)
             if progress is not None:
@@ -120,7 +120,7 @@ class _Cluster:
 
 
 def learners_of(chips: int, learners: int, model: FailureModel, seed: int, *, elastic: bool = True) -> list[SlicedLearner]:
-    """Each with its share of the chips and a random stream of its own."""
+    """Each learner has its share of the chips and its own random stream."""
     streams = np.random.default_rng([seed, chips, learners]).spawn(learners)
     return [SlicedLearner(n, model, rng, elastic=elastic) for n, rng in zip(deal(chips, learners), streams, strict=True)]
 
@@ -132,7 +132,7 @@ def deal(chips: int, learners: int) -> list[int]:
 
 
 def _useful_by(edges: np.ndarray, history: list[Stretch]) -> np.ndarray:
-    """Chip seconds of useful steps up to each edge: linear while a learner steps, flat while it stands."""
+    """Chip seconds of useful steps up to each edge: linear while a learner steps, flat while it pauses."""
     table = np.array([(s.start, s.start + s.seconds, s.useful) for s in history])
     times = table[:, :2].reshape(-1)
     done = np.concatenate([[0.0], np.cumsum(table[:, 2])])
@@ -141,7 +141,7 @@ def _useful_by(edges: np.ndarray, history: list[Stretch]) -> np.ndarray:
 
 
 def _idle_by(edges: np.ndarray, histories: list[list[Stretch]]) -> np.ndarray:
-    """Seconds up to each edge in which nobody steps."""
+    """Seconds up to each edge in which no learner steps."""
     stops = np.array([(s.start + s.seconds, s.end) for h in histories for s in h if s.stop > 0])
     if len(stops) == 0:
         return np.zeros(len(edges))
@@ -155,9 +155,9 @@ def _idle_by(edges: np.ndarray, histories: list[list[Stretch]]) -> np.ndarray:
 
 
 def closed_form(chips: int, learners: int, model: FailureModel, *, elastic: bool = True) -> float:
-    """Goodput in per cent where every resize is its own, failures and returns apart: a check on the simulator.
+    """Goodput in per cent if every failure and every return has a resize of its own: a check of the simulator.
 
-    A learner's step meets a failure with probability 1 - exp(-x), x its failures a step, and as often a return.
+    A step of a learner with x expected failures sees a failure with probability 1 - exp(-x), and a return equally often.
     """
     step = model.step_seconds
     x = chips / learners * step / model.mtbi_seconds

@@ -1,7 +1,7 @@
-"""Who steps, who is stopped and who recovers, over a short while: elastic data-parallel beside decoupled learners.
+"""Which groups of chips step, are stopped or recover over a short time: elastic data-parallel beside decoupled learners.
 
-The same chips in the same groups. In data-parallel training all of them are one learner, so a slice that fails anywhere
-stops every group; a decoupled learner recovers alone.
+Both have the same chips in the same groups. In data-parallel training all groups are one learner, so a slice that fails in
+one group stops every group; a decoupled learner recovers alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Rows = list[list[Band]]
 
 
 def patterns(chips: int, groups: int, model: FailureModel, span: float, seed: int = 0) -> tuple[Rows, Rows]:
-    """(data-parallel, decoupled): a row of bands for each group of chips, after absences have become usual."""
+    """(data-parallel, decoupled): a row of bands for each group of chips, in the steady state of failures and returns."""
     check_sizes(chips, groups, model)
     if not span > 0:
         raise UserError(f"--pattern-minutes {span / 60:g}: must be above 0")
@@ -52,7 +52,7 @@ class _Group:
     slices: int
 
     def moved(self, s: Stretch) -> bool:
-        """One of its own slices failed or came back."""
+        """One of its own slices failed or returned."""
         return any(slice_ * self.groups // self.slices == self.number for slice_ in s.moved)
 
 

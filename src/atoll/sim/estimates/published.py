@@ -1,4 +1,4 @@
-"""Published tables as data, and the constants they were made with as far as they are known."""
+"""Published tables as data, and the known constants behind them."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ BANDWIDTH: Final[dict[tuple[str, str], tuple[float, ...]]] = {
 
 
 def bandwidth_grid() -> Curve:
-    """The bandwidths the table was read off."""
+    """The bandwidths at which the table was evaluated."""
     return np.logspace(-1, 3, 50)
 
 
 def printed(gbit: float) -> float:
-    """As the table prints it. 2.947 stands there as 3.0 and 1.151 as 1.1: rounded to two decimals first, then to one."""
-    return round(round(float(gbit), 2), 1)  # numpy's own floats round otherwise
+    """As the table prints it. It has 2.947 as 3.0 and 1.151 as 1.1: rounded to two decimals first, then to one."""
+    return round(round(float(gbit), 2), 1)  # numpy's own floats round differently
 
 
 def grid_points_apart(ours: float | None, published: float) -> int:
-    """How far our value of the grid is from the nearest one that would be printed as the published cell."""
+    """Distance, in points of the grid, from our value to the nearest one that would be printed as the published cell."""
     values = bandwidth_grid()
     at = len(values) if ours is None else int(np.abs(values - ours).argmin())
     return min(abs(at - point) for point, value in enumerate(values) if printed(value) == published)
@@ -69,8 +69,8 @@ GOODPUT: Final[dict[tuple[int, bool], dict[int, int]]] = {
     (8, True): {150_000: 98, 300_000: 96, 600_000: 94, 1_200_000: 88, 2_400_000: 80},
     (16, True): {150_000: 99, 300_000: 98, 600_000: 96, 1_200_000: 93, 2_400_000: 86},
 }
-"""By (learners, elastic) and chips: per cent of chip time in steps that count, at a mean time between interruptions of a year a
-chip."""
+"""By (learners, elastic) and chips: per cent of chip time in steps that count. The mean time between interruptions of a chip
+is a year."""
 UPTIME: Final[dict[tuple[int, bool], dict[int, int]]] = {
     (1, False): {150_000: 72, 300_000: 57, 600_000: 38, 1_200_000: 27, 2_400_000: 18},
     (1, True): {150_000: 88, 300_000: 81, 600_000: 69, 1_200_000: 59, 2_400_000: 42},
@@ -98,4 +98,4 @@ SIZES: Final[dict[str, tuple[float, float]]] = {
 }  # fmt: skip
 """Streaming DiLoCo, Table 2: parameters and training tokens."""
 COMPRESSION: Final[dict[int, float]] = {16: 0.0, 4: 0.09, 2: 32.0, 1: 83.0}
-"""Decoupled DiLoCo, Table 10: validation loss over that of 16 bits, in per cent, by bits."""
+"""Decoupled DiLoCo, Table 10: by bits, how much the validation loss exceeds that of 16 bits, in per cent."""

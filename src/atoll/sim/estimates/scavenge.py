@@ -1,10 +1,10 @@
-"""Scavenged compute: learners that come at night and leave in the morning, on the real machines in virtual time.
+"""Scavenged compute: learners that join at night and leave in the morning, on the real machines in virtual time.
 
-A newcomer connects, gets its state from a peer, trains, and leaves politely; nobody waits for it. All of that is the protocol
-itself, so what joining costs is measured here, not assumed.
+A new learner connects, gets its state from a peer, trains, and leaves by a goodbye; the others do not wait for it. The
+protocol itself does all of that, so the cost of joining is measured here and not assumed.
 
-The question is how long the same work takes. Half of it is done by day, half at night, when there are f times as many chips
-more: ideally 0.5 + 0.5/(1+f) of the time the base needs alone.
+The estimate is the time that a fixed amount of work takes. Half of the work is done by day and half at night, when there are
+1+f times as many chips: ideally in 0.5 + 0.5/(1+f) of the time that the base needs alone.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from atoll.sim.cluster import VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.estimates.utilisation import Compute, Exchange, utilisation
 
-FOR_EVER = 10**9
-"""Outer steps: the run ends by its work."""
+ENDLESS_STEPS = 10**9
+"""The amount of work ends the run, not the number of outer steps."""
 PATIENCE = 4.0
-"""Times the base's own duration, after which the work will not be done."""
+"""The run fails after this many times the duration of the base alone."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class ScavengeEstimate:
     share: float
     """f: scavenged chips over base chips."""
     ideal: float
-    """Relative to the base alone, like the next two."""
+    """Time relative to the base alone, like the next two."""
     decoupled: float
     data_parallel: float
     joins: int
     joining_seconds: float
-    """From a scavenged learner's start to its first step, on average: dialling, recovery, the transfer of the state."""
+    """Mean time from a scavenged learner's start to its first step: dialling, recovery, transfer of the state."""
     hours: float
-    """Of virtual time that decoupled took."""
+    """Virtual time of the decoupled run."""
 
 
 @dataclass(frozen=True)
-class Scene:
-    """`day_seconds`: what half of a cycle's work takes the base alone."""
+class ScavengeScenario:
+    """`day_seconds`: time in which the base alone does half of a cycle's work."""
 
     settings: Config
     day_seconds: float
@@ -62,21 +62,23 @@ class Scene:
             raise UserError(f"--cycles {self.cycles}: must be at least 1")
 
 
-def scavenge(scene: Scene, share: float, model: FailureModel, base_seconds: float | None = None) -> ScavengeEstimate:
-    """`base_seconds`, where the base alone has been measured already (`alone`)."""
-    extra = check_share(share, scene.settings.learners)
-    base = base_seconds if base_seconds is not None else alone(scene)
-    run = _Run(scene, nights(scene, extra, share))
+def scavenge(
+    scenario: ScavengeScenario, share: float, model: FailureModel, base_seconds: float | None = None
+) -> ScavengeEstimate:
+    """`base_seconds`: what `base_alone_seconds` has measured already."""
+    extra = check_share(share, scenario.settings.learners)
+    base = base_seconds if base_seconds is not None else base_alone_seconds(scenario)
+    run = _Run(scenario, night_plan(scenario, extra, share))
     took = run.finish()
     ideal = 0.5 + 0.5 / (1 + share)
     joining = sum(run.joined) / len(run.joined)
     return ScavengeEstimate(
-        share, ideal, took / base, data_parallel(scene, share, model), len(run.joined), joining, took / 3600
+        share, ideal, took / base, elastic_data_parallel(scenario, share, model), len(run.joined), joining, took / 3600
     )  # fmt: skip
 
 
 def check_share(share: float, learners: int) -> int:
-    """How many scavenged learners that is."""
+    """The number of scavenged learners."""
     extra = round(share * learners) if math.isfinite(share) else 0
     if not (share > 0 and math.isclose(extra, share * learners, abs_tol=1e-9)):
         raise UserError(
@@ -88,40 +90,40 @@ def check_share(share: float, learners: int) -> int:
     return extra
 
 
-def alone(scene: Scene) -> float:
-    """Seconds in which the base does the work by itself."""
-    return _Run(scene, ChaosPlan()).finish()
+def base_alone_seconds(scenario: ScavengeScenario) -> float:
+    """Seconds in which the base alone does the work."""
+    return _Run(scenario, ChaosPlan()).finish()
 
 
-def nights(scene: Scene, extra: int, share: float) -> ChaosPlan:
-    """Day and night do the same work, so a night is shorter."""
-    night = scene.day_seconds / (1 + share)
-    begins = [scene.day_seconds + cycle * (scene.day_seconds + night) for cycle in range(scene.cycles)]
-    first = scene.settings.learners
+def night_plan(scenario: ScavengeScenario, extra: int, share: float) -> ChaosPlan:
+    """A night does the same work as a day with more chips, so it is shorter."""
+    night = scenario.day_seconds / (1 + share)
+    begins = [scenario.day_seconds + cycle * (scenario.day_seconds + night) for cycle in range(scenario.cycles)]
+    first = scenario.settings.learners
     return ChaosPlan(tuple(Scavenge(at, learner, night) for at in begins for learner in range(first, first + extra)))
 
 
-def data_parallel(scene: Scene, share: float, model: FailureModel) -> float:
-    """Elastic data-parallel over the same link: all stop for a resize at dusk and at dawn, and at night every step waits for
-    the exchange with the scavenged chips. Where that would be slower than the base alone, it goes without them."""
-    c = scene.settings.cluster
-    compute = Compute(scene.layers, float(c.parameters), c.step_seconds)
+def elastic_data_parallel(scenario: ScavengeScenario, share: float, model: FailureModel) -> float:
+    """Elastic data-parallel over the same link. All chips stop for a resize at dusk and at dawn, and at night every step waits
+    for the exchange with the scavenged chips. Where that would be slower than the base alone, the base trains without them."""
+    c = scenario.settings.cluster
+    compute = Compute(scenario.layers, float(c.parameters), c.step_seconds)
     exchange = Exchange("data_parallel", bits=16.0, latency_seconds=c.latency_seconds)
     used = float(utilisation(compute, exchange, np.array([min(c.up_gbit, c.down_gbit)]))[0])
     gain = (1 + share) * used
     if gain <= 1:
         return 1.0
-    return 0.5 + 0.5 / gain + (model.down_seconds + model.up_seconds) / (2 * scene.day_seconds)
+    return 0.5 + 0.5 / gain + (model.down_seconds + model.up_seconds) / (2 * scenario.day_seconds)
 
 
 class _Run:
-    """A cluster that runs until its learners have trained on so many tokens."""
+    """A cluster that runs until its learners have trained on a given number of tokens."""
 
-    def __init__(self, scene: Scene, plan: ChaosPlan) -> None:
-        settings = msgspec.structs.replace(scene.settings, total_steps=FOR_EVER)
+    def __init__(self, scenario: ScavengeScenario, plan: ChaosPlan) -> None:
+        settings = msgspec.structs.replace(scenario.settings, total_steps=ENDLESS_STEPS)
         per_second = settings.learners * settings.data.batch_size * settings.data.seq_len / settings.cluster.step_seconds
-        self._work = per_second * 2 * scene.day_seconds * scene.cycles
-        self._limit = PATIENCE * 2 * scene.day_seconds * scene.cycles
+        self._work = per_second * 2 * scenario.day_seconds * scenario.cycles
+        self._limit = PATIENCE * 2 * scenario.day_seconds * scenario.cycles
         self._base = settings.learners
         self._tokens = 0
         self._since: dict[WorkerId, Nanos] = {}

@@ -1,11 +1,11 @@
-"""Compute utilisation against bandwidth: a graph of one learner's nodes and of the reductions between datacentres.
+"""Compute utilisation against bandwidth: a graph of one learner's compute nodes and of the reductions between datacentres.
 
 A step of L layers is 3L-1 equal nodes: forward 1..L, then from L down to 1 backward-to-activations (layer 1 has none) and
-backward-to-parameters. A layer's reduction is released when its backward-to-parameters ends, and crosses one serial link
-first in, first out. The forward of layer l in step t+1+tau waits for the reduction of layer l issued in step t. That is the
+backward-to-parameters. A layer's reduction is issued when its backward-to-parameters ends, and crosses one serial link
+first in, first out. The forward of layer l in step t+1+tau waits for the reduction of layer l issued in step t. This is the
 simulator of Streaming DiLoCo (arXiv 2501.18512, section 3.1), read as docs/planning/simulators.md says.
 
-Every time is an array over bandwidths: one walk through the graph gives a whole curve.
+Every time is an array over bandwidths, so that one walk through the graph gives a whole curve.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Method = Literal["data_parallel", "diloco", "async_diloco", "streaming"]
 Pattern = Literal["strided", "sequential", "balanced"]
 
 ROUNDING = 1e-9
-"""Utilisation lost to summing step times is not utilisation lost."""
+"""Tolerance for the rounding error of summed step times."""
 DATA_PARALLEL_STEPS = 20
-"""The run over which data-parallel is measured: every step is like the others."""
+"""Length of the run that measures data-parallel, whose steps are all alike."""
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What trains in each datacentre. Layers are alike: a layer has parameters/layers, embeddings spread over them."""
+    """The model of each datacentre. Layers are alike: each has parameters/layers, with the embeddings spread over them."""
 
     layers: int
     parameters: float
@@ -47,17 +47,17 @@ class Compute:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One way of exchanging, by an all-reduce between datacentres. `overlap` is tau; 0 blocks."""
+    """A method's all-reduce between datacentres. `overlap` is tau; 0 blocks."""
 
     method: Method
     interval: int = 100
     overlap: int = 0
     layers_per_fragment: int = 3
     fragments: int | None = None
-    """Takes the place of `layers_per_fragment`."""
+    """Replaces `layers_per_fragment`."""
     pattern: Pattern = "strided"
     bits: float = 16.0
-    """Effective bits a parameter on the wire."""
+    """Effective bits per parameter on the wire."""
     datacentres: int = 2
     latency_seconds: float = 0.0
     """One way, between neighbours of the ring."""
@@ -68,28 +68,28 @@ class Exchange:
 
     @property
     def delay(self) -> int:
-        """Steps between the one that issues a reduction and the one whose forward needs it, less one. Async DiLoCo applies
-        a result when the next round ends."""
+        """Whole steps between the step that issues a reduction and the step whose forward needs it. Async DiLoCo applies a
+        result when the next round ends."""
         return {"data_parallel": 0, "async_diloco": self.interval}.get(self.method, self.overlap)
 
     @property
     def ring_factor(self) -> float:
-        """Of its own bytes a member of a ring sends (D-1)/D to scatter and as much to gather."""
+        """A member of a ring sends (D-1)/D of its bytes to scatter and as many to gather."""
         return 2 * (self.datacentres - 1) / self.datacentres
 
     @property
     def hops(self) -> int:
-        """A ring passes each piece on D-1 times to scatter and D-1 times to gather, one after the other. Latency is paid so
-        often before a result is usable, but the link is free for the next reduction meanwhile."""
+        """A ring passes each piece on D-1 times to scatter and D-1 times to gather. A result is usable after that many
+        latencies, but the link is free for the next reduction meanwhile."""
         return 2 * (self.datacentres - 1)
 
 
 def fragments_of(layers: int, exchange: Exchange) -> list[list[int]]:
     """The layers (from 0) of each fragment. Whole-model methods have one fragment.
 
-    `strided` deals layers out like cards. `sequential` cuts consecutive layers, `layers_per_fragment` each (the last may be
-    smaller), or with a number of fragments the larger ones first. `balanced` cuts consecutive layers as well, but spreads
-    the larger fragments evenly: layers are alike here, so no two sizes differ by more than one layer.
+    `strided` assigns layers to fragments in turn. `sequential` cuts consecutive layers, `layers_per_fragment` each (the last
+    may be smaller), or with a number of fragments the larger ones first. `balanced` cuts consecutive layers too, but spreads
+    the larger fragments evenly; layers are alike here, so no two sizes differ by more than one layer.
     """
     if exchange.method != "streaming":
         return [list(range(layers))]
@@ -113,15 +113,15 @@ def usual_steps(exchange: Exchange) -> int:
 
 
 def is_steady(exchange: Exchange, steady: bool) -> bool:
-    """In a run of two intervals async DiLoCo's first result would be due after the last step: it is always measured steady."""
+    """Async DiLoCo is always measured steady: in a run of two intervals its first result would be due after the last step."""
     return steady or exchange.method == "async_diloco"
 
 
 def utilisation(
     compute: Compute, exchange: Exchange, gbit: Curve | Sequence[float], run_steps: int | None = None, *, steady: bool = False
 ) -> Curve:
-    """Compute time over makespan, trailing reductions included. With `steady` start and end do not count: from the end of
-    one step to the end of another, whole intervals apart, once the link's queue has filled."""
+    """Compute time over makespan, trailing reductions included. With `steady` start and end do not count: the measurement
+    runs over whole intervals, from the end of one step to the end of another, once the link's queue has filled."""
     rates = np.asarray(gbit, dtype=np.float64)
     steps = run_steps or usual_steps(exchange)
     walk = _Walk(compute, exchange, rates)
@@ -140,7 +140,7 @@ def needed_gbit(
     compute: Compute, exchange: Exchange, targets: Sequence[float], grid: Curve | Sequence[float],
     run_steps: int | None = None, *, steady: bool = False,
 ) -> list[float | None]:  # fmt: skip
-    """The first value of the grid at which each target (a share, such as 0.95) is reached; None: at no value."""
+    """For each target (a share, such as 0.95) the first value of the grid that reaches it; None: no value does."""
     return first_reaching(utilisation(compute, exchange, grid, run_steps, steady=steady), targets, grid)
 
 
@@ -150,7 +150,7 @@ def first_reaching(curve: Curve, targets: Sequence[float], grid: Curve | Sequenc
 
 
 class _Walk:
-    """Along the graph, step by step. `clock`: when the learner's next node may start; `link`: when the link is free."""
+    """Walks the graph step by step. `clock`: when the learner's next node may start; `link`: when the link is free."""
 
     def __init__(self, compute: Compute, exchange: Exchange, rates: Curve) -> None:
         self._layers, self._node = compute.layers, compute.node_seconds
@@ -166,7 +166,7 @@ class _Walk:
         self.link: Curve = np.zeros_like(rates)
 
     def steps(self, first: int, last: int) -> None:
-        """Stretches in which nothing is issued and nothing awaited are one addition, however long."""
+        """A stretch in which no reduction is issued or awaited is one addition, whatever its length."""
         step = first
         while step <= last:
             busy = min(self._next_due(step), min(self._awaited, default=last), last + 1)
@@ -183,12 +183,12 @@ class _Walk:
         return step - step % self._every + offset
 
     def makespan(self) -> Curve:
-        """The last reduction counts although nobody waits for it any more."""
+        """The last reduction counts, although no step waits for it."""
         return np.maximum(self.clock, self.link + self._latency * (self.link > 0))
 
     def _step(self, step: int, due: Sequence[int]) -> None:
         self._forward(self._awaited.pop(step, ()))
-        for layer in due:  # from the last layer down: the order in which they are released
+        for layer in due:  # from the last layer down: the order in which they are issued
             released = self.clock + self._node * _backward_nodes(self._layers, layer)
             self.link = np.maximum(self.link, released) + self._transfer
             self._awaited.setdefault(step + 1 + self._delay, []).append((layer, self.link + self._latency))

@@ -59,14 +59,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 def test_looks_at_the_newest_once_for_each_multiple_and_at_the_end(run: Run) -> None:
     then = {13: (18, 19, 35), 35: (36, 38)}
 
-    def looked(point: HeldoutPoint) -> None:
+    def on_point(point: HeldoutPoint) -> None:
         run.told.append(point)
         run.store(*then.get(point.outer_step, ()))
         if point.outer_step == 35:
             run.end()
 
     run.store(8, 9, 12, 13)
-    run.evaluator().follow(looked, threading.Event())
+    run.evaluator().follow(on_point, threading.Event())
     expected = [HeldoutPoint(13, 12.0 + 13.0), HeldoutPoint(35, 18.0 + 35.0), HeldoutPoint(38, 38.0 + 35.0)]
     assert run.told == expected == points_in(run.directory)
 
@@ -109,11 +109,11 @@ def test_a_version_that_goes_as_newer_ones_come_is_no_damage(run: Run, monkeypat
     run.store(12)
     stop = threading.Event()
 
-    def looked(point: HeldoutPoint) -> None:
+    def on_point(point: HeldoutPoint) -> None:
         run.told.append(point)
         stop.set()
 
-    run.evaluator().follow(looked, stop)
+    run.evaluator().follow(on_point, stop)
     assert [point.outer_step for point in run.told] == [38]
 
 

@@ -468,7 +468,7 @@ def test_a_fault_strikes_its_link_in_its_direction(fault: Clog | Partition, held
     @live
     async def scenario(bench: Bench) -> None:
         faults, named = await cluster(bench)
-        await faults.strike(fault)
+        await faults.inject(fault)
         holds = {
             name: " ".join(d for d in ("up", "down") if proxy._ways[d]._holds)  # type: ignore[index]
             for name, (proxy, _) in named.items()
@@ -489,8 +489,8 @@ def test_a_fault_strikes_its_link_in_its_direction(fault: Clog | Partition, held
 @live
 async def test_a_fault_ends_by_itself(bench: Bench) -> None:
     faults, named = await cluster(bench)
-    await faults.strike(Partition(0.0, 0, SYNCER, SOON))
-    await faults.strike(Clog(0.0, 0, SYNCER, SOON / 2))
+    await faults.inject(Partition(0.0, 0, SYNCER, SOON))
+    await faults.inject(Clog(0.0, 0, SYNCER, SOON / 2))
     assert faults.active == 2
     await until(lambda: faults.active == 0)
     assert await passes(bench, named["m0"][1], "up") and await passes(bench, named["m0"][1], "down")
@@ -500,7 +500,7 @@ async def test_a_fault_ends_by_itself(bench: Bench) -> None:
 async def test_a_partition_of_a_plan_is_noticed_after_detect_seconds(bench: Bench) -> None:
     faults, named = await cluster(bench, detect_seconds=0.0)
     proxy, address = named["m0"]
-    await faults.strike(Partition(0.0, 0, SYNCER, LIMIT))
+    await faults.inject(Partition(0.0, 0, SYNCER, LIMIT))
     await until(lambda: proxy._splits[0].noticed)
     await sees_reset((await bench.dial(address))[0])
     await faults.stop()
@@ -510,7 +510,7 @@ async def test_a_partition_of_a_plan_is_noticed_after_detect_seconds(bench: Benc
 @live
 async def test_corruption_between_learners_strikes_one_chunk_in_either_place(bench: Bench) -> None:
     faults, named = await cluster(bench)
-    await faults.strike(Corrupt(0.0, 1, 0))
+    await faults.inject(Corrupt(0.0, 1, 0))
     got = []
     for name, upwards in (("peer1", False), ("peer0", True)):  # what learner 1 serves to others, what it sends to learner 0
         near = await bench.dial(named[name][1])
@@ -526,7 +526,7 @@ async def test_corruption_between_learners_strikes_one_chunk_in_either_place(ben
 async def test_a_link_without_a_proxy_is_the_plans_fault(bench: Bench) -> None:
     faults = Faults({0: await bench.proxy()})
     with pytest.raises(PlanError, match=r"no proxy of learner 3 .* learner3 to syncer"):
-        await faults.strike(Clog(0.0, 3))
+        await faults.inject(Clog(0.0, 3))
     with pytest.raises(PlanError, match=r"learner0 to learner1"):
-        await faults.strike(Partition(0.0, 0, 1))
+        await faults.inject(Partition(0.0, 0, 1))
     assert faults.active == 0
