@@ -20,7 +20,7 @@ from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """What holds for one outer step. Without a ramp every outer step has the same policy."""
+    """The rules of one outer step. Without a ramp every outer step has the same policy."""
 
     start: OuterStep
     """Outer steps at or below `start` belong to the phase before; offsets count from here."""
@@ -32,7 +32,7 @@ class Policy(msgspec.Struct, frozen=True):
     lead: int
     """-1: unlimited."""
     plain_average: bool
-    """The synchronous part of a ramp: mean and outer SGD 1.0, whatever the run's merge and outer optimiser are."""
+    """The synchronous part of a ramp: mean and outer SGD at rate 1.0, in place of the run's merge and outer optimiser."""
 
 
 class Schedule:
@@ -56,7 +56,7 @@ class Schedule:
 
 
     def next_due(self, outer_step: OuterStep) -> OuterStep:
-        """The first outer step from here on at which anything is due."""
+        """The first outer step at or after this one at which a fragment is due."""
         while not self.due(outer_step):
             outer_step += 1
         return outer_step
@@ -101,7 +101,7 @@ def _phases(config: Config) -> tuple[Policy, ...]:
     for k, h in enumerate(intervals):
         start = round(k * length)
         change = msgspec.structs.replace(usual, start=start, interval=h)
-        if h <= p.overlap:  # too short to overlap: synchronous, and waiting is allowed here
+        if h <= p.overlap:  # too short to overlap: this phase is synchronous, and learners may wait
             change = msgspec.structs.replace(
                 change, overlap=0, quorum_all=True, quorum=1, exact=True, lead=0, plain_average=True
             )  # fmt: skip
@@ -115,12 +115,12 @@ def _phases(config: Config) -> tuple[Policy, ...]:
 
 
 def fresh(exact: bool, outer_step: OuterStep, position: OuterStep, reported: LocalStep, counted: LocalStep) -> bool:
-    """On arrival: the reported local step exceeds the one last counted. Exact: the learner stands at this outer step."""
+    """Adoption on arrival: the reported local step exceeds the one last counted. Exact: the learner is at this outer step."""
     return position >= outer_step if exact else reported > counted
 
 
 def contribution_weight(weighting: str, c_steps: int, c_tokens: int, c_samples: int) -> float:
-    """`tokens` is quantity times quality: tokens x tokens per step. Nothing trained weighs nothing."""
+    """`tokens` is quantity times quality: tokens x tokens per step. A learner that took no step has weight 0."""
     if c_steps == 0:
         return 0.0
     if weighting == "uniform":
@@ -137,7 +137,7 @@ def grace_window(overlap: int, step_time: Nanos, quorum_time: Nanos, sync_time: 
 
 
 def paced_until(last_fixed_at: Nanos | None, pace: float, step_time: Nanos) -> Nanos:
-    """An outer step stands for one inner step of everybody, so pace counts in step times."""
+    """One outer step stands for one inner step of every learner, so pace is in step times."""
     return 0 if last_fixed_at is None else last_fixed_at + int(pace * step_time)
 
 
@@ -151,14 +151,13 @@ def median_nanos(values: Iterable[Nanos | None]) -> Nanos:
 
 
 def learner_overlap(config: Config, policy: Policy, learner: LearnerId) -> int:
-    """tau may differ per learner where adoption is exact."""
+    """With exact adoption, tau may differ per learner."""
     per_learner = config.protocol.overlap_by_learner
     return per_learner[learner] if per_learner and policy.exact and learner < len(per_learner) else policy.overlap
 
 
 def tokens_per_step_max(config: Config) -> int:
-    """The most tokens one inner step can hold: what a learner's counters are bounded by. A user's own loop counts as it
-    likes, so there the recipe says it."""
+    """The most tokens in one inner step, which bounds a learner's counters. For a user's own loop, the recipe sets it."""
     if config.limits.tokens_per_step_max:
         return config.limits.tokens_per_step_max
     if config.model.name == CUSTOM:
@@ -167,7 +166,7 @@ def tokens_per_step_max(config: Config) -> int:
 
 
 def samples_per_step_max(config: Config) -> int:
-    """The same of samples. A loop that counts no tokens may well count samples: they have a bound of their own."""
+    """The most samples in one inner step. A bound of its own, because a user's loop may count samples and no tokens."""
     if config.model.name == CUSTOM:
         return tokens_per_step_max(config)
     return samples_max(config) * config.inner.accumulate
@@ -178,7 +177,7 @@ def samples_max(config: Config) -> int:
 
 
 def samples_of(config: Config, learner: LearnerId) -> int:
-    """Of one of its batches. A learner beyond those that the config lists, a scavenged one, takes the largest."""
+    """Samples in one batch of this learner. A scavenged learner, which the config does not list, takes the largest size."""
     sizes = config.data.samples_by_learner
     return sizes[learner] if learner < len(sizes) else samples_max(config)
 
@@ -187,8 +186,8 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def shrunk(samples: int, share: float, position: int) -> int:
-    """A learner with fewer slices trains with a proportionally smaller batch, and never with none. What is not a whole sample
-    is rounded up as often as it should be, by position, so that a small batch shrinks too, on average."""
+    """A learner with fewer slices trains with a proportionally smaller batch of at least one sample. A fraction of a sample is
+    rounded up in that fraction of positions, so that small batches shrink too, on average."""
     return max(1, min(samples, math.floor(samples * share + position * GOLDEN % 1.0)))
 
 
@@ -196,7 +195,7 @@ def shrunk(samples: int, share: float, position: int) -> int:
 
 
 def learning_rate(config: Config, outer_step: OuterStep) -> float:
-    """A function of outer_step / T: training ends by the global outer step, so the schedule follows it too."""
+    """A function of outer_step / T: the global outer step ends the training, so the schedule follows it."""
     inner = config.inner
     done = outer_step / config.total_steps
     if done < inner.warmup_share:

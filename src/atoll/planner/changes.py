@@ -1,7 +1,7 @@
-"""What would change the answer: the search, run again on a cluster with one number moved.
+"""What would change the answer: the search is repeated on a cluster with one number changed.
 
-Each number is moved along a ladder. The first rung with another answer is found by halving, which assumes that an answer
-which has gone does not come back; the value printed is one at which the other answer was seen.
+Each number moves along a ladder. Bisection finds the first rung with another answer; it assumes that an answer that has
+disappeared does not return. The printed value is one at which the search gave the other answer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SPREADS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
 @dataclass(frozen=True)
 class Change:
     number: str
-    """What was moved."""
+    """The number that was changed."""
     value: float
     unit: str
     side: str
@@ -44,21 +44,21 @@ class Change:
 def changes(
     cluster: ClusterDescription, found: SearchResult, memory: SimulatorCache, say: Progress | None = None
 ) -> list[Change]:
-    """For each number and direction the first rung with another answer, and the first with another preset."""
-    same = (found.best, search(cluster, memory, near=found).best)  # the rougher search may differ by itself
-    told: list[Change] = []
+    """For each number and direction, the first rung with another answer and the first with another preset."""
+    same = (found.best, search(cluster, memory, near=found).best)  # the rougher search alone may already differ
+    found_changes: list[Change] = []
     for number, unit, side, rungs, move in _moves(cluster):
         if say:
             say(f"what if: {number} {side}")
         climbed = _Rungs(rungs, partial(_search_moved, move, memory, found))
-        for told_by in (_answer, _preset):
-            at = climbed.first_other(told_by, same)
+        for identity in (_answer, _preset):
+            at = climbed.first_other(identity, same)
             if at is not None:
                 s, value = climbed.best(at), _value(cluster, number, rungs[at])
                 c = s.candidate
                 change = Change(number, value, unit, side, c.preset, c.learners, c.interval, s.score)
-                told += [change] if change not in told else []
-    return told
+                found_changes += [change] if change not in found_changes else []
+    return found_changes
 
 
 def _search_moved(
@@ -68,7 +68,7 @@ def _search_moved(
 
 
 class _Rungs:
-    """The best candidate at each rung, searched for once and only where it is asked for."""
+    """The best candidate at each rung; each rung is searched on demand, once."""
 
     def __init__(self, rungs: Sequence[float], search_at: Callable[[float], Scored]) -> None:
         self._rungs, self._search_at = rungs, search_at
@@ -79,14 +79,14 @@ class _Rungs:
             self._found[at] = self._search_at(self._rungs[at])
         return self._found[at]
 
-    def first_other(self, told_by: Callable[[Scored], object], same: Sequence[Scored]) -> int | None:
-        known = [told_by(s) for s in same]
+    def first_other(self, identity: Callable[[Scored], object], same: Sequence[Scored]) -> int | None:
+        known = [identity(s) for s in same]
         low, high = -1, len(self._rungs) - 1
-        if high < 0 or told_by(self.best(high)) in known:
+        if high < 0 or identity(self.best(high)) in known:
             return None
         while high - low > 1:
             middle = (low + high) // 2
-            if told_by(self.best(middle)) in known:
+            if identity(self.best(middle)) in known:
                 low = middle
             else:
                 high = middle

@@ -1,7 +1,7 @@
-"""Ways to deal the chips out to learners, and what each learner then stands on: its pace, its links, its failures.
+"""Ways to divide the chips among learners, and what follows for each learner: its pace, its links, its failures.
 
-A learner is data-parallel inside. It is a whole site, a k-th of one (`split`), or several sites joined by links at least
-as fast as some rate (`joined`); all in one is data-parallel training of everything.
+A learner is data-parallel inside. It is a whole site, a k-th of one (`_split`), or several sites joined by links of at least
+some rate (`_joined`). A single learner of all chips is data-parallel training.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ from atoll.sim.estimates.failures import FailureModel
 DAY = 86400.0
 SPLITS = (2, 4, 8)
 MEMBERS_MAX = 1024
-"""limits.members_max of a config, as it comes."""
+"""The default of `limits.members_max`."""
 STATE_BYTES = 12
-"""A parameter of a recovering learner's transfer: weights and two moments in fp32."""
+"""Per parameter, in the transfer to a recovering learner: weights and two moments in fp32."""
 
 
 @dataclass(frozen=True)
 class LearnerKind:
-    """Learners that are alike."""
+    """Identical learners."""
 
     members: tuple[tuple[Site, int], ...]
-    """Sites one learner covers, and how many of each."""
+    """The sites of one learner, and how many of each."""
     number: int
     chips: int
     """Of one learner."""
     share: int
-    """Learners that divide one site among them."""
+    """Learners that share one site."""
     link: LinkDescription
-    """One learner's part of the link to the syncer."""
+    """One learner's share of the link to the syncer."""
     across: LinkDescription | None
-    """The slowest link between its sites; None: it sits in one."""
+    """The slowest link between its sites; None if it has one site."""
 
     @property
     def several(self) -> bool:
-        """Are there both fast and slow ones of it?"""
+        """Whether there are both fast and slow learners of this kind."""
         return self.number > 1
 
     @property
@@ -81,15 +81,15 @@ class Division:
         return max(kind.link.latency_seconds for kind in self.kinds)
 
     def gbit(self, *, waits: bool, syncer_gbit: float | None) -> float:
-        """Of the slowest learner's link. Who waits for everybody waits for the slow end of a varying link, because among
-        many transfers one always meets it; who does not sees the mean of them."""
+        """The rate of the slowest learner's link. A synchronous preset waits for the slow end of a varying link, because among
+        many transfers one is always that slow; an asynchronous one sees the mean."""
         rate = min(k.link.gbit * (1 - k.link.variation * (1.0 if waits else 0.5)) for k in self.kinds)
         return min(rate, syncer_gbit / self.learners) if syncer_gbit else rate
 
 
 def divisions(cluster: ClusterDescription) -> list[Division]:
-    """By number of learners, the data-parallel one first."""
-    found = [Division("everything together", (_everything(cluster),))]
+    """Sorted by the number of learners; data-parallel training is first."""
+    found = [Division("all chips together", (_everything(cluster),))]
     if sum(s.count for s in cluster.sites) > 1:
         rates = sorted({link.gbit for link in (*cluster.links, *((cluster.link,) if cluster.link else ()))}, reverse=True)
         found += [_joined(cluster, rate) for rate in rates]
@@ -97,15 +97,15 @@ def divisions(cluster: ClusterDescription) -> list[Division]:
     divisor = 0
     for site in cluster.sites:
         divisor = gcd(divisor, site.chips)
-    for k in sorted({*SPLITS, *_asked(cluster)}):
+    for k in sorted({*SPLITS, *_fixed_split(cluster)}):
         if divisor % k == 0 and k > 1:
             found.append(_split(cluster, k))
     by_number = {d.learners: d for d in reversed(found) if d.learners <= MEMBERS_MAX}
     return [by_number[m] for m in sorted(by_number)]
 
 
-def _asked(cluster: ClusterDescription) -> list[int]:
-    """The split a fixed number of learners needs."""
+def _fixed_split(cluster: ClusterDescription) -> list[int]:
+    """The split that `fixed.learners` needs, if it is a whole number per site."""
     sites = sum(s.count for s in cluster.sites)
     fixed = cluster.fixed.learners
     return [fixed // sites] if fixed and fixed % sites == 0 else []
@@ -118,7 +118,7 @@ def _everything(cluster: ClusterDescription) -> LearnerKind:
 
 
 def _slowest(cluster: ClusterDescription, members: Sequence[tuple[Site, int]]) -> LinkDescription | None:
-    """The slow end of the slowest, and the longest way, of what joins these sites: a ring waits for both."""
+    """The slow end of the slowest link between these sites, with the longest latency: a ring waits for both."""
     links = [
         cluster.link_between(a.name, b.name)
         for i, (a, _) in enumerate(members)
@@ -137,11 +137,11 @@ def _split(cluster: ClusterDescription, k: int) -> Division:
         LearnerKind(((s, 1),), s.count * k, s.chips // k, k, _to_syncer(cluster, ((s, 1),), home, s.count == 1, k), None)
         for s in cluster.sites
     )
-    return Division("one learner a site" if k == 1 else f"{k} learners a site", kinds)
+    return Division("one learner per site" if k == 1 else f"{k} learners per site", kinds)
 
 
 def _joined(cluster: ClusterDescription, rate: float) -> Division:
-    """Sites that a link of at least `rate` joins, directly or by way of others, are one learner."""
+    """Sites connected by links of at least `rate`, directly or through other sites, form one learner."""
     left, kinds, home = list(cluster.sites), [], syncer_site(cluster)
     while left:
         group, queue = [], [left.pop(0)]
@@ -163,7 +163,7 @@ def _joined(cluster: ClusterDescription, rate: float) -> Division:
 def _to_syncer(
     cluster: ClusterDescription, members: Sequence[tuple[Site, int]], home: str, may_be_local: bool, k: int
 ) -> LinkDescription:
-    """A learner's own part of the way to the syncer: the best link any of its sites has, divided by k."""
+    """One learner's share of the link to the syncer: the best link of its sites, divided by k."""
     names = [s.name for s, _ in members]
     if home in names and may_be_local:
         inside = next(s.inside_gbit or FREE for s, _ in members if s.name == home)
@@ -173,7 +173,7 @@ def _to_syncer(
 
 
 def syncer_site(cluster: ClusterDescription) -> str:
-    """Where the user put it, or the site whose links to the others are best: slowest first, then all of them."""
+    """`syncer.site`, or the site with the best links to the others: by its slowest link, then by their mean."""
     if cluster.syncer.site:
         return cluster.syncer.site
 
@@ -188,7 +188,7 @@ def syncer_site(cluster: ClusterDescription) -> str:
 
 
 def pace_share(cluster: ClusterDescription, division: Division, *, waits: bool) -> float:
-    """Of what all chips could do, each at its own pace: who waits steps as fast as the slowest."""
+    """The share of the speed at which all chips would train at their own pace. With `waits`, all step as fast as the slowest."""
     ideal = sum(s.chips * s.count * (1 + 1 / (1 + s.speed_spread)) / 2 / s.step_seconds for s in cluster.sites)
     if waits:
         return cluster.chips / division.slow_seconds / ideal
@@ -202,11 +202,11 @@ def pace_share(cluster: ClusterDescription, division: Division, *, waits: bool) 
 def failure_model(cluster: ClusterDescription, kinds: Sequence[LearnerKind], step_seconds: float) -> FailureModel:
     """One model for all chips of these learners.
 
-    The simulator knows chips that fail and take a slice along. A preemption is such a failure too, of a slice that is the
-    whole site: its rate is added to that of the site's chips, and the mean time until something is back is weighed by how
-    often each happens. Slices of different size become one of their mean size by the same weights. A learner that is lost
-    as a whole comes back by a peer's state, so that transfer is part of its absence. Without elasticity a failed chip has
-    a spare, but a preempted site is waited for.
+    The simulator knows chips that fail and take a slice with them. A preemption counts as such a failure, with the whole site
+    as its slice: its rate adds to that of the site's chips, and the mean time to return is weighted by the rates. Slices of
+    different sizes become one of their mean size, with the same weights. A learner that is lost as a whole recovers a peer's
+    state, so that transfer is part of its absence. Without elasticity a failed chip has a spare, but training waits for a
+    preempted site.
     """
     f, parts = cluster.failures, _parts(kinds)
     rate = sum(n * (_chip_rate(s, chips) + _preemption_rate(s)) for _, s, chips, n in parts)
@@ -231,7 +231,7 @@ def failure_model(cluster: ClusterDescription, kinds: Sequence[LearnerKind], ste
 
 
 def _parts(kinds: Sequence[LearnerKind]) -> list[tuple[LearnerKind, Site, int, int]]:
-    """(learner, site, its chips there, how many such parts there are)."""
+    """(kind of learner, site, its chips at that site, number of such parts)."""
     return [(k, s, s.chips // k.share, n * k.number) for k in kinds for s, n in k.members]
 
 

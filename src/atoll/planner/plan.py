@@ -1,4 +1,4 @@
-"""The answer: what to run, what to expect of it, why, and what would change it."""
+"""The answer: what to run, what to expect, why, and what would change it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from atoll.planner.site import ClusterDescription, Quality
 
 @dataclass(frozen=True)
 class Runner:
-    """A candidate that was scored, and how it did."""
+    """A scored candidate with the factors of its score."""
 
     candidate: Candidate
     score: float
@@ -39,7 +39,7 @@ class Plan:
     runners_up: tuple[Runner, ...]
     quality: Quality
     simulated: int
-    """Runs of the real machines."""
+    """Simulated runs of the protocol's machines."""
 
 
 def plan(cluster: ClusterDescription, *, what_if: bool = True, runners: int = 3, say: Progress | None = None) -> Plan:
@@ -57,14 +57,14 @@ def plan(cluster: ClusterDescription, *, what_if: bool = True, runners: int = 3,
 
 
 def _runners(found: SearchResult, number: int) -> list[Runner]:
-    """The best of every other preset first, then others, best first."""
+    """The best candidate of every other preset first, then the others, best first."""
     left = {c: s for c, s in found.scored.items() if c != found.best.candidate}
     others = [left.pop(s.candidate) for s in found.families.values() if s.candidate in left]
-    some = [*sorted(others, key=_worse), *sorted(left.values(), key=_worse)][:number]
+    some = [*sorted(others, key=_descending), *sorted(left.values(), key=_descending)][:number]
     return [Runner(s.candidate, s.score, s.utilisation, s.goodput, s.pace, s.tokens) for s in some]
 
 
-def _worse(s: Scored) -> float:
+def _descending(s: Scored) -> float:
     return -s.score
 
 
@@ -74,7 +74,7 @@ def _worse(s: Scored) -> float:
 def choices(cluster: ClusterDescription, judge: Judge, found: SearchResult) -> list[str]:
     c = found.best.candidate
     if c.preset == "ddp":
-        alone = f"M: all {cluster.chips} chips are one learner, so nothing is lost to less frequent merges."
+        alone = f"M: all {cluster.chips} chips are one learner, so infrequent merges cost nothing."
         return [_preset_sentence(found), alone]
     return [
         _preset_sentence(found), _learners_sentence(cluster, judge, found), _interval_sentence(judge, found),
@@ -83,42 +83,42 @@ def choices(cluster: ClusterDescription, judge: Judge, found: SearchResult) -> l
 
 
 def _preset_sentence(found: SearchResult) -> str:
-    """The preset against the best of each other, with what decided."""
+    """The preset against the best candidate of another preset, and the factor that differs most."""
     best = found.best
     others = [s for s in found.families.values() if s.candidate.preset != best.candidate.preset]
     if not others:
-        return f"Preset: {best.candidate.preset} is all that was left to choose."
+        return f"Preset: {best.candidate.preset} is the only one that fits."
     rival = max(others, key=lambda s: s.score)
     text = f"Preset: {best.candidate.preset} trains at {_percent(best.score)} of the ideal speed, "
     text += f"{rival.candidate.preset} at {_percent(rival.score)}"
     if rival.score > best.score:
-        return f"{text}: within {100 * TOLERANCE:g} % the simpler one is taken."
+        return f"{text}: within {100 * TOLERANCE:g} % the planner takes the simpler one."
     reasons = {
         "utilisation": (best.utilisation, rival.utilisation), "goodput": (best.goodput, rival.goodput),
         "pace": (best.pace, rival.pace), "token efficiency": (best.tokens, rival.tokens),
     }  # fmt: skip
     what, (mine, theirs) = max(reasons.items(), key=lambda item: item[1][0] / max(item[1][1], 1e-9))
-    return f"{text}; what speaks most for it is {what}, {_percent(mine)} against {_percent(theirs)}."
+    return f"{text}; the largest advantage is in {what}, {_percent(mine)} against {_percent(theirs)}."
 
 
 def _learners_sentence(cluster: ClusterDescription, judge: Judge, found: SearchResult) -> str:
     c, q = found.best.candidate, cluster.quality
-    text = f"M: {judge.divisions[c.learners].name} makes {c.learners}"
-    cost = f"loss {found.best.loss_percent:.2g} % over data-parallel at equal tokens"
+    text = f"M: {judge.divisions[c.learners].name} gives {c.learners} learners"
+    cost = f"the loss is {found.best.loss_percent:.2g} % above data-parallel at equal tokens"
     others = [m for m in judge.divisions if m not in (1, c.learners)]
     if not others:
         return f"{text}; {cost}."
     m = min(others, key=lambda m: abs(m - c.learners))
     factor = quality.learners_factor(m, q) / max(quality.learners_factor(c.learners, q), 1e-9)
-    return f"{text}; {cost}; with {m} that would be {factor:.2g} times as much."
+    return f"{text}; {cost}; with {m} learners it would be {factor:.2g} times that."
 
 
 def _interval_sentence(judge: Judge, found: SearchResult) -> str:
-    """H, and the best that was scored on either side of it."""
+    """H, and the best scored candidate on either side of it."""
     best = found.best
     c = best.candidate
     kept = f" (kept as {best.interval_kept:.3g})" if best.interval_kept > 1.01 * c.interval else ""
-    told = [f"H: {c.interval}{kept} gives utilisation {_percent(best.utilisation)} and token efficiency {_percent(best.tokens)}"]
+    parts = [f"H: {c.interval}{kept} gives utilisation {_percent(best.utilisation)} and token efficiency {_percent(best.tokens)}"]
     same = [s for s in found.scored.values() if (s.candidate.preset, s.candidate.learners) == (c.preset, c.learners)]
     for word, side in (
         ("shorter", [s for s in same if s.candidate.interval < c.interval]),
@@ -126,30 +126,30 @@ def _interval_sentence(judge: Judge, found: SearchResult) -> str:
     ):
         if side:
             near = max(side, key=lambda s: s.score)
-            told.append(f"the best {word} one, {near.candidate.interval}, scores {_percent(near.score)} "
+            parts.append(f"the best {word} one, {near.candidate.interval}, scores {_percent(near.score)} "
                         f"({_percent(near.utilisation)} and {_percent(near.tokens)})")  # fmt: skip
         else:
-            told.append(_unscored(judge, c, word))
-    return "; ".join(told) + "."
+            parts.append(_unscored(judge, c, word))
+    return "; ".join(parts) + "."
 
 
 def _unscored(judge: Judge, c: Candidate, word: str) -> str:
-    """Why no candidate on this side was worth a run."""
+    """Why no candidate on this side was scored."""
     axes = next(a for a in all_axes(judge) if (a.preset, a.learners) == (c.preset, c.learners))
     side = [h for h in axes.interval if (h < c.interval) == (word == "shorter") and h != c.interval]
     if not side:
-        return f"there is no {word} one on the grid"
+        return f"the grid has no {word} one"
     if not any(costs_fit(replace(c, interval=h), judge) for h in side):
-        return f"a {word} one asks more of the syncer, or of memory, than there is"
-    return f"a {word} one scores less even if every round is kept"
+        return f"a {word} one exceeds the syncer's capacity or the memory"
+    return f"a {word} one scores less even if the links keep every round"
 
 
 def _fragments_sentence(best: Scored, judge: Judge) -> str:
     c = best.candidate
     if c.preset == "diloco":
-        return "P and tau: the whole model at once, waited for."
+        return "P and tau: the whole model at once, and learners wait for the result."
     if c.preset == "async_diloco":
-        return f"P and tau: the whole model at once, its result applied a round ({c.interval} steps) later."
+        return f"P and tau: the whole model at once, and the result is applied one round ({c.interval} steps) later."
     division = judge.divisions[c.learners]
     gbit = division.gbit(waits=c.waits, syncer_gbit=judge.cluster.syncer.gbit)
     bits = (wire_bits(c.codec_up) + wire_bits(c.codec_down)) * judge.cluster.model.parameters / c.fragments
@@ -161,19 +161,19 @@ def _fragments_sentence(best: Scored, judge: Judge) -> str:
 
 def _quorum_sentence(c: Candidate) -> str:
     if c.waits:
-        return "K: all; a synchronous preset merges everybody in sync."
+        return "K: all; a synchronous preset merges every learner in sync."
     if c.quorum == 1:
-        return f"K: 1 of {c.learners} is enough for a round, so nobody is waited for; grace takes in who is nearly there."
-    return f"K: {c.quorum} of {c.learners} make a round: that keeps the schedule better than 1 does."
+        return f"K: 1 of {c.learners} is enough, so no round waits; the grace window includes learners that are nearly done."
+    return f"K: {c.quorum} of {c.learners} make a round: this keeps the schedule better than 1."
 
 
 def _codecs_sentence(cluster: ClusterDescription, judge: Judge, c: Candidate) -> str:
     cost = sum(quality.codec_percent(codec, cluster.quality) for codec in (c.codec_up, c.codec_down))
     gbit = judge.divisions[c.learners].gbit(waits=c.waits, syncer_gbit=cluster.syncer.gbit)
-    text = f"Codecs: {c.codec_up} up and {c.codec_down} down add {cost:.2g} % of loss; a learner's link counts {gbit:.3g} Gbit/s"
+    text = f"Codecs: {c.codec_up} up and {c.codec_down} down add {cost:.2g} % of loss; a learner's link is {gbit:.3g} Gbit/s"
     links = (*cluster.links, *((cluster.link,) if cluster.link else ()))
     if any(link.variation > 0 for link in links):
-        end = "the slow end of its range, as everybody waits" if c.waits else "the middle of its range, as nobody waits"
+        end = "the slow end of its range, because rounds wait" if c.waits else "the middle of its range, because no round waits"
         return f"{text}, {end}."
     return f"{text}."
 
@@ -182,19 +182,19 @@ def plan_warnings(cluster: ClusterDescription, best: Scored, spent: Costs) -> li
     c, found = best.candidate, []
     if c.learners > quality.PUBLISHED_LEARNERS:
         found.append(
-            f"{c.learners} learners are beyond the published {quality.PUBLISHED_LEARNERS}: the token efficiency of "
-            f"{_percent(best.tokens)} is an extrapolation by doublings"
+            f"{c.learners} learners are more than the published {quality.PUBLISHED_LEARNERS}: the token efficiency of "
+            f"{_percent(best.tokens)} is extrapolated by doublings"
         )
     if c.waits and c.preset != "ddp" and best.utilisation < 0.8:
         found.append(f"utilisation is {_percent(best.utilisation)}: the links are slow for a model of this size")
     need = spent.syncer
     if need is not None and need.cores > 0.8 * cluster.syncer.cores:
         found.append(
-            f"the syncer is busy with {need.cores:.2g} of {cluster.syncer.cores:g} cores; "
-            f"with more of them (syncer.cores) H could be shorter"
+            f"the syncer uses {need.cores:.2g} of {cluster.syncer.cores:g} cores; "
+            f"with more cores (syncer.cores) H could be shorter"
         )
     if best.score < 0.3:
-        found.append(f"the best plan trains at {_percent(best.score)} of what these chips could do together")
+        found.append(f"the best plan trains at {_percent(best.score)} of the ideal speed of these chips")
     return found
 
 

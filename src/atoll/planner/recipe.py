@@ -1,4 +1,4 @@
-"""A plan as a recipe that `atoll train` accepts: the protocol's numbers, the learners, and the cluster for virtual runs."""
+"""Writes a plan as a recipe for `atoll train`: the protocol's numbers, the learners, and the cluster for virtual runs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from atoll.planner.site import ClusterDescription
 
 
 def ranks(chips: int) -> int:
-    """Of data-parallel training: one a chip, or the most that divide the chips where there are more than members may be."""
+    """Ranks of data-parallel training: one per chip, or the largest divisor of the chips that `limits.members_max` allows."""
     return max(n for n in range(1, min(chips, MEMBERS_MAX) + 1) if chips % n == 0)
 
 
 def keys(scored: Scored, judge: Judge) -> dict[str, Any]:
-    """What the recipe says; everything else is the preset's."""
+    """The keys that the recipe sets; the preset sets the rest."""
     c, cluster = scored.candidate, judge.cluster
     protocol: dict[str, Any] = {}
     if c.preset != "ddp":
@@ -43,29 +43,29 @@ def _cluster(c: Candidate, judge: Judge) -> dict[str, Any]:
     if division.slow_seconds > fast:
         found |= {"slow_share": 0.5, "slow_factor": round(division.slow_seconds / fast, 4)}
     gbit, latency = division.gbit(waits=c.waits, syncer_gbit=judge.cluster.syncer.gbit), division.latency
-    if c.learners == 1:  # a virtual run charges data-parallel's ring as a trip up and down
+    if c.learners == 1:  # a virtual run charges data-parallel's ring as one transfer up and one down
         kind = division.kinds[0]
         gbit, latency = (kind.across.gbit, kind.across.latency_seconds) if kind.across else (kind.inside_gbit, 0.0)
     return found | {"latency_seconds": latency, "up_gbit": gbit, "down_gbit": gbit}
 
 
 def settings(scored: Scored, judge: Judge) -> Config:
-    said = keys(scored, judge)
-    return config.load(preset_name=said.pop("preset"), overrides=said)
+    values = keys(scored, judge)
+    return config.load(preset_name=values.pop("preset"), overrides=values)
 
 
 def recipe_toml(scored: Scored, judge: Judge, source: str) -> str:
-    c, said = scored.candidate, keys(scored, judge)
-    settings(scored, judge)  # what is written has been accepted once
+    c, values = scored.candidate, keys(scored, judge)
+    settings(scored, judge)  # fails here rather than when the recipe is read
     lines = [
         f"# Made by `atoll plan` from {source}: {100 * scored.score:.3g} % of the ideal speed expected",
         f"# (utilisation {100 * scored.utilisation:.3g} %, goodput {100 * scored.goodput:.3g} %, "
         f"token efficiency {100 * scored.tokens:.3g} %).",
         "#",
-        "# It holds the protocol, the learners, and the cluster as `atoll train --virtual` and `atoll sim` stand on it.",
-        f"# Model and data are the reference ones: put in your own. {_fragments_note(c, judge.cluster)}",
+        "# It sets the protocol, the learners, and the cluster that `atoll train --virtual` and `atoll sim` simulate.",
+        f"# Model and data are the reference ones: replace them with yours. {_fragments_note(c, judge.cluster)}",
     ]  # fmt: skip
-    for key, value in said.items():
+    for key, value in values.items():
         if isinstance(value, dict):
             lines += ["", f"[{key}]", *(f"{k} = {_toml(v)}" for k, v in value.items())] if value else []
         else:
@@ -75,8 +75,8 @@ def recipe_toml(scored: Scored, judge: Judge, source: str) -> str:
 
 def _fragments_note(c: Candidate, cluster: ClusterDescription) -> str:
     if c.preset == "streaming":
-        return f"P follows from its layers: {c.fragments} with the {cluster.model.layers} planned for."
-    return "The outer settings are the preset's, made for long runs."
+        return f"P follows from the layers: {c.fragments} for the {cluster.model.layers} of the plan."
+    return "The outer settings are the preset's, which suit long runs."
 
 
 def _toml(value: Any) -> str:

@@ -1,10 +1,10 @@
-"""How good is a candidate? Expected training speed at equal quality, as a share of all chips always at work:
+"""The score of a candidate: its expected training speed at equal quality, as a share of all chips busy all the time.
 
     score = utilisation * goodput * pace * token efficiency
 
-Utilisation comes from the graph simulator (synchronous presets, and the exchange inside a learner) or from the real
-machines in virtual time (decoupled); goodput from the simulator of failures; token efficiency from quality.py. Nothing here
-simulates: it asks, and remembers the answers.
+Utilisation comes from the graph simulator (synchronous presets, and the exchange inside a learner) or from the protocol's
+machines in virtual time (decoupled); goodput from the failure simulator; token efficiency from quality.py. This file calls
+the simulators and caches their results.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.estimates.utilisation import Compute, Curve, Exchange, Method, utilisation
 
 RATES = np.logspace(-6, 9, 901)
-"""Gbit/s times step seconds a bit and parameter: the axis of remembered curves, 60 points a decade."""
+"""Gbit/s x step seconds per bit and parameter: the axis of cached curves, 60 points per decade."""
 LOG_RATES = np.log10(RATES)
 GOODPUT_PRECISION, ROUGH_PRECISION = 0.3, 0.8
-"""Points: for the answer, and for what would change it."""
+"""Percentage points: for the answer, and for the search of what would change it."""
 FAILURES_MAX = 200_000
 LEARNERS_SIMULATED = 3
-"""Learners of a decoupled run: more have links of their own, and meet the same rounds."""
+"""Learners in a decoupled run: further ones have their own links and see the same rounds."""
 FAIL_APART = 16
-"""Learners of a goodput run: more fail alike, each on its own."""
+"""Learners in a goodput run: further ones fail independently and at the same rate."""
 WARM_UP = 2
 SMALLEST = 4
-"""Fragments of a decoupled run: fewer of the same size at the same distance in time see the same link."""
+"""Fragments in a decoupled run: with fewer fragments of the same size and spacing in time, the link behaves the same."""
 INTERVAL_SIMULATED = 24
 HOPELESS = 1.5
-"""An interval of which the link cannot carry the model in as many times the time is not run, but scored by what it carries."""
+"""If the link needs more than this many intervals to carry the model, the candidate is not run but scored by what it carries."""
 GRADIENT_BITS = 32.0
 
 
@@ -75,11 +75,11 @@ class Scored:
     staleness: float
     """Inner steps from pull to adoption."""
     step_seconds: float
-    """An inner step with the exchange inside the learner, of the slowest learner that others wait for."""
+    """One inner step of the slowest learner, with the exchange inside it."""
 
 
 class Judge:
-    """Scores candidates for one cluster. `SimulatorCache` may be shared by judges of clusters that differ in a few numbers."""
+    """Scores candidates for one cluster. Judges of similar clusters may share a `SimulatorCache`."""
 
     def __init__(
         self, cluster: ClusterDescription, memory: SimulatorCache | None = None, *, precision: float = GOODPUT_PRECISION
@@ -95,26 +95,26 @@ class Judge:
         return self._scored(candidate, *self._measured(candidate))
 
     def bound(self, candidate: Candidate) -> float:
-        """No less than the score of a decoupled candidate, without its run: nothing waits and every round is kept."""
+        """An upper bound on the score of a decoupled candidate, without its run: no waiting, and every round is kept."""
         kept = max(float(candidate.interval), self._carried(candidate)) if candidate.learners > 1 else 1.0
         return self._scored(candidate, 1.0, kept, 0.0).score
 
     def _carried(self, candidate: Candidate) -> float:
-        """Inner steps in which the link can carry one model: no interval is kept that is shorter."""
+        """Inner steps in which the link carries one model: no shorter interval can be kept."""
         division = self.divisions[candidate.learners]
         gbit = division.gbit(waits=False, syncer_gbit=self.cluster.syncer.gbit)
         bits = max(wire_bits(candidate.codec_up), wire_bits(candidate.codec_down)) * self.cluster.model.parameters
         return bits / (gbit * 1e9) / self.step_seconds(division)
 
     def _measured(self, candidate: Candidate) -> tuple[float, float, float]:
-        """Utilisation between learners, the interval that is kept, staleness."""
+        """(utilisation between learners, the interval that is kept, staleness)."""
         if candidate.learners == 1:
             return 1.0, 1.0, 0.0
         division = self.divisions[candidate.learners]
         step = self.step_seconds(division)
         gbit = division.gbit(waits=candidate.waits, syncer_gbit=self.cluster.syncer.gbit)
         if candidate.waits:
-            latency = float(f"{division.latency / step:.2g}")  # divisions whose steps hardly differ share their curves
+            latency = float(f"{division.latency / step:.2g}")  # rounded, so that divisions with similar steps share curves
             shares = self.memory.curve(self.cluster.model.layers, exchange_of(candidate, self.cluster, latency))
             bits = wire_bits(candidate.codec_up) + wire_bits(candidate.codec_down)
             share = at_rate(shares, gbit * step, bits, self.cluster.model.parameters)
@@ -140,22 +140,22 @@ class Judge:
             staleness=staleness, asynchronous=not candidate.waits, codecs=(candidate.codec_up, candidate.codec_down),
         )  # fmt: skip
         tokens = quality.token_efficiency(loss, self.cluster.quality)
-        lives = self._goodput(candidate, division)
+        alive = self._goodput(candidate, division)
         pace = pace_share(self.cluster, division, waits=candidate.waits)
-        score = inside * between * lives * pace * tokens * self._advisable(candidate, kept)
+        score = inside * between * alive * pace * tokens * self._advisable(candidate, kept)
         return Scored(
-            candidate, score, inside * between, lives, pace, tokens, loss, kept, staleness, division.slow_seconds / inside
+            candidate, score, inside * between, alive, pace, tokens, loss, kept, staleness, division.slow_seconds / inside
         )  # fmt: skip
 
     def _advisable(self, candidate: Candidate, kept: float) -> float:
-        """Below 1 for a decoupled schedule that the links do not keep."""
+        """A penalty below 1 for a decoupled schedule that the links do not keep."""
         least = self.cluster.quality.kept_share
         return min(1.0, candidate.interval / kept / least) if least and not candidate.waits else 1.0
 
     # ------------------------------------------------------------ inside a learner
 
     def step_seconds(self, division: Division) -> float:
-        """Of the slowest learner, the exchange of gradients inside it included."""
+        """One inner step of the slowest learner, with the exchange of gradients inside it."""
         return max(kind.slow_seconds / self._inside(kind) for kind in division.kinds)
 
     def _inside(self, kind: LearnerKind) -> float:
@@ -164,7 +164,7 @@ class Judge:
         return self._shares[kind]
 
     def _data_parallel(self, kind: LearnerKind) -> float:
-        """Utilisation of data-parallel steps inside a learner: its chips first, then its sites."""
+        """Utilisation of data-parallel steps inside a learner: between its chips first, then between its sites."""
         share, seconds = 1.0, kind.slow_seconds
         if kind.inside_gbit < FREE and kind.chips > kind.sites:
             share *= self._ring(kind.chips // kind.sites, kind.inside_gbit, 0.0, seconds)
@@ -181,13 +181,13 @@ class Judge:
     # ------------------------------------------------------------ failures
 
     def _goodput(self, candidate: Candidate, division: Division) -> float:
-        """Who waits for the others stops with them: one learner of all chips."""
+        """The learners of a synchronous preset stop together, so they count as one learner of all chips."""
         key = (candidate.preset if candidate.preset in ("ddp", "decoupled") else "synchronous", candidate.learners)
         if key not in self._goodputs:
-            self._goodputs[key] = self._alive(candidate, division)
+            self._goodputs[key] = self._simulated_goodput(candidate, division)
         return self._goodputs[key]
 
-    def _alive(self, candidate: Candidate, division: Division) -> float:
+    def _simulated_goodput(self, candidate: Candidate, division: Division) -> float:
         if candidate.waits:
             model = failure_model(self.cluster, division.kinds, self.step_seconds(division))
             return self.memory.goodput(self.cluster.chips, 1, model, candidate.preset != "ddp", self._precision)
@@ -200,8 +200,8 @@ class Judge:
 
 
 def exchange_of(candidate: Candidate, cluster: ClusterDescription, latency: float) -> Exchange:
-    """In units of a step. A learner's fragment goes up to the syncer and comes down again: a serial link that carries the
-    bits of both and two trips, which is what the simulator does for a ring of two."""
+    """In units of a step. A learner's fragment goes up to the syncer and comes down again. That is a serial link with the bits
+    and latencies of both directions, which the simulator models as a ring of two."""
     names: dict[str, Method] = {"diloco": "diloco", "async_diloco": "async_diloco", "streaming": "streaming"}
     fragments = min(candidate.fragments, cluster.model.layers) if candidate.preset == "streaming" else None
     overlap = candidate.overlap if candidate.preset == "streaming" else 0
@@ -212,23 +212,23 @@ def exchange_of(candidate: Candidate, cluster: ClusterDescription, latency: floa
 
 
 def at_rate(shares: Curve, gbit_seconds: float, bits: float, parameters: float) -> float:
-    """The curve is of one Gbit: rate and size matter only by their ratio."""
+    """The curve is for 1e9 parameters of one bit: only the ratio of rate and size matters."""
     rate = gbit_seconds * 1e9 / (bits * parameters)
     return float(np.interp(math.log10(max(rate, RATES[0])), LOG_RATES, shares))
 
 
 class SimulatorCache:
-    """What simulators answered, by all that they were asked."""
+    """Results of the simulators, keyed by all of their arguments."""
 
     def __init__(self) -> None:
         self._curves: dict[tuple[int, Exchange], Curve] = {}
         self._runs: dict[bytes, DecoupledEstimate] = {}
         self._goodputs: dict[tuple[int, int, FailureModel, bool, float], float] = {}
         self.asked = 0
-        """Decoupled runs, the slow ones."""
+        """Decoupled runs so far: the slow simulations."""
 
     def curve(self, layers: int, exchange: Exchange) -> Curve:
-        """Utilisation over RATES for a step of one second and 1e9 parameters of `exchange.bits`."""
+        """Utilisation over RATES for a step of 1 s and 1e9 parameters of `exchange.bits`."""
         key = (layers, exchange)
         if key not in self._curves:
             steps = None if exchange.method in ("data_parallel", "async_diloco") else exchange.interval
@@ -263,7 +263,7 @@ def _goodput(chips: int, learners: int, model: FailureModel, elastic: bool, prec
 def _short_run(
     c: Candidate, parameters: float, gbit: float, latency: float, step_seconds: float, slow_share: float, slow_factor: float
 ) -> Config:
-    """A few learners, and of a long interval only a part with its share of the fragments: as many bytes a step."""
+    """A run with few learners and, of a long interval, only a part with its share of the fragments: the same bytes per step."""
     few = min(c.learners, LEARNERS_SIMULATED)
     common = math.gcd(c.interval, c.fragments)
     part = max(

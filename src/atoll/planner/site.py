@@ -1,14 +1,14 @@
-"""What a user says about a cluster: a short TOML file, checked once, here. Below this file code trusts its types.
+"""The description of a cluster: a short TOML file, checked here once. All other files trust its types.
 
     [model]     parameters, layers
-    [[sites]]   chips that sit together; `count` says how many such sites there are
-    [link]      between any two sites, unless a row of [[links]] says otherwise
+    [[sites]]   chips at one place; `count` is the number of identical sites
+    [link]      between any two sites without a row in [[links]]
     [syncer]    where it runs and what it may use
     [failures]  what an interruption costs
     [quality]   the constants of quality.py
-    [fixed]     knobs the search leaves alone
+    [fixed]     knobs that the search leaves alone
 
-Every refusal names the key, the value and what would be right.
+Every error names the key, the value and the remedy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Above0 = Annotated[float, Meta(gt=0.0, le=1e15)]
 NonNegative = Annotated[float, Meta(ge=0.0, le=1e15)]
 Below1 = Annotated[float, Meta(ge=0.0, lt=1.0)]
 FREE = 1e6
-"""Gbit/s of what nobody has to wait for: the exchange inside a site whose step time holds it already."""
+"""Gbit/s of an exchange that costs no time: the one inside a site whose step time includes it."""
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class ModelDescription(_Section, frozen=True):
 
 
 class Site(_Section, frozen=True):
-    """Chips that sit together. Split into k learners, each has a k-th of chips and batch, so the step takes as long."""
+    """Chips at one place. Split into k learners, each has a k-th of the chips and of the batch, so a step takes equally long."""
 
     name: Annotated[str, Meta(min_length=1, max_length=60)]
     chips: WholeNumber
@@ -53,10 +53,10 @@ class Site(_Section, frozen=True):
     """One inner step of all its chips together."""
     count: Annotated[int, Meta(ge=1, le=4096)] = 1
     inside_gbit: Above0 | None = None
-    """Between its chips. None: `step_seconds` was measured with the exchange of gradients in it."""
+    """Between its chips. None: `step_seconds` includes the exchange of gradients."""
     chip_memory_gb: Above0 | None = None
     host_memory_gb: Above0 | None = None
-    """Of one chip's share of its host."""
+    """One chip's share of its host's memory."""
     mtbi_hours: Above0 = 8760.0
     """Mean time between interruptions of one chip."""
     slice_chips: WholeNumber = 8
@@ -75,7 +75,7 @@ class LinkDescription(_Section, frozen=True):
     latency_seconds: Annotated[float, Meta(ge=0.0, le=3600.0)] = 0.0
     """One way."""
     variation: Annotated[float, Meta(ge=0.0, le=0.99)] = 0.0
-    """It gives between (1 - variation) * gbit and gbit, evenly."""
+    """The rate is uniform between (1 - variation) * gbit and gbit."""
     between: tuple[str, ...] = ()
 
 
@@ -83,7 +83,7 @@ class Syncer(_Section, frozen=True):
     site: str = ""
     """By default the site with the best links to the others."""
     cores: Above0 = 4.0
-    """A syncer is one process so far: a loop that moves bytes and a thread that merges."""
+    """A syncer is one process: an event loop that moves bytes and a thread that merges."""
     memory_gb: Above0 | None = None
     disk_mb_per_s: Above0 | None = None
     gbit: Above0 | None = None
@@ -91,7 +91,7 @@ class Syncer(_Section, frozen=True):
 
 
 class Failures(_Section, frozen=True):
-    """Defaults are those that meet the published goodput table (sim/failures.py)."""
+    """The defaults reproduce the published goodput table (sim/estimates/failures.py)."""
 
     resize_seconds: NonNegative = 12.0
     restart_seconds: NonNegative = 85.0
@@ -100,24 +100,24 @@ class Failures(_Section, frozen=True):
 
 
 class Quality(_Section, frozen=True):
-    """Constants of the quality model; docs/planning/planner.md has their sources. Losses are per cent over data-parallel."""
+    """Constants of the quality model; docs/planning/planner.md has their sources. Losses are in per cent above data-parallel."""
 
     base_percent: NonNegative = 0.73
     """Two synchronous learners, H = 30, 35M parameters."""
     size_exponent: NonNegative = 0.46
     interval_exponent: NonNegative = 0.58
     learners_doubling: NonNegative = 2.29
-    """What each doubling of the learners beyond two adds, in units of what two cost."""
+    """The loss that each doubling of the learners beyond two adds, as a multiple of that of two."""
     asynchrony: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.1
-    """Decoupled against synchronous rounds."""
+    """The loss of decoupled rounds as a multiple of that of synchronous ones."""
     staleness_step: NonNegative = 0.02
-    """What each inner step between pull and adoption adds, as a share of the cost."""
+    """The loss that each inner step between pull and adoption adds, as a share of the total."""
     four_bit_percent: NonNegative = 0.09
-    """int4. Half of it is charged for int8, and nothing for the e3m0 of streaming, whose rows of the fit were run with it."""
+    """Of int4. int8 costs half of it, and streaming's e3m0 nothing: the rows that were fitted had been run with it."""
     kept_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.9
-    """A decoupled schedule of which the links keep less is no advice: the score falls with what is missing."""
+    """If the links keep a smaller share of a decoupled schedule, the score falls in proportion."""
     loss_slope: Annotated[float, Meta(gt=0.0, le=10.0)] = 0.047
-    """Loss falls as compute to the power of minus this."""
+    """Loss is proportional to compute to the power of minus this."""
 
 
 class Fixed(_Section, frozen=True):
@@ -156,9 +156,9 @@ class ClusterDescription(_Section, frozen=True):
         self, *, rate: float = 1.0, inside: float = 1.0, latency: float = 1.0, interruptions: float = 1.0,
         spread: float | None = None,
     ) -> ClusterDescription:  # fmt: skip
-        """Every link `rate` times as fast and `latency` times as far, chips of a site joined `inside` times as fast, all of them
-        interrupted `interruptions` times as often,
-        learners uneven by `spread`: half of those that are alike, or else the first site."""
+        """A copy with every link `rate` times as fast and with `latency` times the latency, links inside a site `inside` times
+        as fast, and `interruptions` times as many interruptions. With `spread`, half of the identical sites are slower by it;
+        if no sites are identical, the first one is."""
         alike = any(s.count > 1 for s in self.sites)
 
         def slower(number: int, s: Site) -> Site:
@@ -224,11 +224,11 @@ def _known_keys(raw: Mapping[str, Any]) -> None:
                     raise ConfigError(f"key {where}{name} = {inner}: must be a finite number")
 
 
-def _known(key: str, there_are: list[str], where: str, value: Any) -> None:
-    if key in there_are:
+def _known(key: str, allowed: list[str], where: str, value: Any) -> None:
+    if key in allowed:
         return
-    close = difflib.get_close_matches(key, there_are, n=1)
-    hint = f"did you mean {where}{close[0]}?" if close else f"here there are {', '.join(there_are)}"
+    close = difflib.get_close_matches(key, allowed, n=1)
+    hint = f"did you mean {where}{close[0]}?" if close else f"use one of {', '.join(allowed)}"
     shown = repr(value) if len(repr(value)) < 60 else "..."
     raise ConfigError(f"key {where}{key} = {shown}: no such key; {hint}")
 
@@ -238,7 +238,7 @@ def _explain(error: str, raw: Any) -> str:
     path = where.strip("`").removeprefix("$").removeprefix(".")
     if missing := re.match(r"Object missing required field `(\w+)`", what):
         whole = f"{path}.{missing[1]}" if path else missing[1]
-        return f"key {whole}: is missing; {_NEEDED.get(missing[1], 'it is needed')}"
+        return f"key {whole}: is missing; {_NEEDED.get(missing[1], 'it is required')}"
     value: Any = raw
     for part in re.findall(r"[^.\[\]]+", path):
         if isinstance(value, Mapping):
@@ -256,10 +256,10 @@ def _explain(error: str, raw: Any) -> str:
 
 _WORDS = {"int": "a whole number", "float": "a number"}
 _NEEDED = {
-    "model": "write [model] with parameters", "sites": "write one [[sites]] a site, with name, chips and step_seconds",
-    "parameters": "how many parameters the model has, such as 1e9", "chips": "how many chips the site has",
-    "step_seconds": "how long one inner step of the whole site takes", "name": "sites are named, for links and for the answer",
-    "gbit": "how fast the link is, each way",
+    "model": "write [model] with parameters", "sites": "write one [[sites]] per site, with name, chips and step_seconds",
+    "parameters": "give the number of the model's parameters, such as 1e9", "chips": "give the number of the site's chips",
+    "step_seconds": "give the time of one inner step of the whole site", "name": "name the site, for links and for the answer",
+    "gbit": "give the rate of the link in each direction",
 }  # fmt: skip
 
 
@@ -267,9 +267,9 @@ def _cross_checks(c: ClusterDescription) -> list[tuple[bool, str]]:
     names = [s.name for s in c.sites]
     twice = next((n for n in names if names.count(n) > 1), None)
     found: list[tuple[bool, str]] = [
-        (not c.sites, "key sites = []: a cluster has at least one; write [[sites]]"),
-        (twice is not None, f"key sites: two are named {twice!r}; give each a name of its own, or one of them count = 2"),
-        (sum(s.count for s in c.sites) > 4096, "key sites: more than 4,096 in all; that is what one syncer may have of members"),
+        (not c.sites, "key sites = []: must have at least one site; write [[sites]]"),
+        (twice is not None, f"key sites: two are named {twice!r}; give them different names, or write one with count = 2"),
+        (sum(s.count for s in c.sites) > 4096, "key sites: more than 4,096 in all; one syncer has at most 4,096 members"),
         (bool(c.syncer.site) and c.syncer.site not in names, _unknown("syncer.site", c.syncer.site, names)),
     ]
     for number, link in enumerate(c.links):
@@ -278,7 +278,7 @@ def _cross_checks(c: ClusterDescription) -> list[tuple[bool, str]]:
     again = next((p for p in pairs if pairs.count(p) > 1), ("", ""))
     found.append((again != ("", ""), f"key links: two rows join {' and '.join(again)}; keep one"))
     gap = _missing_link(c, {frozenset(p) for p in pairs})
-    found.append((gap is not None, f"key links: none between {gap}; add it to [[links]], or give a [link] for all the others"))
+    found.append((gap is not None, f"key links: none between {gap}; add it to [[links]], or write a [link] for all other pairs"))
     return found + _fixed_checks(c)
 
 
@@ -293,8 +293,8 @@ def _link_checks(key: str, link: LinkDescription, sites: tuple[Site, ...], names
     found += [(end not in names, _unknown(key, end, names)) for end in link.between]
     if len(set(link.between)) == 1:
         alone = any(s.name == link.between[0] and s.count == 1 for s in sites)
-        found.append((alone, f"key {key} = {list(link.between)}: joins a site with itself, and there is one of it; "
-                             f"sites.inside_gbit says how its chips are joined"))  # fmt: skip
+        found.append((alone, f"key {key} = {list(link.between)}: joins a site with itself, and its count is 1; "
+                             f"use sites.inside_gbit for the links between its chips"))  # fmt: skip
     return found
 
 
@@ -315,7 +315,7 @@ def _fixed_checks(c: ClusterDescription) -> list[tuple[bool, str]]:
         (tau is not None and h is not None and tau >= h and f.preset != "async_diloco",
          f"key fixed.overlap = {tau}: must be below fixed.interval = {h}"),
         (f.learners is not None and f.learners > c.chips,
-         f"key fixed.learners = {f.learners}: more than the {c.chips} chips; a learner needs at least one"),
+         f"key fixed.learners = {f.learners}: more than the {c.chips} chips; a learner needs at least one chip"),
         (f.quorum is not None and f.learners is not None and f.quorum > f.learners,
          f"key fixed.quorum = {f.quorum}: must be at most fixed.learners = {f.learners}"),
     ]  # fmt: skip
