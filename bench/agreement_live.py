@@ -35,7 +35,7 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 from atoll.runtime.local.cluster import LocalCluster
 from atoll.runtime.local.fault_proxies import FaultProxies
-from atoll.runtime.loop import Loop
+from atoll.runtime.loop import LoopThread
 from atoll.tape.format import Record
 from atoll.tape.weave import open_run
 
@@ -137,7 +137,7 @@ class LimitedFaultProxies(FaultProxies):
         self._links = [LimitedLink(bytes_per_second) for _ in range(learners)]
 
     def start(self, syncer: str) -> None:
-        self._loop = Loop()
+        self._loop = LoopThread()
         self._addresses = {learner: self._loop.run(link.start(syncer)) for learner, link in enumerate(self._links)}
 
     def stop(self) -> None:

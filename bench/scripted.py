@@ -36,7 +36,7 @@ from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Contribution, Effect, Event, InnerStep, Message, Received, Send, StepDone
 from atoll.runtime.learner.address import Address, ask_for_place
 from atoll.runtime.learner.live import LiveLearner
-from atoll.runtime.loop import Loop
+from atoll.runtime.loop import LoopThread
 from atoll.tasks.task import layout_for
 from atoll.transport.keys import read_token
 from atoll.workload.models.decoder import SIZES, build_model
@@ -112,7 +112,7 @@ def run_learners(options: argparse.Namespace) -> None:
     listen = "127.0.0.1:0" if options.listen else ""
     address = Address(syncer=options.syncer, token=read_token(options.token).reveal(), listen=listen)
     chance = random.Random(options.first)
-    loop = Loop()
+    loop = LoopThread()
     learners: list[ScriptedLearner] = []
     packets: list[Packet] | None = None
     low, high = options.step * (1 - options.jitter), options.step * (1 + options.jitter)

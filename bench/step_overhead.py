@@ -39,7 +39,7 @@ from atoll.protocol.vocabulary import FixParticipants, InnerStep, StepDone, Stor
 from atoll.runtime.learner.address import Address, ask_for_place
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.snapshots import LearnerSnapshots
-from atoll.runtime.loop import Loop
+from atoll.runtime.loop import LoopThread
 from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tasks.task import language_task
 from atoll.transport.keys import read_token
@@ -85,7 +85,7 @@ class Bench:
         use_threads(1)
         self._cluster = cluster
         address = Address(syncer=cluster.address, token=read_token(cluster.token).reveal(), listen="127.0.0.1:0")
-        self._loop = Loop()
+        self._loop = LoopThread()
         placement = self._loop.run(ask_for_place(address, 0, random.Random(0)))
         config = settings(batch_size)
         task = language_task(config)

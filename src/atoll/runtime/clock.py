@@ -1,4 +1,4 @@
-"""The wall clock of a run: nanoseconds since its syncer first started, never backwards."""
+"""The wall clock of a run: nanoseconds since its syncer first started, monotonic."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from atoll.ids import Nanos
 
 
 class Clock:
-    """All workers count from the same instant (`epoch`, wall-clock nanoseconds), so that tapes of several processes lie
-    beside each other. Within a process time is monotonic; `floor` is the last time on a tape that goes on."""
+    """All workers count from the same instant (`epoch`, wall-clock nanoseconds), so that the times on their tapes compare.
+    Within a process time is monotonic; `floor` is the last time on a tape that is continued."""
 
     def __init__(self, epoch: int, floor: Nanos = 0) -> None:
         began = max(time.time_ns() - epoch, floor)

@@ -1,7 +1,7 @@
-"""The live driver: the same duty order as the simulator's. Ask the machine, append to the tape, carry the effects out.
+"""The live driver, in the same order as the simulator: ask the machine, append to the tape, carry out the effects.
 
-Events may come from several threads; one lock makes them a sequence. Whatever carrying an effect out brings about is
-an event of its own, handled after the one at hand.
+Events may come from several threads; one lock makes them a sequence. An event that an effect causes is processed after the
+current one.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Driver:
         self, machine: Machine, worker: WorkerId, clock: Clock, tape: TapeWriter | None,
         carry_out: Callable[[Effect, Payload | None], None], arm: Callable[[Nanos | None], None],
         must_sync: Callable[[Event], bool] = lambda event: False,
-        stuck: Callable[[OSError], None] | None = None, failed: Callable[[BaseException], None] = lambda error: None,
+        on_tape_error: Callable[[OSError], None] | None = None, failed: Callable[[BaseException], None] = lambda error: None,
     ) -> None:  # fmt: skip
-        """`arm` is told when the next deadline is (None: none). `must_sync`: this event must be on the disk itself before
-        its effects are carried out. `stuck`: the tape cannot be written; nothing is carried out until `unstick` could.
-        `failed`: a mistake of ours in the middle of an event; nothing happens after it."""
+        """`arm` receives the next deadline, or None. `must_sync`: this event must be fsynced before its effects are carried
+        out. `on_tape_error`: the tape cannot be written, and no effect is carried out until `retry_tape` succeeds. `failed`: a
+        bug in the middle of an event; no event is processed after it."""
         self.machine = machine
         self._worker = worker
         self._clock = clock
@@ -34,7 +34,7 @@ class Driver:
         self._carry_out = carry_out
         self._arm = arm
         self._must_sync = must_sync
-        self._stuck = stuck
+        self._on_tape_error = on_tape_error
         self._failed = failed
         self._closed = False
         self._lock = threading.RLock()
@@ -51,11 +51,11 @@ class Driver:
                 self._drain()
 
     @property
-    def is_stuck(self) -> bool:
+    def is_blocked(self) -> bool:
         return self._held is not None
 
     def close(self) -> None:
-        """Nothing happens any more, and a tape that is sealed stays so."""
+        """Ignores later events, so that a sealed tape stays as it is."""
         with self._lock:
             self._closed = True
             if self._tape is not None:
@@ -70,46 +70,46 @@ class Driver:
             else:
                 self._arm(due)
 
-    def unstick(self) -> bool:
-        """Try the tape again. True: everything goes on."""
+    def retry_tape(self) -> bool:
+        """Writes the held event to the tape again. True if that succeeded and processing goes on."""
         with self._lock:
             if self._held is not None and not self._busy:
                 held, self._held = self._held, None
-                self._guarded(lambda: self._record_and_do(*held))
+                self._guarded(lambda: self._record_and_execute(*held))
             self._drain()
             return self._held is None
 
     def _drain(self) -> None:
         if not self._busy and self._held is None:
-            self._guarded(self._take_all)
+            self._guarded(self._process_inbox)
 
     def _guarded(self, work: Callable[[], None]) -> None:
         self._busy = True
         try:
             work()
         except BaseException as error:
-            self._closed = True  # half an event was carried out: whatever came after it would be built on sand
+            self._closed = True  # the effects were carried out in part, so no later event can rely on the state
             self._failed(error)
             raise
         finally:
             self._busy = False
 
-    def _take_all(self) -> None:
+    def _process_inbox(self) -> None:
         while self._inbox and self._held is None:
             event, payload = self._inbox.popleft()
             now = self._clock.now()
             self.events += 1
-            self._record_and_do(now, event, self.machine.on(event, now), payload)
+            self._record_and_execute(now, event, self.machine.on(event, now), payload)
 
-    def _record_and_do(self, now: Nanos, event: Event, effects: Sequence[Effect], payload: Payload | None) -> None:
+    def _record_and_execute(self, now: Nanos, event: Event, effects: Sequence[Effect], payload: Payload | None) -> None:
         if self._tape is not None:
             try:
                 self._tape.append(now, self._worker, event, effects, sync=self._must_sync(event))
             except OSError as error:
-                if self._stuck is None:
+                if self._on_tape_error is None:
                     raise
                 self._held = (now, event, effects, payload)
-                self._stuck(error)
+                self._on_tape_error(error)
                 return
         for effect in effects:
             self._carry_out(effect, payload)

@@ -1,4 +1,4 @@
-"""Small things around an asyncio loop, and a log that strangers cannot fill."""
+"""Helpers around an asyncio loop: a deadline timer, a queue of a link's messages, a loop in a thread."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from atoll.runtime.clock import Clock
 from atoll.transport import Link
 
 
-class Alarm:
-    """Calls back once the machine's deadline has come. `set` is for any thread."""
+class DeadlineTimer:
+    """Calls back when the machine's deadline has come. `set` may be called from any thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock, ring: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, clock: Clock, callback: Callable[[], None]) -> None:
         self._loop = loop
         self._clock = clock
-        self._ring = ring
+        self._callback = callback
         self._handle: asyncio.TimerHandle | None = None
 
     def set(self, deadline: Nanos | None) -> None:
@@ -30,14 +30,14 @@ class Alarm:
             self._handle.cancel()
             self._handle = None
         if deadline is not None:
-            self._handle = self._loop.call_later(max(0, deadline - self._clock.now()) / SECOND, self._ring)
+            self._handle = self._loop.call_later(max(0, deadline - self._clock.now()) / SECOND, self._callback)
 
     def stop(self) -> None:
         self._set(None)
 
 
-class Mail:
-    """Takes a link's messages one after the other, in a task of its own."""
+class MessageQueue:
+    """Processes a link's messages one after the other, in its own task."""
 
     def __init__(
         self, link: Link, take: Callable[[Link, bytes, memoryview | None], Awaitable[None]],
@@ -50,20 +50,20 @@ class Mail:
         self._bytes_max = bytes_max
         self._waiting_bytes = 0
         self._inbox: asyncio.Queue[tuple[bytes, memoryview | None] | None] = asyncio.Queue()
-        """None: no more will come."""
-        self._then: Callable[[], None] | None = None
-        self._task = asyncio.get_running_loop().create_task(self._listen())
+        """None marks the end."""
+        self._on_finished: Callable[[], None] | None = None
+        self._task = asyncio.get_running_loop().create_task(self._process())
         self._task.add_done_callback(self._ended)
 
     def put(self, head: bytes, data: memoryview | None) -> None:
-        """A peer that sends more than was asked of it waits in nobody's memory."""
+        """Closes the link if the peer sends faster than its messages are processed: the queue must not fill memory."""
         self._waiting_bytes += data.nbytes if data is not None else 0
         if self._inbox.qsize() >= self._messages_max or self._waiting_bytes > self._bytes_max:
-            self.link.close("refused: it sends faster than it is listened to")
+            self.link.close("refused: it sends faster than its messages are processed")
             return
         self._inbox.put_nowait((head, data))
 
-    async def _listen(self) -> None:
+    async def _process(self) -> None:
         while (message := await self._inbox.get()) is not None:
             head, data = message
             await self._take(self.link, head, data)
@@ -73,24 +73,24 @@ class Mail:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._failed(error)
-        if self._then is not None and not task.cancelled():
-            self._then()
+        if self._on_finished is not None and not task.cancelled():
+            self._on_finished()
 
-    def hear_out(self, then: Callable[[], None]) -> None:
-        """The link is gone. What came on it is taken, then `then` is called."""
+    def finish(self, on_finished: Callable[[], None]) -> None:
+        """The link is closed. Processes what it delivered, then calls `on_finished`."""
         if self._task.done():
-            then()
+            on_finished()
         else:
-            self._then = then
+            self._on_finished = on_finished
             self._inbox.put_nowait(None)
 
-    def over(self) -> None:
-        """Nobody listens any more."""
+    def cancel(self) -> None:
+        """Drops the remaining messages."""
         self._task.cancel()
 
 
-class Loop:
-    """An asyncio loop in a thread of its own."""
+class LoopThread:
+    """An asyncio loop in its own thread."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -101,14 +101,14 @@ class Loop:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def stop(self) -> None:
-        """What is still closing its connections may end; a loop that is closed under its tasks complains."""
-        self.run(self._settle())
+        """Lets tasks that are closing connections finish first: asyncio warns about a loop closed under its tasks."""
+        self.run(self._finish_tasks())
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(timeout=5.0)
         self.loop.close()
 
     @staticmethod
-    async def _settle() -> None:
+    async def _finish_tasks() -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         if others:
             _, late = await asyncio.wait(others, timeout=2.0)

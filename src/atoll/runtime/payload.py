@@ -1,4 +1,4 @@
-"""Between the protocol's words and bytes: envelopes as msgpack, and what travels beside them.
+"""Encodes envelopes as msgpack, and their payloads as bytes; decodes and checks both.
 
     payload of a contribution or announcement:
     offset  size  field
@@ -7,7 +7,7 @@
     9       n     the packet, or the numbers
     9+n     ...   the fragment's buffers, fp32
 
-A peer's state is `executor/state.py`'s. Whatever arrives is checked before it is believed.
+`store/tensor_files.py` encodes a peer's state. Received bytes are checked before they are used.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _PREFIX: Final = struct.Struct("<BQ")
 _PACKET, _PLAIN = 1, 2
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True):
-    """An envelope on the wire. With a Ticket or a Serve travel the peer's address and the ticket's key: of the transport,
-    not of the protocol, and never on a tape."""
+class WireMessage(msgspec.Struct, frozen=True, array_like=True):
+    """An envelope on the wire. Beside a Ticket or a Serve it carries the peer's address and the ticket's key: these belong to
+    the transport, not to the protocol, and are never on a tape."""
 
     envelope: Envelope
     address: str = ""
@@ -43,18 +43,18 @@ class Parcel(msgspec.Struct, frozen=True, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Parcel).decode
+_decode = msgspec.msgpack.Decoder(WireMessage).decode
 
 
 def to_head(envelope: Envelope, address: str = "", key: str = "") -> bytes:
-    return _encode(Parcel(envelope, address, key))
+    return _encode(WireMessage(envelope, address, key))
 
 
-def from_head(head: bytes) -> Parcel:
+def from_head(head: bytes) -> WireMessage:
     try:
         return _decode(head)
     except (msgspec.DecodeError, ValueError) as error:
-        raise DataError(f"no message: {error}") from None
+        raise DataError(f"this is not a message: {error}") from None
 
 
 def raw(tensor: Tensor) -> memoryview:
@@ -63,13 +63,13 @@ def raw(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
-def is_late(payload: Payload | None) -> bool:
+def waits_for_device(payload: Payload | None) -> bool:
     """Whether `to_buffers` would wait for the device."""
     return payload is not None and isinstance(payload.content, StagedSend)
 
 
 def to_buffers(payload: Payload) -> Buffers | None:
-    """Views of the tensors, which are values: nobody changes them, nor gives their memory away while they are read."""
+    """Views of the tensors. These never change, and their memory is not reused while a view is read."""
     staged = payload.content
     if not isinstance(staged, StagedSend):
         return _payload(payload.kind, staged)
@@ -82,7 +82,7 @@ def to_buffers(payload: Payload) -> Buffers | None:
 
 def _payload(kind: str, content: Any) -> Buffers | None:
     if content is None:
-        return []  # nothing that may be sent: it still arrives as what it is, and the syncer says what is wrong
+        return []  # NaN or Inf: the message goes without bytes, and the syncer refuses it with the reason
     if kind == "state":
         return list(pack_state(content))
     first, buffers = content
@@ -95,7 +95,7 @@ def _payload(kind: str, content: Any) -> Buffers | None:
 
 
 def from_buffer(body: Message, data: memoryview) -> Payload:
-    """The blob a message brought; DataError says why its bytes cannot be one."""
+    """The payload of a message. Raises DataError with the reason if the bytes are not one."""
     size = data.nbytes
     if isinstance(body, StateTransfer):
         return Payload("state", size, unpack_state(data))
@@ -104,17 +104,17 @@ def from_buffer(body: Message, data: memoryview) -> Payload:
     tag, length = _PREFIX.unpack_from(data)
     rest = data[_PREFIX.size :]
     if tag not in (_PACKET, _PLAIN) or length > rest.nbytes or (rest.nbytes - length) % 4:
-        raise DataError(f"payload with tag {tag} and {length} of {rest.nbytes} bytes is no fragment")
+        raise DataError(f"payload with tag {tag} and {length} of {rest.nbytes} bytes is not a fragment")
     buffers = _numbers(rest[length:])
     if tag == _PACKET:
         return Payload("packet", size, (Packet.from_bytes(rest[:length]), buffers))
     if length % 4:
-        raise DataError(f"payload of {length} bytes is no fp32 vector")
+        raise DataError(f"payload of {length} bytes is not an fp32 vector")
     return Payload("fragment", size, (_numbers(rest[:length]), buffers))
 
 
 def _numbers(data: memoryview) -> Tensor:
-    """A copy of its own: a received buffer begins where it begins, which need not be aligned."""
+    """A copy, because a received buffer need not be aligned."""
     if not data.nbytes:
         return torch.empty(0)
     return torch.frombuffer(bytearray(data), dtype=torch.float32)

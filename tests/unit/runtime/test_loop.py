@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from atoll.runtime.loop import Mail
+from atoll.runtime.loop import MessageQueue
 
 
 class Reader:
@@ -21,9 +21,9 @@ class Reader:
             raise ValueError("garbage")
         self.told.append(head)
 
-    def mail(self) -> Mail:
+    def queue(self) -> MessageQueue:
         link: Any = None
-        return Mail(link, self.take, lambda error: self.told.append(str(error)))
+        return MessageQueue(link, self.take, lambda error: self.told.append(str(error)))
 
     def lost(self) -> None:
         self.told.append("lost")
@@ -37,11 +37,11 @@ async def settled() -> None:
 def test_what_waits_is_taken_and_then_the_loss_is_told() -> None:
     async def story() -> None:
         reader = Reader()
-        mail = reader.mail()
+        queue = reader.queue()
         for head in (b"contribution", b"goodbye"):
-            mail.put(head, None)
+            queue.put(head, None)
         await settled()
-        mail.hear_out(reader.lost)
+        queue.finish(reader.lost)
         await settled()
         assert reader.told == []
         reader.gate.set()
@@ -56,10 +56,10 @@ def test_a_loss_is_told_also_when_nothing_waits_and_when_what_waits_is_garbage()
         for heads, told in (([], ["lost"]), ([b"garbage", b"more"], ["garbage", "lost"])):
             reader = Reader()
             reader.gate.set()
-            mail = reader.mail()
+            queue = reader.queue()
             for head in heads:
-                mail.put(head, None)
-            mail.hear_out(reader.lost)
+                queue.put(head, None)
+            queue.finish(reader.lost)
             await settled()
             assert reader.told == told
 
@@ -69,11 +69,11 @@ def test_a_loss_is_told_also_when_nothing_waits_and_when_what_waits_is_garbage()
 def test_mail_that_is_over_takes_nothing_more_and_tells_nobody() -> None:
     async def story() -> None:
         reader = Reader()
-        mail = reader.mail()
-        mail.put(b"goodbye", None)
+        queue = reader.queue()
+        queue.put(b"goodbye", None)
         await settled()
-        mail.hear_out(reader.lost)
-        mail.over()
+        queue.finish(reader.lost)
+        queue.cancel()
         reader.gate.set()
         await settled()
         assert reader.told == []
@@ -85,11 +85,11 @@ def test_mail_whose_reader_failed_before_the_loss_tells_it_nevertheless() -> Non
     async def story() -> None:
         reader = Reader()
         reader.gate.set()
-        mail = reader.mail()
-        mail.put(b"garbage", None)
+        queue = reader.queue()
+        queue.put(b"garbage", None)
         await settled()
         assert reader.told == ["garbage"]
-        mail.hear_out(reader.lost)
+        queue.finish(reader.lost)
         await settled()
         assert reader.told == ["garbage", "lost"]
 

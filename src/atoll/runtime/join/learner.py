@@ -40,7 +40,7 @@ from atoll.runtime.join.upload import agree_on_model
 from atoll.runtime.learner.address import Address, address_of, ask_for_place, own_directory
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.snapshots import LearnerSnapshots
-from atoll.runtime.loop import Loop
+from atoll.runtime.loop import LoopThread
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import Header, TapeWriter
 from atoll.tasks.task import layout_for
@@ -281,7 +281,7 @@ class Learner:
         self._frozen = frozen_parameters(self._model)
         frozen = frozen_digest(self._model)  # before a place is asked for: a big one takes longer than a place is kept free
         with contextlib.ExitStack() as stack:
-            loop = Loop()
+            loop = LoopThread()
             stack.callback(loop.stop)
             placement: Placement = loop.run(ask_for_place(self._address, self._wants, random.Random()))
             self.config = from_builtins(placement.config)

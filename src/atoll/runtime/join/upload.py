@@ -34,7 +34,7 @@ async def agree_on_model(
         params = [read_params(tensors, fragment).cpu() for fragment in layout.fragments]
         buffers = [read_buffers(tensors, fragment).cpu() for fragment in layout.fragments]
         whole = replace(layout, fingerprint=with_frozen(layout.fingerprint, frozen))
-        digest = (await _upload_model(address, placement, pack_model(whole, params, buffers))).decode("ascii", "replace")
+        digest = (await upload_model(address, placement, pack_model(whole, params, buffers))).decode("ascii", "replace")
     travels, _, frozen_there = digest.partition(AND_FROZEN)
     if travels != layout.fingerprint:
         raise ConfigError(
@@ -53,7 +53,7 @@ async def agree_on_model(
         )
 
 
-async def _upload_model(address: Address, placement: Placement, data: Sequence[Any]) -> bytes:
+async def upload_model(address: Address, placement: Placement, data: Sequence[Any]) -> bytes:
     metadata = {
         "run": placement.run, "learner": str(placement.learner), "incarnation": str(placement.incarnation), "key": placement.key,
     }  # fmt: skip

@@ -43,7 +43,7 @@ from atoll.runtime.driver import Driver
 from atoll.runtime.learner.address import Address
 from atoll.runtime.learner.peers import Peers
 from atoll.runtime.learner.sender import GOODBYE_SECONDS, Sender
-from atoll.runtime.loop import Alarm, Mail
+from atoll.runtime.loop import DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import TapeWriter
 from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, dial
@@ -75,14 +75,14 @@ class LiveLearner:
         self._resumed = resumed
         self._loop = loop
         self._clock = Clock(placement.epoch)
-        self._alarm = Alarm(loop, self._clock, self._deadline)
+        self._timer = DeadlineTimer(loop, self._clock, self._deadline)
         self._driver = Driver(
-            self.machine, placement.learner, self._clock, tape, self._carry_out, self._alarm.set, failed=self._failed
+            self.machine, placement.learner, self._clock, tape, self._carry_out, self._timer.set, failed=self._failed
         )
         self._link: Link | None = None
         self._sender = Sender(self._failed)
         self._link_down = asyncio.Event()
-        self._mail: Mail | None = None
+        self._queue: MessageQueue | None = None
         self._rng = random.Random(f"{placement.run} {placement.learner} {placement.incarnation}")
         self._peers = Peers(self, address, placement, self._rng)
         self._limits = LinkLimits(connections=address.connections, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
@@ -189,7 +189,7 @@ class LiveLearner:
             def job() -> None:
                 link.send(head, wire.to_buffers(payload) if payload is not None else None, may_overtake=overtakes)
 
-            self._sender.put(job, late=wire.is_late(payload), control=payload is None, overtakes=overtakes)
+            self._sender.put(job, waits_for_device=wire.waits_for_device(payload), control=payload is None, overtakes=overtakes)
 
     # ------------------------------------------------------------ the loop's thread
 
@@ -245,21 +245,21 @@ class LiveLearner:
 
     def opened(self, link: Link) -> None:
         self._link = link
-        self._mail = Mail(link, self._take, self._failed)
+        self._queue = MessageQueue(link, self._take, self._failed)
         self.happen(Connected(SYNCER))
 
     def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:
-        if self._mail is not None and link is self._link:
-            self._mail.put(head, data)
+        if self._queue is not None and link is self._link:
+            self._queue.put(head, data)
 
     def closed(self, link: Link, reason: str) -> None:
-        if link is not self._link or self._mail is None:
+        if link is not self._link or self._queue is None:
             return
         if link.closed_here or self._over:
-            self._mail.over()
+            self._queue.cancel()
             self._is_lost(link, reason)
         else:
-            self._mail.hear_out(lambda: self._is_lost(link, reason))
+            self._queue.finish(lambda: self._is_lost(link, reason))
 
     def _is_lost(self, link: Link, reason: str) -> None:
         if link is not self._link:
@@ -274,13 +274,13 @@ class LiveLearner:
         self._link_down.set()
 
     async def _take(self, link: Link, head: bytes, data: memoryview | None) -> None:
-        parcel = wire.from_head(head)
-        body = parcel.envelope.body
+        message = wire.from_head(head)
+        body = message.envelope.body
         if isinstance(body, Ticket):
-            self._peers.learn_address(body.peer, parcel.address, body.ticket, parcel.key, body.patience)
+            self._peers.learn_address(body.peer, message.address, body.ticket, message.key, body.patience)
         elif isinstance(body, Serve):
-            self._peers.expect(body.ticket, body.newcomer, parcel.key)
-        await self.take(parcel.envelope, data, lambda: link is self._link)
+            self._peers.expect(body.ticket, body.newcomer, message.key)
+        await self.take(message.envelope, data, lambda: link is self._link)
 
     async def take(self, envelope: Any, data: memoryview | None, still: Callable[[], bool]) -> None:
         """Read the bytes beside a message outside the loop, then let it happen, unless its connection is gone by then."""
@@ -299,7 +299,7 @@ class LiveLearner:
     async def _close(self) -> None:
         self._over = True
         self._link_down.set()
-        self._alarm.stop()
+        self._timer.stop()
         if self._keeper is not None:
             self._keeper.cancel()
             await asyncio.gather(self._keeper, return_exceptions=True)
@@ -313,8 +313,8 @@ class LiveLearner:
             link, self._link = self._link, None
             link.close("over", timeout=GOODBYE_SECONDS)
             await link.wait_closed()
-        if self._mail is not None:
-            self._mail.over()
+        if self._queue is not None:
+            self._queue.cancel()
         await self._peers.stop()
 
 

@@ -18,7 +18,7 @@ from atoll.errors import DataError
 from atoll.ids import SECOND, LearnerId, Nanos
 from atoll.protocol.vocabulary import ConnectionLost, Event, StateRequest, StateTransfer
 from atoll.runtime import payload as wire
-from atoll.runtime.loop import Mail
+from atoll.runtime.loop import MessageQueue
 from atoll.runtime.syncer.places import Placement
 from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, Server, dial
 
@@ -45,7 +45,7 @@ class Peers:
         self._server: Server | None = None
         self._keys: OrderedDict[int, tuple[LearnerId, str]] = OrderedDict()
         self._tickets: dict[LearnerId, tuple[str, int, str, Nanos]] = {}
-        self._links: dict[LearnerId, Mail] = {}
+        self._links: dict[LearnerId, MessageQueue] = {}
         self._dialling: dict[LearnerId, asyncio.Task[None]] = {}
         self.advertised = address.advertise
 
@@ -62,9 +62,9 @@ class Peers:
         for task in self._dialling.values():
             task.cancel()
         await asyncio.gather(*self._dialling.values(), return_exceptions=True)
-        for mail in list(self._links.values()):
-            mail.link.close("over")
-            mail.over()
+        for queue in list(self._links.values()):
+            queue.link.close("over")
+            queue.cancel()
         if self._server is not None:
             await self._server.stop(1.0)
 
@@ -84,14 +84,14 @@ class Peers:
         self._loop.call_soon_threadsafe(self._send, peer, head, data)
 
     def cut(self, peer: LearnerId, reason: str) -> None:
-        mail = self._links.get(peer)
-        if mail is not None:
-            mail.link.close(reason)
+        queue = self._links.get(peer)
+        if queue is not None:
+            queue.link.close(reason)
 
     def _send(self, peer: LearnerId, head: bytes, data: wire.Buffers | None) -> None:
-        mail = self._links.get(peer)
-        if mail is not None:
-            mail.link.send(head, data)
+        queue = self._links.get(peer)
+        if queue is not None:
+            queue.link.send(head, data)
         elif peer in self._tickets and data is None:
             before = self._dialling.pop(peer, None)
             if before is not None:
@@ -143,27 +143,27 @@ class Peers:
         before = self._links.pop(peer, None)
         if before is not None:
             before.link.close("replaced by a newer connection")
-            before.over()
-        self._links[peer] = Mail(link, self._take, lambda error: self._bad(link, error))
+            before.cancel()
+        self._links[peer] = MessageQueue(link, self._take, lambda error: self._bad(link, error))
 
     def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:
-        mail = self._links.get(int(link.peer))
-        if mail is not None and mail.link is link:
-            mail.put(head, data)
+        queue = self._links.get(int(link.peer))
+        if queue is not None and queue.link is link:
+            queue.put(head, data)
 
     def closed(self, link: Link, reason: str) -> None:
-        mail = self._links.get(int(link.peer))
-        if mail is None or mail.link is not link:
+        queue = self._links.get(int(link.peer))
+        if queue is None or queue.link is not link:
             return
         if link.closed_here:
-            mail.over()
-            self._lost(mail, reason)
+            queue.cancel()
+            self._lost(queue, reason)
         else:  # a state that came whole is worth reading, whatever became of whoever sent it
-            mail.hear_out(lambda: self._lost(mail, reason))
+            queue.finish(lambda: self._lost(queue, reason))
 
-    def _lost(self, mail: Mail, reason: str) -> None:
-        peer = int(mail.link.peer)
-        if self._links.get(peer) is mail:
+    def _lost(self, queue: MessageQueue, reason: str) -> None:
+        peer = int(queue.link.peer)
+        if self._links.get(peer) is queue:
             del self._links[peer]
             self._learner.happen(ConnectionLost(peer, reason[:300]))
 
@@ -171,8 +171,8 @@ class Peers:
         envelope = wire.from_head(head).envelope
         if envelope.sender != int(link.peer) or not isinstance(envelope.body, StateRequest | StateTransfer):
             raise DataError(f"{type(envelope.body).__name__} of worker {envelope.sender} is not for a peer")
-        mail = self._links.get(int(link.peer))
-        await self._learner.take(envelope, data, lambda: mail is not None and self._links.get(int(link.peer)) is mail)
+        queue = self._links.get(int(link.peer))
+        await self._learner.take(envelope, data, lambda: queue is not None and self._links.get(int(link.peer)) is queue)
 
     def _bad(self, link: Link, error: BaseException) -> None:
         """What a peer sends may cost its connection, never this learner."""

@@ -26,7 +26,7 @@ from atoll.protocol.vocabulary import Resumed, StepDone
 from atoll.runtime.learner.address import Address, ask_for_place, own_directory
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.snapshots import LearnerSnapshots, learner_state_of
-from atoll.runtime.loop import Loop
+from atoll.runtime.loop import LoopThread
 from atoll.runtime.syncer.places import Placement
 from atoll.store.tokenizer_file import said
 from atoll.tape.format import Header, TapeWriter
@@ -56,7 +56,7 @@ def run_worker(options: WorkerOptions) -> None:
     """Returns when the run is over or this learner was asked to leave."""
     use_threads(options.threads)
     device = checked_device(options.device)
-    loop = Loop()
+    loop = LoopThread()
     try:
         placement: Placement = loop.run(ask_for_place(options.address, options.wants, random.Random()))
         config = from_builtins(placement.config)

@@ -8,7 +8,7 @@ import socket
 from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Partition
 from atoll.ids import SYNCER, LearnerId, WorkerId
 from atoll.runtime.local.proxy import Faults, Proxy
-from atoll.runtime.loop import Loop
+from atoll.runtime.loop import LoopThread
 
 
 class FaultProxies:
@@ -23,13 +23,13 @@ class FaultProxies:
         self._peer_proxies: dict[WorkerId, Proxy] = {}
         self._addresses: dict[WorkerId, str] = {}
         self._peer_addresses: dict[WorkerId, tuple[str, str]] = {}
-        self._loop: Loop | None = None
+        self._loop: LoopThread | None = None
         self._faults: Faults | None = None
 
     def start(self, syncer: str) -> None:
         if not self._to_syncer and not self._to_peer:
             return
-        self._loop = Loop()
+        self._loop = LoopThread()
         for learner in sorted(self._to_syncer):
             proxy = self._proxies[learner] = Proxy()
             self._addresses[learner] = self._loop.run(proxy.start(syncer))

@@ -18,11 +18,11 @@ import msgspec
 
 from atoll.errors import DataError
 from atoll.ids import Incarnation, LearnerId, worker_name
-from atoll.runtime.log import hushed
+from atoll.runtime.log import rate_limited
 from atoll.transport import Refused
 from atoll.transport.keys import JoinTokens, random_token_secret, session_key, session_ok
 
-said = hushed("atoll.syncer.peers")
+peer_log = rate_limited("atoll.syncer.peers")
 """What peers make us say."""
 
 PROTOCOL = 2
@@ -108,7 +108,7 @@ class Places:
 
     def _refuse(self, kind: str, reason: str, *, retry: bool = False) -> NoReturn:
         self.refused[kind] += 1
-        said.warning("refused: %s", reason)
+        peer_log.warning("refused: %s", reason)
         raise Refused(reason, retry=retry)
 
     def ticket_key(self, ticket: int, newcomer: LearnerId) -> str:

@@ -50,15 +50,15 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 from atoll.runtime import payload as wire
 from atoll.runtime.driver import Driver
-from atoll.runtime.log import hushed
-from atoll.runtime.loop import Alarm, Mail
+from atoll.runtime.log import rate_limited
+from atoll.runtime.loop import DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.directory import Home
-from atoll.runtime.syncer.places import PROTOCOL, JoinRequest, Placement, said
+from atoll.runtime.syncer.places import PROTOCOL, JoinRequest, Placement, peer_log
 from atoll.store.tensor_files import StorageFailed
 from atoll.transport import Link, LinkLimits, Refused, Server, ServerCredentials
 
 log = logging.getLogger("atoll.syncer")
-hushed("grpc._cython.cygrpc")  # a peer that does not read makes it complain, a traceback a time
+rate_limited("grpc._cython.cygrpc")  # a peer that does not read makes it complain, a traceback a time
 
 RETRY_SECONDS = 1.0
 """How often a full disk is tried again."""
@@ -94,10 +94,10 @@ class SyncerProcess:
         """Until the last outer step is stored and everybody has heard of it."""
         loop = asyncio.get_running_loop()
         self._over = loop.create_future()
-        self._alarm = Alarm(loop, self._home.clock, self._deadline)
+        self._timer = DeadlineTimer(loop, self._home.clock, self._deadline)
         self._driver = Driver(
-            self._home.machine, SYNCER, self._home.clock, self._home.tape, self._carry_out, self._alarm.set,
-            must_sync=lambda event: isinstance(event, Started | Stored), stuck=self._stuck, failed=self.fail,
+            self._home.machine, SYNCER, self._home.clock, self._home.tape, self._carry_out, self._timer.set,
+            must_sync=lambda event: isinstance(event, Started | Stored), on_tape_error=self._tape_failed, failed=self.fail,
         )  # fmt: skip
         self._loop = loop
         self._warm_up()
@@ -114,15 +114,15 @@ class SyncerProcess:
             await self._stop()
 
     async def _stop(self) -> None:
-        self._alarm.stop()
+        self._timer.stop()
         if self._home.places.refused or self._server.refused:
             log.info("refused: %s", dict(self._home.places.refused + self._server.refused))
         await self._server.stop(2.0)
         for peer in self._links.values():
-            peer.mail.over()  # whoever went just now may not have been heard out: the tape ends here
+            peer.queue.cancel()  # whoever went just now may not have been heard out: the tape ends here
         self._home.stopping.set()
         self._disk_thread.shutdown(wait=True)
-        self._home.close(complete=self._home.machine.finished and not self._driver.is_stuck)
+        self._home.close(complete=self._home.machine.finished and not self._driver.is_blocked)
 
     def leave(self) -> None:
         """Asked to stop (SIGTERM): everything is on disk already; started again in its directory it goes on."""
@@ -143,7 +143,7 @@ class SyncerProcess:
         if self._home.machine.finished:
             raise Refused("the run is over", retry=False)
         placed, key = self._home.places.place(asked.wants, self._loop.time())
-        said.info("%s is incarnation %d", worker_name(placed.learner), placed.incarnation)
+        peer_log.info("%s is incarnation %d", worker_name(placed.learner), placed.incarnation)
         return msgspec.msgpack.encode(Placement(
             learner=placed.learner, incarnation=placed.incarnation, key=key, run=self._home.run, epoch=self._home.epoch,
             config=msgspec.to_builtins(self._config), data_fingerprint=self._home.data_fingerprint,
@@ -191,7 +191,7 @@ class SyncerProcess:
         peer = _Peer(self, link, 8 * self._server.payload_bytes_max)
         before = self._links.pop(peer.learner, None)
         if before is not None:
-            before.mail.over()
+            before.queue.cancel()
             before.link.close("replaced by a newer connection")
             self._driver.happen(ConnectionLost(peer.learner, "replaced by a newer connection"))
         self._links[peer.learner] = peer
@@ -201,23 +201,23 @@ class SyncerProcess:
     def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:
         peer = self._peer(link)
         if peer is not None:
-            peer.mail.put(head, data)
+            peer.queue.put(head, data)
 
     def closed(self, link: Link, reason: str) -> None:
         peer = self._peer(link)
         if peer is None:
             return
         if link.closed_here:
-            peer.mail.over()
+            peer.queue.cancel()
             self._lost(peer, reason)
         else:  # a last contribution that came whole counts, and so does a goodbye behind it
-            peer.mail.hear_out(lambda: self._lost(peer, reason))
+            peer.queue.finish(lambda: self._lost(peer, reason))
 
     def _lost(self, peer: _Peer, reason: str) -> None:
         if self._links.get(peer.learner) is not peer:
             return  # replaced meanwhile, and told so
         del self._links[peer.learner]
-        said.info("%s: connection closed: %s", worker_name(peer.learner), reason)
+        peer_log.info("%s: connection closed: %s", worker_name(peer.learner), reason)
         self._home.places.touched(peer.learner, self._loop.time())
         self._driver.happen(ConnectionLost(peer.learner, reason[:300]))
         self._heard(peer.learner)
@@ -233,7 +233,7 @@ class SyncerProcess:
         try:
             envelope = self._possible(peer, head, data is not None)
         except (DataError, RecursionError) as error:
-            said.warning("%s: refused: %s", worker_name(peer.learner), error)
+            peer_log.warning("%s: refused: %s", worker_name(peer.learner), error)
             self._home.places.refused["message"] += 1
             peer.cut(f"refused: {error}")
             return
@@ -285,14 +285,14 @@ class SyncerProcess:
             case Send():
                 self._send(effect)
             case Refuse(peer=learner, reason=reason, disconnect=disconnect):
-                said.warning("%s: refused: %s", worker_name(learner), reason)
+                peer_log.warning("%s: refused: %s", worker_name(learner), reason)
                 peer = self._links.get(learner)
                 if disconnect and peer is not None:
                     peer.cut(f"refused: {reason}")
             case Membership(learner=learner, standing=standing, reason=reason):
                 if standing == LEFT:
                     self._home.places.left(learner)
-                said.info("%s is %s: %s", worker_name(learner), standing, reason)
+                peer_log.info("%s is %s: %s", worker_name(learner), standing, reason)
             case FixParticipants():
                 pass
             case Finished():
@@ -330,21 +330,21 @@ class SyncerProcess:
         self._held_up = True
 
     def _say_free(self) -> None:
-        if self._driver.is_stuck:
+        if self._driver.is_blocked:
             return  # the tape is not free yet
         if self._held_up:
             log.info("the disk takes bytes again: going on")
         self._held_up = False
 
-    def _stuck(self, error: OSError) -> None:
+    def _tape_failed(self, error: OSError) -> None:
         """The tape itself cannot be written: nobody is listened to until it can."""
         self._say_held_up(f"{self._home.tape_path}: {error.strerror or error}")
         for peer in list(self._links.values()):
             peer.link.close("the syncer's disk is full")
-        self._loop.call_later(RETRY_SECONDS, self._unstick)
+        self._loop.call_later(RETRY_SECONDS, self._retry_tape)
 
-    def _unstick(self) -> None:
-        if self._driver.unstick():
+    def _retry_tape(self) -> None:
+        if self._driver.retry_tape():
             self._say_free()
 
     def _send(self, send: Send) -> None:
@@ -414,7 +414,7 @@ class _Peer:
         learner, _, incarnation = link.peer.partition(".")
         self.learner, self.incarnation = int(learner), int(incarnation)
         self.link = link
-        self.mail = Mail(link, lambda _, head, data: process.take(self, head, data), process.fail, bytes_max=bytes_max)
+        self.queue = MessageQueue(link, lambda _, head, data: process.take(self, head, data), process.fail, bytes_max=bytes_max)
         self.is_cut = False
 
     def cut(self, reason: str) -> None:

@@ -97,7 +97,9 @@ def test_memory_of_a_sent_packet_goes_back_when_its_last_reader_is_gone() -> Non
     values, buffers = torch.arange(50.0), torch.ones(2)
     staged = in_pinned_memory(pool, values, buffers)
     payload = Payload("packet", staged.nbytes, StagedSend(staged))
-    assert wire.is_late(payload) and not wire.is_late(None) and not wire.is_late(Payload("packet", 0, None))
+    assert wire.waits_for_device(payload)
+    assert not wire.waits_for_device(None)
+    assert not wire.waits_for_device(Payload("packet", 0, None))
     views = wire.to_buffers(payload)
     staged.release()  # replaced at the next boundary
     assert views is not None
@@ -156,13 +158,13 @@ def test_sends_behind_one_that_waits_for_the_device_keep_their_order_by_lane() -
     sender = Sender(lambda error: said.append(str(error)))
 
     def say(word: str, *, control: bool = True, overtakes: bool = False) -> None:
-        sender.put(lambda: said.append(word), late=False, control=control, overtakes=overtakes)
+        sender.put(lambda: said.append(word), waits_for_device=False, control=control, overtakes=overtakes)
 
     say("before")
     assert said == ["before"], "what needs no wait is sent at once, by whoever says it"
     first, second = Gate(said, "first packet"), Gate(said, "second packet")
-    sender.put(first, late=True, control=False, overtakes=False)
-    sender.put(second, late=True, control=False, overtakes=False)
+    sender.put(first, waits_for_device=True, control=False, overtakes=False)
+    sender.put(second, waits_for_device=True, control=False, overtakes=False)
     say("report", overtakes=True)
     assert said == ["before", "report"]
     say("hello")
@@ -184,9 +186,9 @@ def test_send_that_fails_is_told_and_the_rest_goes_on() -> None:
     def fails() -> None:
         raise RuntimeError("the device is gone")
 
-    sender.put(fails, late=True, control=False, overtakes=False)
+    sender.put(fails, waits_for_device=True, control=False, overtakes=False)
     sender.drain()
-    sender.put(lambda: said.append("next"), late=False, control=True, overtakes=False)
+    sender.put(lambda: said.append("next"), waits_for_device=False, control=True, overtakes=False)
     assert said == ["failed: the device is gone", "next"]
 
 

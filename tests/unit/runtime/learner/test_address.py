@@ -76,7 +76,7 @@ def test_run_that_was_never_told_of_its_frozen_part_is_joined_with_a_warning(cap
     assert ["not compared" in r.getMessage() for r in caplog.records] == [True]
 
 
-def test_first_learner_offers_the_fingerprint_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_first_learner_uploads_the_fingerprint_of_the_whole_model(monkeypatch: pytest.MonkeyPatch) -> None:
     uploaded: list[Layout] = []
     model = model_of(0.5)
 
@@ -84,7 +84,7 @@ def test_first_learner_offers_the_fingerprint_of_the_whole_model(monkeypatch: py
         return fingerprint(model).encode()
 
     monkeypatch.setattr(join_upload, "pack_model", lambda layout, *_: uploaded.append(layout))
-    monkeypatch.setattr(join_upload, "_offer", answer)
+    monkeypatch.setattr(join_upload, "upload_model", answer)
     torch.manual_seed(0)
     address = Address(syncer="127.0.0.1:1", token="t", run="", listen="", advertise="")
     place = Placement(
