@@ -32,6 +32,7 @@ import torch
 
 from atoll.codecs import Packet, codec
 from atoll.config import Config, from_builtins, to_toml
+from atoll.config.models import SIZES
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Contribution, Effect, Event, InnerStep, Message, Received, Send, StepDone
 from atoll.runtime.learner.address import Address, ask_for_place
@@ -39,7 +40,7 @@ from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.loop import LoopThread
 from atoll.tasks.task import layout_for
 from atoll.transport.keys import read_token
-from atoll.workload.models.decoder import SIZES, build_model
+from atoll.workload.models.decoder import build_model
 
 START_SECONDS = 120.0
 TICKS = os.sysconf("SC_CLK_TCK")

@@ -28,6 +28,7 @@ import torch
 
 from atoll.chaos import ChaosPlan, Scavenge
 from atoll.config import ALL, Config, changed, load
+from atoll.config.models import SIZES
 from atoll.executor.fleet.executor import FleetExecutor
 from atoll.executor.virtual_run import evaluated_on
 from atoll.ids import SYNCER, LearnerId, Nanos, WorkerId
@@ -40,7 +41,6 @@ from atoll.sim.slices import SliceHardware
 from atoll.tape.heldout import HeldoutPoint
 from atoll.tasks.task import language_task
 from atoll.views.run import RunView, summarise
-from atoll.workload.models.decoder import SIZES
 
 TRAIN = "wiki-train.jsonl.xz,gutenberg-train-0*.jsonl.xz"
 HELDOUT = "wiki-val.jsonl.xz,gutenberg-val.jsonl.xz"

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from atoll.config.checks import contradictions
+from atoll.config.models import check_model, resolved_model, with_size
 from atoll.config.presets import PRESETS, preset
 from atoll.config.renamed import RENAMED
 from atoll.config.sections import Config, Inner
@@ -34,13 +35,13 @@ def load(
     if not isinstance(chosen, str):
         raise ConfigError(f"preset = {chosen!r}: must be one of {', '.join(PRESETS)}")
     tables["preset"] = chosen
-    layers = [tables, special.get(chosen, {}), overrides or {}, *map(parse_assignment, assignments)]
+    layers = [tables, special.get(chosen, {}), overrides or {}, *_sizes_first(assignments)]
     optimizer = _chosen_optimizer(layers)
     raw = msgspec.to_builtins(preset(chosen, optimizer))
     if isinstance(own, str) and own in PRESETS and own != chosen:
         _refuse_new_name(recipe, (own, chosen), tables, special, optimizer)
     for layer in layers:
-        _lay_over(raw, layer, "")
+        _lay(raw, layer)
     if raw["preset"] != chosen:
         raise ConfigError(f"key preset = {raw['preset']!r}: a preset is chosen by --preset or at the top of a recipe")
     return from_builtins(raw)
@@ -55,7 +56,7 @@ def _refuse_new_name(
     for name in names:
         raw = msgspec.to_builtins(preset(name, optimizer))
         for layer in (tables, special.get(name, {})):
-            _lay_over(raw, layer, "")
+            _lay(raw, layer)
         trained.append(raw | {"preset": names[1]})
     if trained[0] == trained[1]:
         raise ConfigError(
@@ -92,8 +93,8 @@ def recipe_for(recipe: Path, preset_name: str) -> dict[str, Any]:
 def changed(config: Config, assignments: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> Config:
     """A complete config with some of its keys laid over."""
     raw = msgspec.to_builtins(config)
-    for layer in (overrides or {}, *map(parse_assignment, assignments)):
-        _lay_over(raw, layer, "")
+    for layer in (overrides or {}, *_sizes_first(assignments)):
+        _lay(raw, layer)
     return from_builtins(raw)
 
 
@@ -118,6 +119,22 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
             yield from _numbers(inner, path)
     elif isinstance(value, float):
         yield path, value
+
+
+def _sizes_first(assignments: Sequence[str]) -> list[dict[str, Any]]:
+    """Every --set is as explicit as the next, so a number given there wins over a size, whichever stands first."""
+    return sorted(map(parse_assignment, assignments), key=lambda layer: not _size_in(layer))
+
+
+def _size_in(layer: Mapping[str, Any]) -> object:
+    model = layer.get("model")
+    return model.get("size") if isinstance(model, Mapping) else None
+
+
+def _lay(raw: dict[str, Any], layer: Mapping[str, Any]) -> None:
+    if size := _size_in(layer):
+        raw["model"]["numbers"] = with_size(raw["model"]["numbers"], size)
+    _lay_over(raw, layer, "")
 
 
 def _lay_over(base: dict[str, Any], layer: Mapping[str, Any], path: str) -> None:
@@ -168,6 +185,8 @@ def _choices(kind: Any) -> list[str]:
 
 
 def _resolved(config: Config) -> Config:
+    size, numbers = resolved_model(config.model)
+    config = msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, size=size, numbers=numbers))
     protocol = config.protocol
     if protocol.fragmentation == "whole" and protocol.fragments != 1:
         protocol = msgspec.structs.replace(protocol, fragments=1)
@@ -177,6 +196,7 @@ def _resolved(config: Config) -> Config:
     for wrong, sentence in contradictions(config):
         if wrong:
             raise ConfigError(sentence)
+    check_model(config)
     return config
 
 

@@ -149,6 +149,9 @@ class Model(_Section, frozen=True):
     name: str = "decoder"
     """`decoder`; `lenet5`, `resnet18`, `vlm` on pictures (docs/research/vision.md); `custom`: whatever the first learner brings
     (atoll.join); or package.module:function, which each learner and the syncer must allow by --allow-model."""
+    size: str = ""
+    """A decoder's width, layers, heads and so on by one name, such as "35M" (docs/research/models.md lists them). Numbers given
+    beside it or in a later layer win over the size's. A resolved config holds the numbers, and an empty size."""
     numbers: dict[str, int | float | bool] = {}
     """The model's own numbers, such as `width`, `layers` and `heads`: see docs/research/models.md."""
     dtype: Literal["float32", "bfloat16"] = "float32"

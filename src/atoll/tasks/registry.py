@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Final
 
 from atoll.config import Config
+from atoll.config.models import QUESTION_SOURCES
 from atoll.errors import ConfigError
 from atoll.tasks.task import Task, language_task
 from atoll.tasks.vision import VISION_MODELS, vision_task
 from atoll.workload.data.corpus import Progress
 from atoll.workload.data.images import SOURCES, split_source
-from atoll.workload.data.questions import QUESTION_SOURCES
 
 PICTURES: Final = frozenset((*SOURCES, *QUESTION_SOURCES))
 
@@ -21,9 +21,7 @@ def task_for(config: Config, allowed: Collection[str] = (), progress: Progress |
     """`allowed`: code of the user's own that may be imported, see `language_workbench`; `progress` hears of long work."""
     if config.model.name in VISION_MODELS:
         return vision_task(config)
-    corpus, augment = config.data.corpus, config.data.augment
+    corpus = config.data.corpus
     if split_source(corpus)[0] in PICTURES and not Path(corpus).exists():
         raise ConfigError(f"key data.corpus = {corpus!r}: holds pictures; model.name must be {', '.join(VISION_MODELS)}")
-    if augment != "none":
-        raise ConfigError(f"key data.augment = {augment!r}: is for pictures; model.name must be {', '.join(VISION_MODELS)}")
     return language_task(config, allowed, progress)

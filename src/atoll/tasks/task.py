@@ -9,12 +9,13 @@ import importlib
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atoll.config import Config
+from atoll.config.models import DECODER, SIZES, USUAL_SIZE
 from atoll.errors import ConfigError
 from atoll.ids import LearnerId
 from atoll.rules import samples_max, samples_of
@@ -28,10 +29,7 @@ from atoll.workload.data.stream import Stream, heldout_batches
 from atoll.workload.data.tokenizer import Tokenizer
 from atoll.workload.data.tokens import text_data
 from atoll.workload.evaluation.evaluate import heldout_loss
-from atoll.workload.models.decoder import SIZES, build_model, language_model_loss, logits_of
-
-DECODER: Final = "decoder"
-"""The language model of ours; another name is code of the user's."""
+from atoll.workload.models.decoder import build_model, language_model_loss, logits_of
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ def model_builder(config: Config, tokenizer: Tokenizer, allowed: Collection[str]
     """Makes the language model a config names, with its initial weights. A decoder without a size of its own is `nano`; code of
     the user's has sizes of its own, by names of its own."""
     maker = _model_maker(config.model.name, allowed)
-    usual = SIZES["nano"] if config.model.name == DECODER else {}
+    usual = SIZES[USUAL_SIZE] if config.model.name == DECODER else {}
     numbers = usual | {"vocab": tokenizer.vocab_size, "context": config.data.seq_len} | config.model.numbers
     if int(numbers["vocab"]) < tokenizer.vocab_size:
         raise ConfigError(f"key model.numbers.vocab = {numbers['vocab']}: the tokenizer has {tokenizer.vocab_size} entries")
@@ -123,9 +121,6 @@ def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, 
     if name == DECODER:
         return lambda numbers, seed: build_model(DECODER, dict(numbers), seed)
     module, _, function = name.partition(":")
-    if not all(part.isidentifier() for part in (*module.split("."), function)):
-        known = "'decoder', 'lenet5', 'resnet18', 'vlm', 'custom'"
-        raise ConfigError(f"key model.name = {name!r}: must be {known} or package.module:function")
     if name not in allowed:
         raise ConfigError(f"key model.name = {name!r}: is code of yours; allow it here with --allow-model {name}")
     try:

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from atoll.config import Config
+from atoll.config.models import SIZES, USUAL_SIZE, Number
 from atoll.errors import ConfigError
 from atoll.ids import LearnerId
 from atoll.rules import samples_max, samples_of
 from atoll.tasks.task import Task, layout_for
 from atoll.workload.data.images import ImageStream, Scale, heldout_images, load_images, spread
 from atoll.workload.data.questions import UNASKED, Asked, Encoded, QuestionStream, load_questions
-from atoll.workload.data.tokenizer import BYTE_VOCAB
 from atoll.workload.evaluation.evaluate import heldout_classes
-from atoll.workload.models.decoder import SIZES, Number, build_model
+from atoll.workload.models.decoder import build_model
 from atoll.workload.models.vision import LeNet5, ResNet, classification_loss
 from atoll.workload.models.vlm import answer_loss, heldout_answers, patches_of, vision_language
 
@@ -38,8 +38,6 @@ def _classes(config: Config) -> Task:
     d, name = config.data, config.model.name
     data = load_images(d.corpus)
     _, channels, size, _ = data.train.pixels.shape
-    if name == "resnet18" and min(d.samples_by_learner or (d.batch_size,)) < 2:
-        raise ConfigError("key data.batch_size = 1: batch normalisation needs at least 2 pictures to compare")
     numbers: dict[str, Number] = {"channels": channels, "classes": data.classes}
     if name == "lenet5":
         numbers["size"] = size
@@ -58,15 +56,11 @@ def _classes(config: Config) -> Task:
 def _questions(config: Config) -> Task:
     """Questions about pictures. The tokens that count are the answers': nothing else is learnt."""
     d = config.data
-    if d.augment != "none":
-        raise ConfigError(f"key data.augment = {d.augment!r}: a mirrored picture has other answers; it must be 'none'")
     data = load_questions(d.corpus)
     _, channels, size, _ = data.train.pixels.shape
-    patch, vocab = int(config.model.numbers.get("patch", 4)), config.model.numbers.get("vocab", BYTE_VOCAB)
-    if vocab < BYTE_VOCAB:
-        raise ConfigError(f"key model.numbers.vocab = {vocab}: the tokenizer has {BYTE_VOCAB} entries")
+    patch = int(config.model.numbers.get("patch", 4))
     context = patches_of(size, max(patch, 1)) + d.seq_len
-    build = _builder(config, SIZES["nano"] | {"channels": channels, "size": size, "context": context})
+    build = _builder(config, SIZES[USUAL_SIZE] | {"channels": channels, "size": size, "context": context})
     stream = QuestionStream(data, config.seed, config.learners, samples_max(config), d.seq_len)
     held = Encoded(data.heldout, Scale(data.train.pixels), d.seq_len)
     parts = spread(len(held), d.batch_size, d.heldout_batches)

@@ -398,8 +398,9 @@ def test_set_quorum_takes_a_number_or_all() -> None:
     assert load(assignments=["protocol.quorum=all"]).protocol.quorum == ALL
 
 
-def test_set_of_model_numbers_is_free_because_models_are() -> None:
-    assert load(assignments=["model.numbers.layers=6", "model.numbers.odd=0.5"]).model.numbers == {"layers": 6, "odd": 0.5}
+def test_set_of_model_numbers_is_free_where_the_model_is_the_users_code() -> None:
+    given = ["model.name=own.code:make", "model.numbers.layers=6", "model.numbers.odd=0.5"]
+    assert load(assignments=given).model.numbers == {"layers": 6, "odd": 0.5}
 
 
 def test_set_twice_the_later_wins() -> None:
@@ -428,7 +429,7 @@ def test_toml_of_a_preset_loads_back_as_the_same_config(tmp_path: Path, name: st
 
 def test_toml_of_a_changed_config_loads_back_as_the_same_config(tmp_path: Path) -> None:
     config = load(preset_name="decoupled", assignments=[
-        "learners=2", "data.samples_by_learner=[3, 5]", "model.numbers.layers=6", "model.numbers.dropout=0.1",
+        "learners=2", "data.samples_by_learner=[3, 5]", "model.numbers={experts = 4, balance = 0.1}",
         'data.corpus="a \\"quoted\\" päth\\\\x"', "protocol.quorum=all", "cluster.latency_seconds=1e-9",
     ])  # fmt: skip
     assert config.data.corpus == 'a "quoted" päth\\x'

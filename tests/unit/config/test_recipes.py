@@ -15,11 +15,12 @@ from command import atoll
 
 from atoll.chaos import ChaosPlan
 from atoll.config import PRESETS, Config, load, warnings
+from atoll.config.models import SIZES
 from atoll.sim.run import run_virtual
 from atoll.workload.data.corpus import stdlib_corpus
 from atoll.workload.data.tokenizer import ByteTokenizer
 from atoll.workload.evaluation.export import hf_tokenizer
-from atoll.workload.models.decoder import SIZES, build_model
+from atoll.workload.models.decoder import build_model
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 RUNS = sorted(path for path in RECIPES.glob("*.toml") if "[[faults]]" not in path.read_text(encoding="utf8"))

@@ -25,6 +25,7 @@ BY_ANOTHER = {
     "data.samples_by_learner": "data.batch_size, the largest of them",
     "protocol.contribution": "outer.outer_optimizer: 'gradient' and 'inner' go together",
     "protocol.ramp": "where the ramp ends",
+    "model.size": "model.numbers: a resolved config holds the size's numbers",
 }
 
 
@@ -61,7 +62,7 @@ def test_every_key_is_kept_or_known_to_be_harmless() -> None:
     "change",
     [
         "seed=1", "data.batch_size=4", "data.samples_by_learner=[4, 2, 2, 2]", "data.seq_len=32", "inner.accumulate=2",
-        "protocol.local_steps_per_round=12", "model.name=resnet18", "model.numbers={heads=8}", "model.dtype=bfloat16",
+        "protocol.local_steps_per_round=12", "model.name=own:make", "model.numbers={heads=8}", "model.dtype=bfloat16",
         "protocol.fragmentation=tensor", "protocol.fragments=12", "outer.apply_outer_optimizer_to=all_floating",
         "outer.outer_optimizer=sgd", "outer.outer_optimizer=delayed_nesterov", "protocol.error_feedback=true",
         "inner.optimizer=Adam", "inner.optimizer=SGD", "inner.weight_decay=0.3", "inner.betas=[0.5, 0.6]",

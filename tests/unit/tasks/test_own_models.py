@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from atoll.config import Config, load
+from atoll.config.models import SIZES
 from atoll.errors import ConfigError
 from atoll.tasks.task import Task, language_task
 from atoll.workload.evaluation.evaluate import heldout_loss
 from atoll.workload.evaluation.likelihood import Query, likelihoods
-from atoll.workload.models.decoder import SIZES, language_model_loss
+from atoll.workload.models.decoder import language_model_loss
 
 OWN = """
 import torch

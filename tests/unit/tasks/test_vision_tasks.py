@@ -112,9 +112,9 @@ def test_batches_of_uneven_learners_and_their_counts() -> None:
         ("mnist_lenet5_diloco", ["data.corpus=digits_grid"], "needs digits, mnist:DIR or cifar10:DIR"),
         ("mnist_lenet5_diloco", ["data.corpus=digits", "model.numbers.classes=3"], "is the data's to say"),
         ("mnist_lenet5_diloco", ["data.corpus=digits", "model.numbers.depth=3"], "has no number depth"),
-        ("cifar10_resnet18_diloco", ["data.corpus=digits", "data.batch_size=1"], "at least 2 pictures"),
+        ("cifar10_resnet18_diloco", ["data.corpus=digits", "data.batch_size=1"], "at least 2 images"),
         ("tiny", ["data.corpus=mnist:data"], "holds pictures; model.name must be lenet5, resnet18, vlm"),
-        ("tiny", ["data.augment=crop"], "is for pictures"),
+        ("tiny", ["data.augment=crop"], "is for images"),
         ("digits_vqa", ["model.numbers.vocab=256"], r"key model.numbers.vocab = 256: the tokenizer has 257 entries"),
     ],
 )

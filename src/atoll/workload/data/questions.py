@@ -109,7 +109,6 @@ class QuestionStream:
 # ---------------------------------------------------------------- sources
 
 
-QUESTION_SOURCES: Final = ("digits_grid", "easy_vqa")
 EASY_VQA: Final = "the easy-vqa package, unzipped, or its folder data (pip download --no-deps easy-vqa==1.0)"
 
 

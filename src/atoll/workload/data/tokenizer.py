@@ -21,12 +21,12 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import Split
 from tokenizers.trainers import BpeTrainer
 
+from atoll.config.models import BYTE_VOCAB
 from atoll.errors import DataError
 from atoll.workload.data.packing import counted_from, opened
 
 END_OF_DOCUMENT: Final = 256
 END_TEXT: Final = "<|endoftext|>"
-BYTE_VOCAB: Final = 257
 VOCAB_MAX: Final = 65_536
 
 Pair: TypeAlias = tuple[int, int]

@@ -16,9 +16,10 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import Tensor
 
+from atoll.config.models import DecoderShape
 from atoll.errors import ConfigError
 from atoll.workload.data.tokenizer import END_TEXT, BpeTokenizer, ByteTokenizer
-from atoll.workload.models.decoder import INIT_STD, NORM_EPS, ROPE_BASE, DecoderShape
+from atoll.workload.models.decoder import INIT_STD, NORM_EPS, ROPE_BASE
 
 _TOP: Final = {
     "embedding.weight": "model.embed_tokens.weight",

@@ -14,97 +14,24 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import Final, TypeAlias, cast
+from dataclasses import replace
+from typing import Final, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atoll.config.models import DecoderShape, Number, Rule, check_numbers
 from atoll.errors import ConfigError
 from atoll.workload.data.seeds import generator
 from atoll.workload.models.mlp import BatchNormMlp, Mlp, unset_linear
-from atoll.workload.models.moe import ALIGNED, ExpertMlp
+from atoll.workload.models.moe import ExpertMlp
 
 INIT_STD: Final = 0.02
 ROPE_BASE: Final = 10_000.0
 NORM_EPS: Final = 1e-6
 Z_LOSS: Final = 1e-4
 """Weight of the squared log of the softmax's denominator: it keeps logits from drifting, and is no part of held-out loss."""
-
-Number: TypeAlias = int | float | bool
-
-
-@dataclass(frozen=True)
-class DecoderShape:
-    vocab: int
-    width: int
-    layers: int
-    heads: int
-    mlp: int
-    tied: bool = False
-    context: int = 1024
-    """The longest sequence the rotary tables cover. No weight depends on it."""
-    experts: int = 0
-    """0: a dense model. Otherwise `mlp` is the hidden width of one expert."""
-    top_k: int = 2
-    """Experts that a token goes through."""
-    shared: int = 0
-    """Further experts that every token goes through; a Hugging Face export has no place for them."""
-    balance: float = 0.01
-    """Weight of the load-balancing loss, the mean over the blocks, in training."""
-
-    def __post_init__(self) -> None:
-        for name in ("vocab", "width", "layers", "heads", "mlp", "context"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"model.numbers.{name} = {getattr(self, name)}: must be at least 1")
-        if self.width % (2 * self.heads):
-            raise ConfigError(
-                f"model.numbers.width = {self.width} with model.numbers.heads = {self.heads}: "
-                f"the width must be a multiple of 2 x heads = {2 * self.heads} (rotary positions turn pairs)"
-            )
-        if self.experts:
-            self._check_experts()
-        else:
-            self._check_dense()
-
-    def _check_dense(self) -> None:
-        """A number that nothing reads is a mistake: most often the experts themselves were forgotten."""
-        for name in ("top_k", "shared", "balance"):
-            if getattr(self, name) != getattr(DecoderShape, name):
-                why = "is of a model with experts, and model.numbers.experts is 0; leave it out, or give experts"
-                raise ConfigError(f"model.numbers.{name} = {getattr(self, name)}: {why}")
-
-    def _check_experts(self) -> None:
-        if not 2 <= self.top_k <= self.experts:
-            raise ConfigError(
-                f"model.numbers.top_k = {self.top_k} of model.numbers.experts = {self.experts}: must be 2 to the number of "
-                f"experts (one expert's normalised probability is always 1, and its router would learn nothing)"
-            )
-        for name, value in (("width", self.width), ("mlp", self.mlp)):
-            if value % ALIGNED:
-                raise ConfigError(f"model.numbers.{name} = {value}: must be a multiple of {ALIGNED} in a model with experts")
-
-
-SIZES: Final[dict[str, dict[str, Number]]] = {
-    "nano": {"width": 32, "layers": 4, "heads": 2, "mlp": 64},
-    "tiny": {"width": 64, "layers": 4, "heads": 4, "mlp": 128},
-    "small": {"width": 256, "layers": 8, "heads": 4, "mlp": 768},
-    "moe_nano": {"width": 32, "layers": 4, "heads": 2, "mlp": 32, "experts": 4, "top_k": 2},
-    "moe_35M": {"width": 512, "layers": 6, "heads": 8, "mlp": 688, "tied": True, "experts": 8, "top_k": 2},
-    "35M": {"width": 512, "layers": 6, "heads": 8, "mlp": 1368, "tied": True},
-    "100M": {"width": 768, "layers": 9, "heads": 12, "mlp": 2048, "tied": True},
-    "200M": {"width": 1024, "layers": 12, "heads": 16, "mlp": 2736, "tied": True},
-    "300M": {"width": 1280, "layers": 15, "heads": 20, "mlp": 3416, "tied": True},
-    "500M": {"width": 1536, "layers": 18, "heads": 24, "mlp": 4096, "tied": True},
-    "1B": {"width": 2048, "layers": 24, "heads": 32, "mlp": 5464, "tied": True},
-    "4B": {"width": 3072, "layers": 36, "heads": 48, "mlp": 8192, "tied": True},
-}
-"""Decoder sizes by name, all but the vocabulary, which is the tokenizer's to say. Those from 35M on are Streaming DiLoCo's
-(arXiv 2501.18512, Table 2): a gated MLP has three matrices where theirs has two, so its hidden width is two thirds of the
-listed one, rounded up to a multiple of 8, and the sizes match. The moe ones are named by the dense size whose parameters a token
-meets in them: two of eight experts of half the hidden width."""
-
 
 class RmsNorm(nn.Module):
     def __init__(self, width: int) -> None:
@@ -295,22 +222,15 @@ def build_model(
     if name not in models:
         raise ConfigError(f"model.name = {name!r}: there is no such model; there are {', '.join(sorted(models))}")
     allowed = {key: p for key, p in inspect.signature(models[name]).parameters.items() if key != "seed"}
-    unknown = sorted(set(numbers) - set(allowed))
-    if unknown:
-        raise ConfigError(f"model {name!r} has no number {', '.join(unknown)}; it takes {', '.join(allowed)}")
+    check_numbers(name, numbers, {key: rule_of(parameter) for key, parameter in allowed.items()})
     missing = [key for key, p in allowed.items() if p.default is inspect.Parameter.empty and key not in numbers]
     if missing:
         raise ConfigError(f"model {name!r} also needs {', '.join(missing)}; it takes {', '.join(allowed)}")
-    for key, value in numbers.items():
-        _check_number(key, value, allowed[key])
     return models[name](seed, **numbers)
 
 
-def _check_number(key: str, value: Number, parameter: inspect.Parameter) -> None:
-    wanted = getattr(parameter.annotation, "__name__", parameter.annotation)
-    if type(value).__name__ != wanted and not (wanted == "float" and type(value) is int):
-        right = {"bool": "true or false", "float": "a number"}.get(wanted, "a whole number")
-        raise ConfigError(f"model.numbers.{key} = {value!r}: must be {right}")
-    least = 0 if parameter.default == 0 or wanted == "float" else 1
-    if wanted != "bool" and value < least:
-        raise ConfigError(f"model.numbers.{key} = {value}: must be at least {least}")
+def rule_of(parameter: inspect.Parameter) -> Rule:
+    """What a builder's signature says of a number. Annotations are text in a file that postpones their evaluation."""
+    named = getattr(parameter.annotation, "__name__", parameter.annotation)
+    kind = {"bool": bool, "float": float}.get(named, int)
+    return Rule(kind, 0 if parameter.default == 0 or kind is float else 1)

@@ -11,16 +11,11 @@ between experts, and a Hugging Face state dict is a matter of indexing.
 
 from __future__ import annotations
 
-from typing import Final
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from atoll.workload.models.mlp import unset_linear
-
-ALIGNED: Final = 8
-"""Grouped products want rows of 16 bytes: 8 numbers in bf16."""
 
 
 class ExpertMlp(nn.Module):

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from atoll.workload.models.decoder import NORM_EPS, Z_LOSS, DecoderShape, rotate
+from atoll.config.models import DecoderShape
+from atoll.workload.models.decoder import NORM_EPS, Z_LOSS, rotate
 
 Weights = Mapping[str, Tensor]
 """By `Decoder`'s own names, each [M, *shape]."""

@@ -12,12 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from atoll.config.models import BYTE_VOCAB, DecoderShape
 from atoll.errors import ConfigError
 from atoll.workload.data.questions import UNASKED, Asked, prompt
 from atoll.workload.data.seeds import generator
-from atoll.workload.data.tokenizer import BYTE_VOCAB, END_OF_DOCUMENT
+from atoll.workload.data.tokenizer import END_OF_DOCUMENT
 from atoll.workload.evaluation.evaluate import evaluating
-from atoll.workload.models.decoder import INIT_STD, DecoderShape, build_decoder, token_losses
+from atoll.workload.models.decoder import INIT_STD, build_decoder, token_losses
 from atoll.workload.models.mlp import unset_linear
 
 

@@ -9,6 +9,7 @@ import torch
 
 from atoll.chaos import ChaosPlan, Kill
 from atoll.config import Config, load
+from atoll.config.models import DecoderShape
 from atoll.errors import ConfigError
 from atoll.executor.fleet.executor import FleetExecutor
 from atoll.executor.virtual_run import TensorExecutor
@@ -17,7 +18,7 @@ from atoll.sim.cluster import VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.slices import SliceHardware
 from atoll.tasks.task import initial_versions, language_task
-from atoll.workload.models.decoder import DecoderShape, build_decoder, language_model_loss
+from atoll.workload.models.decoder import build_decoder, language_model_loss
 from atoll.workload.models.stacked import stacked_loss
 
 CPU = torch.device("cpu")

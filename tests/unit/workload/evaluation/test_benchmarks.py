@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from atoll.config.models import DecoderShape
 from atoll.errors import DataError
 from atoll.workload.data.tokenizer import BpeTokenizer, ByteTokenizer
 from atoll.workload.evaluation.benchmarks import TASKS, Item, find_file, read_items, result
 from atoll.workload.evaluation.likelihood import Likelihood, Query, encode, likelihoods
-from atoll.workload.models.decoder import DecoderShape, build_decoder
+from atoll.workload.models.decoder import build_decoder
 
 RECORDS: dict[str, dict[str, object]] = {
     "hellaswag": {

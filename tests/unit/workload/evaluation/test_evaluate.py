@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from atoll.config.models import DecoderShape
 from atoll.errors import DataError
 from atoll.workload.evaluation.evaluate import heldout_loss
-from atoll.workload.models.decoder import Z_LOSS, DecoderShape, build_decoder, language_model_loss
+from atoll.workload.models.decoder import Z_LOSS, build_decoder, language_model_loss
 
 
 class Biased(nn.Module):

@@ -9,12 +9,13 @@ import torch
 from tokenizers import Tokenizer
 from torch import nn
 
+from atoll.config.models import DecoderShape
 from atoll.errors import ConfigError
 from atoll.tensors.access import named_tensors
 from atoll.workload.data.corpus import stdlib_corpus
 from atoll.workload.data.tokenizer import ByteTokenizer, train_bpe
 from atoll.workload.evaluation.export import byte_characters, hf_config, hf_tensors, hf_tokenizer
-from atoll.workload.models.decoder import Decoder, DecoderShape, build_decoder
+from atoll.workload.models.decoder import Decoder, build_decoder
 
 DENSE = DecoderShape(vocab=40, width=16, layers=2, heads=2, mlp=24, context=12)
 TIED = DecoderShape(vocab=40, width=16, layers=2, heads=4, mlp=24, context=12, tied=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from atoll.config.models import SIZES, DecoderShape
 from atoll.errors import ConfigError
 from atoll.workload.data.corpus import stdlib_corpus
 from atoll.workload.data.stream import Stream, heldout_batches, token_data
@@ -14,9 +15,7 @@ from atoll.workload.data.tokenizer import ByteTokenizer
 from atoll.workload.evaluation.evaluate import heldout_loss
 from atoll.workload.models.decoder import (
     MODELS,
-    SIZES,
     Decoder,
-    DecoderShape,
     build_decoder,
     build_model,
     language_model_loss,
@@ -181,14 +180,17 @@ def test_build_model_by_name_is_the_decoder_of_that_shape() -> None:
     ("name", "numbers", "sentence"),
     [
         ("gpt9", {}, "model.name = 'gpt9': there is no such model; there are batchnorm_mlp, decoder, mlp"),
-        ("mlp", {"inputs": 1, "depth": 2}, "model 'mlp' has no number depth; it takes inputs, hidden, outputs"),
+        (
+            "mlp", {"inputs": 1, "depth": 2},
+            "key model.numbers.depth = 2: model 'mlp' has no number depth; it takes inputs, hidden, outputs",
+        ),
         ("mlp", {"inputs": 1}, "model 'mlp' also needs hidden, outputs; it takes inputs, hidden, outputs"),
-        ("mlp", {"inputs": 1.5, "hidden": 1, "outputs": 1}, "model.numbers.inputs = 1.5: must be a whole number"),
-        ("mlp", {"inputs": True, "hidden": 1, "outputs": 1}, "model.numbers.inputs = True: must be a whole number"),
-        ("mlp", {"inputs": 0, "hidden": 1, "outputs": 1}, "model.numbers.inputs = 0: must be at least 1"),
-        ("decoder", dict(SIZES["nano"], vocab=9, tied=1), "model.numbers.tied = 1: must be true or false"),
+        ("mlp", {"inputs": 1.5, "hidden": 1, "outputs": 1}, "key model.numbers.inputs = 1.5: must be a whole number"),
+        ("mlp", {"inputs": True, "hidden": 1, "outputs": 1}, "key model.numbers.inputs = True: must be a whole number"),
+        ("mlp", {"inputs": 0, "hidden": 1, "outputs": 1}, "key model.numbers.inputs = 0: must be at least 1"),
+        ("decoder", dict(SIZES["nano"], vocab=9, tied=1), "key model.numbers.tied = 1: must be true or false"),
     ],
-)
+)  # fmt: skip
 def test_build_model_from_wrong_numbers_says_what_is_allowed(
     name: str, numbers: Mapping[str, int | float | bool], sentence: str
 ) -> None:

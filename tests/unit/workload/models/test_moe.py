@@ -11,20 +11,13 @@ from torch import Tensor
 
 from atoll.chaos import ChaosPlan
 from atoll.config import load
+from atoll.config.models import SIZES, DecoderShape
 from atoll.errors import ConfigError
 from atoll.sim.run import run_virtual
 from atoll.tasks.task import layout_for
 from atoll.tasks.trained import open_trained
 from atoll.workload.evaluation.evaluate import heldout_loss
-from atoll.workload.models.decoder import (
-    SIZES,
-    Decoder,
-    DecoderShape,
-    build_decoder,
-    build_model,
-    language_model_loss,
-    token_losses,
-)
+from atoll.workload.models.decoder import Decoder, build_decoder, build_model, language_model_loss, token_losses
 from atoll.workload.models.moe import ExpertMlp, route, run_experts, unevenness
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "moe_tiny.toml"
@@ -153,16 +146,16 @@ def test_moe_35m_uses_as_many_parameters_a_token_as_the_dense_35m() -> None:
 @pytest.mark.parametrize(
     ("numbers", "sentence"),
     [
-        ({"top_k": 1}, "model.numbers.top_k = 1 of model.numbers.experts = 4: must be 2 to the number of experts"),
-        ({"top_k": 5}, "model.numbers.top_k = 5 of model.numbers.experts = 4: must be 2 to the number of experts"),
-        ({"mlp": 20}, "model.numbers.mlp = 20: must be a multiple of 8 in a model with experts"),
-        ({"balance": -0.5}, "model.numbers.balance = -0.5: must be at least 0"),
-        ({"balance": True}, "model.numbers.balance = True: must be a number"),
-        ({"experts": -1}, "model.numbers.experts = -1: must be at least 0"),
-        ({"experts": 2.0}, "model.numbers.experts = 2.0: must be a whole number"),
-        ({"experts": 0, "top_k": 3}, "model.numbers.top_k = 3: is of a model with experts, and model.numbers.experts is 0;"),
-        ({"experts": 0, "shared": 1}, "model.numbers.shared = 1: is of a model with experts"),
-        ({"experts": 0, "balance": 0.0}, "model.numbers.balance = 0.0: is of a model with experts"),
+        ({"top_k": 1}, "key model.numbers.top_k = 1 of model.numbers.experts = 4: must be 2 to the number of experts"),
+        ({"top_k": 5}, "key model.numbers.top_k = 5 of model.numbers.experts = 4: must be 2 to the number of experts"),
+        ({"mlp": 20}, "key model.numbers.mlp = 20: must be a multiple of 8 in a model with experts"),
+        ({"balance": -0.5}, "key model.numbers.balance = -0.5: must be at least 0"),
+        ({"balance": True}, "key model.numbers.balance = True: must be a number"),
+        ({"experts": -1}, "key model.numbers.experts = -1: must be at least 0"),
+        ({"experts": 2.0}, "key model.numbers.experts = 2.0: must be a whole number"),
+        ({"experts": 0, "top_k": 3}, "key model.numbers.top_k = 3: is of a model with experts, and model.numbers.experts is 0;"),
+        ({"experts": 0, "shared": 1}, "key model.numbers.shared = 1: is of a model with experts"),
+        ({"experts": 0, "balance": 0.0}, "key model.numbers.balance = 0.0: is of a model with experts"),
     ],
 )
 def test_wrong_numbers_of_experts_are_refused(numbers: dict[str, float], sentence: str) -> None:
