@@ -1,22 +1,32 @@
-"""What a run's token numbers mean, kept in its folder: its tokenizer, and which text it was trained on.
+"""The tokenizer of a run and the fingerprint of its text, kept in the run's folder.
 
-Weights without their tokenizer are no model. The config only says how the tokenizer was come by (trained on the text, read from
-a file), and text and files change: the same recipe later, or on another machine, gives another one of the same size.
+Weights without their tokenizer cannot be used. The config only says where the tokenizer comes from (trained on the text, or a
+file), and texts and files change: the same recipe later, or on another machine, may give another tokenizer of the same size.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, Protocol
 
 import msgspec
 
-from atoll.config import Data
+from atoll.config import Config, Data
 from atoll.errors import DataError, UserError
-from atoll.tasks.task import Task
 from atoll.workload.data.tokenizer import BpeTokenizer, ByteTokenizer, JsonTokenizer, Tokenizer
 
 FILE: Final = "text.json"
+
+
+class Tokenized(Protocol):
+    """The part of a task that this file needs; the room of tasks is above this one."""
+
+    @property
+    def config(self) -> Config: ...
+    @property
+    def fingerprint(self) -> str: ...
+    @property
+    def tokenizer(self) -> Tokenizer | None: ...
 
 
 class RunTokenizer(msgspec.Struct, frozen=True):
@@ -28,11 +38,11 @@ class RunTokenizer(msgspec.Struct, frozen=True):
     merges: tuple[tuple[int, int], ...] = ()
     """Of a BPE that was trained on the text."""
     hugging_face: str = ""
-    """The JSON of such a tokenizer, whole."""
+    """The complete JSON of such a tokenizer."""
 
 
-def write_tokenizer_file(directory: Path, task: Task) -> None:
-    """Pictures have no tokenizer, and leave nothing."""
+def write_tokenizer_file(directory: Path, task: Tokenized) -> None:
+    """Nothing for a task without a tokenizer, such as images."""
     tokenizer = task.tokenizer
     if tokenizer is None:
         return
@@ -52,7 +62,7 @@ def read_tokenizer_file(run: Path) -> tuple[Path, RunTokenizer] | None:
 
 
 def _in(folder: Path) -> tuple[Path, RunTokenizer] | None:
-    """None: the run is of a time before this was kept, or of pictures."""
+    """None: the run is older than this file, or trains on images."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -63,7 +73,7 @@ def _in(folder: Path) -> tuple[Path, RunTokenizer] | None:
 
 
 def tokenizer_of(path: Path, kept: RunTokenizer, data: Data) -> Tokenizer:
-    """The run's own, whatever the config's file or text has become."""
+    """The run's own tokenizer, even if the config's file or text has changed."""
     tokenizer: Tokenizer
     match kept.kind:
         case "bytes":
@@ -80,8 +90,8 @@ def tokenizer_of(path: Path, kept: RunTokenizer, data: Data) -> Tokenizer:
     return tokenizer
 
 
-def refuse_other_tokenizer(syncer: Path, task: Task) -> None:
-    """Before a run goes on from what lies in its syncer's folder: under another tokenizer its weights would mean nothing."""
+def refuse_other_tokenizer(syncer: Path, task: Tokenized) -> None:
+    """Before a run continues from its syncer's folder: with another tokenizer its weights would be meaningless."""
     found = _in(syncer) if task.tokenizer is not None else None
     if found is not None and task.tokenizer is not None and task.tokenizer.fingerprint != found[1].tokenizer:
         was = f"{syncer} was trained under another tokenizer than {said(task.config.data)} gives now"
@@ -89,7 +99,7 @@ def refuse_other_tokenizer(syncer: Path, task: Task) -> None:
 
 
 def home_of(snapshot: Path) -> Path:
-    """The syncer's folder, in whose snapshots/ its parts lie."""
+    """The syncer's folder, which holds its parts of snapshots in snapshots/."""
     return snapshot.resolve().parents[1]
 
 
