@@ -99,9 +99,7 @@ class ChaosPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def to_toml(self) -> str:
         """As `--chaos` takes it."""
-        tables = [msgspec.to_builtins(fault) for fault in self.faults]
-        lines = [[f"{key} = {msgspec.json.encode(value).decode()}" for key, value in table.items()] for table in tables]
-        return "\n".join("\n".join(["[[faults]]", *fault, ""]) for fault in lines)
+        return msgspec.toml.encode(self).decode()
 
     def __str__(self) -> str:
         return "\n".join(describe_fault(fault) for fault in self.faults) or "no faults"

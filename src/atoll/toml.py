@@ -26,20 +26,8 @@ def read_toml(path: Path, what: str = "recipe") -> dict[str, Any]:
 
 
 def to_toml(config: msgspec.Struct) -> str:
-    """The complete config as TOML that `atoll train` accepts. A dozen lines here spare a dependency."""
-    tables: dict[str, Any] = msgspec.to_builtins(config)
-    lines = [f"{key} = {_toml(value)}" for key, value in tables.items() if not isinstance(value, dict)]
-    for section, keys in tables.items():
-        if isinstance(keys, dict):
-            lines += ["", f"[{section}]"] + [f"{key} = {_toml(value)}" for key, value in keys.items()]
-    return "\n".join(lines) + "\n"
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(v)}" for key, v in value.items()) + "}"
-    # TOML's strings, numbers, booleans and arrays are JSON's, but for one control character that JSON leaves bare
-    return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
+    """The complete config as TOML that `atoll train` accepts. msgspec writes it with the package tomli-w."""
+    return msgspec.toml.encode(config).decode()
 
 
 def parse_assignment(text: str) -> dict[str, Any]:

@@ -88,6 +88,11 @@ def test_plan_written_as_toml_tables_is_read(tmp_path: Path) -> None:
     assert load_plan(plan_file(tmp_path, text), 2).faults == (Kill(1.0, 0), Corrupt(2.0, 1))
 
 
+def test_plan_that_was_written_is_read_back_exactly(tmp_path: Path) -> None:
+    for plan in (ChaosPlan(), random_plan(random.Random(3), 4, count=20)):
+        assert load_plan(plan_file(tmp_path, plan.to_toml()), learners=4) == plan
+
+
 def test_plan_survives_builtins_as_the_tapes_header_keeps_it() -> None:
     plan = random_plan(random.Random(3), 4, count=20)
     assert msgspec.convert(msgspec.to_builtins(plan), ChaosPlan) == plan

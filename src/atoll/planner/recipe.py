@@ -65,19 +65,11 @@ def recipe_toml(scored: Scored, judge: Judge, source: str) -> str:
         "# It sets the protocol, the learners, and the cluster that `atoll train --virtual` and `atoll sim` simulate.",
         f"# Model and data are the reference ones: replace them with yours. {_fragments_note(c, judge.cluster)}",
     ]  # fmt: skip
-    for key, value in values.items():
-        if isinstance(value, dict):
-            lines += ["", f"[{key}]", *(f"{k} = {_toml(v)}" for k, v in value.items())] if value else []
-        else:
-            lines.append(f"{key} = {_toml(value)}")
-    return "\n".join(lines) + "\n"
+    tables = msgspec.toml.encode({key: value for key, value in values.items() if value != {}}).decode()
+    return "\n".join([*lines, tables])
 
 
 def _fragments_note(c: Candidate, cluster: ClusterDescription) -> str:
     if c.preset == "streaming":
         return f"P follows from the layers: {c.fragments} for the {cluster.model.layers} of the plan."
     return "The outer settings are the preset's, which suit long runs."
-
-
-def _toml(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
