@@ -1,6 +1,6 @@
-"""Faults as data, and seeded generators of plans. A plan prints itself; whoever holds it carries it out.
+"""Faults as data, and seeded generators of chaos plans.
 
-The simulator and the live driver perform the same plans. Chance comes in through the door: every generator takes the
+The simulator and the live driver inject the faults of the same plans. Randomness is an argument: every generator takes the
 random stream it draws from.
 """
 
@@ -30,7 +30,7 @@ class Kill(_Fault, frozen=True):
 
 
 class Pause(_Fault, frozen=True):
-    """The process is stopped (SIGSTOP): its connections stand, nothing moves."""
+    """The process is stopped (SIGSTOP): its connections stay open, and it does nothing."""
 
     learner: LearnerId
     lasts: float = 10.0
@@ -52,7 +52,7 @@ class Partition(_Fault, frozen=True):
 
 
 class Clog(_Fault, frozen=True):
-    """The link holds everything back and delivers it late, in order."""
+    """The link holds all messages back and delivers them late, in order."""
 
     a: WorkerId
     b: WorkerId = SYNCER
@@ -60,7 +60,7 @@ class Clog(_Fault, frozen=True):
 
 
 class Corrupt(_Fault, frozen=True):
-    """The next frame from a to b is damaged on the way."""
+    """The next frame from a to b is damaged in transit."""
 
     a: WorkerId
     b: WorkerId = SYNCER
@@ -71,7 +71,7 @@ class KillSyncer(_Fault, frozen=True, tag="kill_syncer"):
 
 
 class Scavenge(_Fault, frozen=True):
-    """No fault but its opposite: a learner beyond the declared ones joins, and is asked to leave after `lasts`."""
+    """The opposite of a fault: a learner beyond the declared ones joins, and is asked to leave after `lasts`."""
 
     learner: LearnerId
     lasts: float = 60.0
@@ -80,13 +80,13 @@ class Scavenge(_Fault, frozen=True):
 Fault: TypeAlias = Kill | Pause | Slow | Partition | Clog | Corrupt | KillSyncer | Scavenge
 FaultKind: TypeAlias = Literal["kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer"]
 KINDS: tuple[FaultKind, ...] = ("kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer")
-"""What a random plan is made of."""
+"""Faults of a random plan."""
 
 
 FAR = 1e9
 """Seconds: no run lasts longer."""
 FAULTS_MAX = 100_000
-"""Of a random plan: more than any run could suffer."""
+"""Limit of a random plan."""
 SCAVENGED_MAX = 1024
 
 
@@ -98,7 +98,7 @@ class ChaosPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return max((f.at + getattr(f, "lasts", 0.0) for f in self.faults), default=0.0)
 
     def to_toml(self) -> str:
-        """As `--chaos` takes it."""
+        """The file that `--chaos` reads."""
         return msgspec.toml.encode(self).decode()
 
     def __str__(self) -> str:
@@ -131,7 +131,7 @@ def describe_fault(fault: Fault) -> str:
 
 
 def load_plan(text: str, learners: int) -> ChaosPlan:
-    """A plan from a TOML file ([[faults]] tables) or, as a word, a seeded generator: random:SEED:COUNT:SECONDS."""
+    """A plan from a TOML file ([[faults]] tables) or from a seeded generator, written as random:SEED:COUNT:SECONDS."""
     if not text.strip():
         raise PlanError(f"--chaos {text!r}: names no plan; give a TOML file or random:SEED:COUNT:SECONDS, or leave it out")
     if text.startswith("random:"):
@@ -140,7 +140,7 @@ def load_plan(text: str, learners: int) -> ChaosPlan:
     try:
         plan = msgspec.toml.decode(path.read_bytes(), type=ChaosPlan)
     except FileNotFoundError:
-        raise PlanError(f"chaos plan {text}: no such file; or say random:SEED:COUNT:SECONDS") from None
+        raise PlanError(f"chaos plan {text}: no such file; give a TOML file or random:SEED:COUNT:SECONDS") from None
     except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
         kinds = ", ".join((*KINDS, "scavenge"))
         raise PlanError(f"chaos plan {text}: {error}; each [[faults]] needs fault, one of {kinds}, and at") from None
@@ -169,7 +169,7 @@ def check_plan(plan: ChaosPlan, learners: int) -> None:
         if isinstance(fault, Scavenge):
             if not learners <= fault.learner < learners + SCAVENGED_MAX:
                 raise PlanError(
-                    f"chaos plan, fault {number}: scavenges learner {fault.learner}; those beyond the declared ones are "
+                    f"chaos plan, fault {number}: scavenges learner {fault.learner}; learners beyond the declared ones are "
                     f"{learners} to {learners + SCAVENGED_MAX - 1}"
                 )
         elif any(not SYNCER <= w < learners for w in workers) or getattr(fault, "learner", 0) == SYNCER:
@@ -196,8 +196,8 @@ def random_plan(
     start: float = 5.0,
     kinds: tuple[FaultKind, ...] = KINDS,
 ) -> ChaosPlan:
-    """`count` faults over `span` seconds. A third come as pairs, close together; a kill is often followed by a second
-    blow to the same learner while it recovers, or to a peer that may be serving it."""
+    """`count` faults over `span` seconds. A third of them come with a second fault close by: often to the same learner while it
+    recovers, or to a peer that may be serving it."""
     faults: list[Fault] = []
     while len(faults) < count:
         at = start + rng.random() * span
@@ -234,7 +234,7 @@ def _draw(rng: random.Random, kind: FaultKind, at: float, learners: int, victim:
 
 
 def swizzle_clog(rng: random.Random, learners: int, *, at: float = 5.0, step: float = 1.0) -> ChaosPlan:
-    """Clog a random subset of links one after the other, then let them go in another random order."""
+    """Clog a random subset of links one after the other, then release them in another random order."""
     chosen = [m for m in range(learners) if rng.random() < 0.6] or [0]
     order_in, order_out = rng.sample(chosen, len(chosen)), rng.sample(chosen, len(chosen))
     ends = {m: at + step * (len(chosen) + i + 1) for i, m in enumerate(order_out)}

@@ -1,15 +1,15 @@
-"""The exception tree. Whose fault it is decides the branch; the branch decides the exit code.
+"""The exception tree. The branch says whose fault it is, and decides the exit code.
 
 AtollError
-├── UserError             the user's input: one sentence with what, where and what would be right   (exit 2)
+├── UserError             the user's input: one sentence with the key, the value and the remedy     (exit 2)
 │   ├── ConfigError       a key of a recipe or of --set
 │   ├── PlanError         a chaos plan
 │   ├── DataError         a corpus or a tokenizer
 │   └── TapeError         a tape that cannot be read (names the record)
-├── RunFailed             the run itself went wrong                                                (exit 1)
-│   ├── ReplayDiverged    the machine decided otherwise than the tape says, with the story
-│   └── InvariantViolated a checker caught the protocol breaking its own rules
-├── NotFinite             NaN or Inf where a number must be: names the tensor
+├── RunFailed             the run itself failed                                                     (exit 1)
+│   ├── ReplayDiverged    the machine decided otherwise than on the tape; has the events before it
+│   └── InvariantViolated a checker found that the protocol broke its own rules
+├── NotFinite             a tensor holds NaN or Inf: names the tensor
 └── PeerViolation         a peer broke the protocol (a duplicate, a gap, an unknown version): a bug or an attack
 """
 
@@ -17,11 +17,11 @@ from __future__ import annotations
 
 
 class AtollError(Exception):
-    """Everything Atoll raises on purpose."""
+    """Every exception that Atoll raises on purpose."""
 
 
 class UserError(AtollError):
-    """The user's input is wrong; the message says what would be right."""
+    """The user's input is wrong; the message names the remedy."""
 
 
 class ConfigError(UserError):
@@ -53,7 +53,7 @@ class InvariantViolated(RunFailed):
 
 
 class NotFinite(AtollError):
-    """A tensor holds NaN or Inf. It must never reach the wire."""
+    """A tensor holds NaN or Inf. Such a tensor must never be sent."""
 
     def __init__(self, where: str) -> None:
         super().__init__(f"{where} holds NaN or Inf")

@@ -1,7 +1,7 @@
-"""Names of things, shared by every room.
+"""Identifiers and units, shared by every room.
 
-Plain integers with a name each: they travel in every message and sit on every tape line, so they stay as cheap
-as integers are. `SYNCER` is a worker like any other; learners count from zero.
+They are aliases of int, because every message and every line of a tape has some. `SYNCER` is a worker like any other;
+learners count from zero.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ WorkerId: TypeAlias = int
 LearnerId: TypeAlias = int
 FragmentId: TypeAlias = int
 OuterStep: TypeAlias = int
-"""The syncer's count of rounds. A version of a fragment is named by the outer step that announced it; 0 is the initial one."""
+"""The syncer's count of rounds. The outer step that announced a version of a fragment names it; 0 is the initial version."""
 LocalStep: TypeAlias = int
-"""A learner's count of completed inner optimiser steps. Never a bare "step"."""
+"""A learner's count of completed inner optimiser steps. Never write a bare "step"."""
 Incarnation: TypeAlias = int
 Nanos: TypeAlias = int
-"""Integer nanoseconds, so that equal means equal."""
+"""Integer nanoseconds, so that equal times compare equal."""
 
 SYNCER: Final[WorkerId] = -1
 SECOND: Final[Nanos] = 1_000_000_000

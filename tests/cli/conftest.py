@@ -18,10 +18,11 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Data and model are out of reach: whoever gets as far has refused too late."""
+    """A command that builds data or model before it refuses fails the test."""
 
     def never(*_: Any) -> None:
         raise AssertionError("built before it was refused")
 
-    for where in ("atoll.tasks.registry.task_for", "atoll.sim.run.task_for"):
+    # The user of the name before its owner: this import of the user must not find the patched owner and keep it for good.
+    for where in ("atoll.sim.run.task_for", "atoll.tasks.registry.task_for"):
         monkeypatch.setattr(where, never)

@@ -62,9 +62,9 @@ def test_folder_that_cannot_be_one_is_refused_before_anything_is_loaded(command:
     (tmp_path / "file").write_text("mine")
     (tmp_path / "closed").mkdir(mode=0o555)
     for path in ("file", "file/x"):
-        assert refusal(*command, path) == f"{command[-1]} {path}: file is no folder; choose a new one"
+        assert refusal(*command, path) == f"{command[-1]} {path}: file is not a folder; choose a new one"
     for path in ("closed", "closed/x"):
-        assert refusal(*command, path) == f"{command[-1]} {path}: closed may not be written to; choose a folder of your own"
+        assert refusal(*command, path) == f"{command[-1]} {path}: closed is not writable; choose a folder of your own"
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["closed", "file"]
 
 

@@ -90,7 +90,7 @@ def test_folder_that_is_not_empty_is_refused_before_anything_is_loaded(command: 
     assert refusal(*command, "--out", "run") == "--out run: is not empty; choose a new folder"
     assert [path.read_text() for path in (tmp_path / "run").iterdir()] == ["mine"]
     for path in ("run/config.toml", "run/config.toml/x"):
-        assert refusal(*command, "--out", path) == f"--out {path}: run/config.toml is no folder; choose a new one"
+        assert refusal(*command, "--out", path) == f"--out {path}: run/config.toml is not a folder; choose a new one"
 
 
 def test_training_on_a_tape_does_not_write_over_a_folder_either(tmp_path: Path) -> None:

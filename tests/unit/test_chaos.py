@@ -121,7 +121,7 @@ def test_plan_file_that_makes_no_sense_is_refused_in_one_sentence(tmp_path: Path
 
 
 def test_plan_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"no such file; or say random:SEED:COUNT:SECONDS"):
+    with pytest.raises(PlanError, match=r"no such file; give a TOML file or random:SEED:COUNT:SECONDS"):
         load_plan(str(tmp_path / "gone.toml"), 3)
     (tmp_path / "bad.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(PlanError, match=r"bad\.toml"):

@@ -1,4 +1,4 @@
-"""A run's folder, before there is a run in it."""
+"""Checks of a folder before a run writes into it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from atoll.errors import UserError
 
 
 def refuse_used(directory: Path) -> None:
-    """A run writes into a folder that is new or empty, so that it never mixes with what another left. Nothing is made here:
-    whoever asks before the work begins, and is refused something else later, leaves no folder behind."""
+    """A run writes into a new or empty folder, so that its files never mix with another run's. This check creates nothing: a
+    command that is refused later for another reason leaves no folder behind."""
     refuse_unusable(directory)
     try:
         used = directory.exists() and any(directory.iterdir())
@@ -21,13 +21,14 @@ def refuse_used(directory: Path) -> None:
 
 
 def refuse_unusable(directory: Path, option: str = "--out") -> None:
-    """What is no folder, cannot become one or may not be written to, before anything is loaded that would then go nowhere."""
+    """Refuse a path that is not a folder, cannot become one or is not writable, before any long work whose result would be
+    lost."""
     try:
         there = next(path for path in (directory, *directory.parents) if path.exists())
         is_folder = there.is_dir()
     except OSError as error:
         raise UserError(f"{option} {directory}: cannot be used ({error.strerror})") from None
     if not is_folder:
-        raise UserError(f"{option} {directory}: {there} is no folder; choose a new one")
+        raise UserError(f"{option} {directory}: {there} is not a folder; choose a new one")
     if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{option} {directory}: {there} may not be written to; choose a folder of your own")
+        raise UserError(f"{option} {directory}: {there} is not writable; choose a folder of your own")

@@ -1,11 +1,11 @@
-"""The tape: one JSON line a record, append-only, each line sealed by a checksum chained to the line before.
+"""The tape: one JSON line per record, append-only. Each line has a checksum that is chained to the line before.
 
     {"c":"5f1d0c2a","header":{...}}                       line 0
     {"c":"93ab01ff","n":1,"t":0,"w":-1,"e":{...},"f":[...]}   a record: number, time, worker, event, effects
-    {"c":"0be4711d","end":8122}                           the footer of a run that ended; a crash leaves none
+    {"c":"0be4711d","end":8122}                           the footer of a run that ended; after a crash there is none
 
-The chain makes a missing, swapped or altered line as visible as a damaged one. A last line without its newline is
-what a killed writer leaves behind: everything before it is good.
+By the chain a reader detects a missing, swapped or altered line like a damaged one. A killed writer may leave a last line
+without its newline; the lines before it are good.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMAT = 2
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
-    """What a bit-exact replay depends on."""
+    """Everything that a bit-exact replay depends on."""
 
     format: int = FORMAT
     config: dict[str, Any]
@@ -40,16 +40,16 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     torch_version: str
     cpu_capability: str
     tensors: bool
-    """False: decisions only, nothing was trained."""
+    """False: decisions only, without training."""
     plan: list[dict[str, Any]] = []
     hardware: dict[str, Any] = {}
-    """Of a synthetic history: how many chips, the failure model's constants, the seed."""
+    """Of a synthetic history: the number of chips, the failure model's constants, the seed."""
     run: str = ""
-    """A live run's name: tapes of its workers carry the same."""
+    """Name of a live run, equal on the tapes of all its workers."""
     worker: WorkerId | None = None
-    """Whose tape this is; None: all workers', of a virtual run."""
+    """The worker that wrote this tape; None: a virtual run's tape, of all workers."""
     epoch: int = 0
-    """Wall-clock nanoseconds of time 0, of a live run."""
+    """Of a live run: the wall-clock nanoseconds of time 0."""
 
 
 class Record(msgspec.Struct, frozen=True, rename={"number": "n", "now": "t", "worker": "w", "event": "e", "effects": "f"}):
@@ -79,8 +79,8 @@ def _seal(body: bytes, chain: int) -> tuple[bytes, int]:
 
 
 class TapeWriter:
-    """Append, then execute: `append` has handed the line to the operating system before it returns (`flush_each`). An append
-    that fails (a full disk) leaves the tape as it was, so that it can be tried again."""
+    """A driver appends a record before it executes its effects. With `flush_each`, `append` passes the line to the operating
+    system before it returns. An append that fails (a full disk) leaves the tape unchanged and may be repeated."""
 
     def __init__(
         self, file: IO[bytes], header: Header | None, *, flush_each: bool = False, count: int = 0, chain: int = 0
@@ -103,8 +103,8 @@ class TapeWriter:
             raise TapeError(f"tape {path}: cannot be written ({error.strerror})") from None
 
     @classmethod
-    def go_on(cls, tape: Tape) -> TapeWriter:
-        """Append to a tape that was read to its end; what a killed writer left of its last line is cut off."""
+    def reopen(cls, tape: Tape) -> TapeWriter:
+        """Append to a tape that was read to its end. The incomplete last line of a killed writer is cut off."""
         file = tape.path.open("r+b", buffering=0)
         file.truncate(tape.good_bytes)
         file.seek(tape.good_bytes)
@@ -113,7 +113,7 @@ class TapeWriter:
     def append(
         self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect], *, sync: bool = False
     ) -> None:
-        """`sync`: it is on the disk itself when this returns, or it is not on the tape at all."""
+        """`sync`: the record is on the physical disk when this returns; if that fails, it is not on the tape."""
         line, chain = _seal(_encode(Record(self.count + 1, now, worker, event, tuple(effects))), self._chain)
         if self._flush_each:
             self._write_whole(line, sync)
@@ -122,7 +122,7 @@ class TapeWriter:
         self.count, self._chain = self.count + 1, chain
 
     def _write_whole(self, line: bytes, sync: bool) -> None:
-        """Unbuffered: a disk that takes only part of the line must not keep it."""
+        """Unbuffered, so that a line of which the disk took only a part can be cut off again."""
         begin = self._file.tell()
         try:
             done = 0
@@ -137,12 +137,12 @@ class TapeWriter:
             raise
 
     def sync(self) -> None:
-        """Everything appended is on the disk itself when this returns."""
+        """All appended records are on the physical disk when this returns."""
         self._file.flush()
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        """Seal a run that ended. Without it the tape reads as one cut by a crash."""
+        """Write the footer of a run that ended. A tape without a footer reads as cut by a crash."""
         line, self._chain = _seal(_encode(_FooterLine(self.count)), self._chain)
         self._file.write(line)
         self._file.close()
@@ -158,7 +158,7 @@ class TapeWriter:
 
 
 class Tape:
-    """A readable tape. `cut` is known once `records` was walked to its end: the writer did not live to seal it."""
+    """A tape to read. `cut` means that the footer is missing; it is set when `records` has been read to its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -182,7 +182,7 @@ class Tape:
         try:
             header = msgspec.json.decode(body, type=_HeaderLine).header
         except msgspec.DecodeError as error:
-            raise TapeError(f"tape {self.path}: its header cannot be read: {error}") from None
+            raise TapeError(f"tape {self.path}: the header cannot be read: {error}") from None
         if header.format != FORMAT:
             raise TapeError(
                 f"tape {self.path}: was recorded in format {header.format}, and this atoll reads format {FORMAT}; "
@@ -215,15 +215,15 @@ class Tape:
                 try:
                     record = _decode_record(body)
                 except msgspec.DecodeError as error:
-                    raise TapeError(f"tape {self.path}: record {number} is no record: {error}") from None
+                    raise TapeError(f"tape {self.path}: record {number} cannot be decoded: {error}") from None
                 self.whole_records = number
                 self.good_bytes, self.chain = self.good_bytes + len(line), chain
                 yield record
         self.cut = True
 
     def following(self) -> Iterator[Record | None]:
-        """Records as they are appended; None where there is no more for now. A syncer that comes back may cut off half a
-        line and write another in its place: only whole lines count, from where the last one ended."""
+        """Records as they are appended; None while there are no more. A restarted syncer may cut off an incomplete line and
+        write another in its place, so only whole lines count."""
         chain, number = self._chain0, 0
         with self._open() as file:
             at = len(file.readline())
@@ -244,7 +244,7 @@ class Tape:
         return [self.header]
 
     def sourced(self) -> Iterator[tuple[int, Record]]:
-        """(whose machine, record): on a tape of all workers, the worker."""
+        """(machine key, record). On a tape of all workers the key is the worker."""
         for record in self.records():
             yield record.worker, record
 
@@ -254,4 +254,4 @@ class Tape:
         except msgspec.DecodeError:
             end = -1
         if end != number or rest:
-            raise TapeError(f"tape {self.path}: the footer after record {number} does not fit")
+            raise TapeError(f"tape {self.path}: the footer after record {number} does not match the records")

@@ -1,7 +1,6 @@
-"""Looks at Theta while a run trains: its held-out loss, one JSON line each, in `heldout.jsonl` beside the tapes.
+"""Held-out losses of Theta while a run trains: one JSON line each, in `heldout.jsonl` beside the tapes.
 
-No decision follows from them, so they are not on a tape; and they are kept as they come, so that a run that was cut short has
-those that it got to.
+No decision depends on them, so they are not on a tape. Each is written at once, so that a run that is cut short keeps them.
 """
 
 from __future__ import annotations
@@ -19,19 +18,19 @@ HELDOUT_FILE: Final = "heldout.jsonl"
 
 class HeldoutPoint(msgspec.Struct, frozen=True):
     outer_step: OuterStep
-    """The newest that is in these weights."""
+    """The newest outer step in these weights."""
     loss: float | None
-    """None: no number."""
+    """None: not a finite number."""
 
 
 def append_point(directory: Path, point: HeldoutPoint) -> None:
-    with (directory / HELDOUT_FILE).open("ab", buffering=0) as file:  # in one write, so that whoever reads finds a line or none
+    with (directory / HELDOUT_FILE).open("ab", buffering=0) as file:  # one write: a reader sees all or nothing
         file.write(msgspec.json.encode(point) + b"\n")
 
 
 def points_in(directory: Path) -> list[HeldoutPoint]:
-    """In order of outer steps, one each: whoever was killed while looking may have looked again. Half a line is of one who was
-    killed while writing."""
+    """In order of outer steps, one point each: an evaluator that was killed may evaluate a step again. An incomplete line of one
+    that was killed while writing is skipped."""
     path, found = directory / HELDOUT_FILE, {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
         with suppress(msgspec.MsgspecError):

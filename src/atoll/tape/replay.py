@@ -1,7 +1,7 @@
-"""Feed a tape's events to new machines and demand the taped decisions back.
+"""Feed a tape's events to new machines and require that they decide as on the tape.
 
-Without an executor it re-derives decisions only, and needs no tensor. With one it carries the effects out again, in
-the taped order, and so retrains the model bit for bit.
+Without an executor replay re-derives decisions only and needs no tensors. With one it executes the effects again in the taped
+order, and so retrains the model bit for bit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from atoll.tape.format import Header, Record
 
 
 class TapeSource(Protocol):
-    """A tape, or a live run's tapes woven together."""
+    """A tape, or the tapes of a live run woven into one."""
 
     path: Path
     header: Header
@@ -54,33 +54,33 @@ def replay(
     progress: Callable[[int], None] | None = None,
     observe: Callable[[Record, Machine], None] | None = None,
 ) -> Outcome:
-    """Stops at the first difference with its story."""
+    """Raises ReplayDiverged at the first difference, with the events that led to it."""
     try:
         config = from_builtins(tape.header.config)
     except ConfigError as error:
         raise TapeError(f"tape {tape.path}: the config in its header is refused: {error}") from None
-    company = Company(config, executor_for, tape.path)
-    post = _Post()
+    workers = TapeWorkers(config, executor_for, tape.path)
+    in_transit = _InTransit()
     digests: dict[int, str] = {}
     story: deque[Record] = deque(maxlen=12)
     for key, record in tape.sourced():
-        machine = company.machine(key, record)
+        machine = workers.machine(key, record)
         effects = tuple(machine.on(record.event, record.now))
         story.append(record)
         if effects != record.effects:
-            raise ReplayDiverged(tell(story, record, effects))
+            raise ReplayDiverged(describe_divergence(story, record, effects))
         if executor_for is not None:
             _check_weights(record, digests)
-            digests.update(_carry_out(company.executor[key], record, effects, post))
+            digests.update(_carry_out(workers.executor[key], record, effects, in_transit))
         if observe is not None:
             observe(record, machine)
         if progress is not None:
             progress(record.number)
-    return company.outcome(tape)
+    return workers.outcome(tape)
 
 
-class Company:
-    """Everybody on a tape: a new machine for each start, and the hands that go with it."""
+class TapeWorkers:
+    """The workers of a tape: a new machine for each start, and its executor."""
 
     def __init__(self, config: Config, executor_for: Callable[[WorkerId, int], Executor] | None, path: Path) -> None:
         self._config, self._executor_for, self._path = config, executor_for, path
@@ -91,13 +91,13 @@ class Company:
     def machine(self, key: int, record: Record) -> Machine:
         event, worker = record.event, record.worker
         if isinstance(event, Started):
-            if worker != SYNCER or key not in self._machines:  # a syncer that came back is the same machine, re-derived
+            if worker != SYNCER or key not in self._machines:  # a restarted syncer is the same machine, re-derived
                 machine = self._machines[key] = machine_for(self._config, worker, event.incarnation)
                 self.syncer = machine if isinstance(machine, SyncerMachine) else self.syncer
             if self._executor_for is not None:
                 self.executor[key] = self._executor_for(worker, event.incarnation)
         if key not in self._machines:
-            raise TapeError(f"tape {self._path}: record {record.number}: {worker_name(worker)} acts before it started")
+            raise TapeError(f"tape {self._path}: record {record.number}: {worker_name(worker)} acts before it starts")
         return self._machines[key]
 
     def outcome(self, tape: TapeSource) -> Outcome:
@@ -106,9 +106,8 @@ class Company:
         return Outcome(tape.whole_records, tape.cut, self.syncer.outer_step, self.syncer.fates())
 
 
-class _Post:
-    """Bytes on their way, from the Send that took them to the Received that brought them. Channels are FIFO: what was
-    sent before the one that arrived is lost."""
+class _InTransit:
+    """Payloads between their Send and their Received. Channels are FIFO: payloads sent before the one that arrived are lost."""
 
     def __init__(self) -> None:
         self._channels: dict[tuple[int, int, int], dict[int, Any]] = {}
@@ -121,7 +120,9 @@ class _Post:
             return None
         channel = self._channels.get((e.sender, e.incarnation, e.receiver), {})
         if e.seq not in channel and not event.flaw:
-            raise TapeError(f"the bytes that {worker_name(e.sender)} sent are not here: --weights needs every learner's tape")
+            raise TapeError(
+                f"the tape of {worker_name(e.sender)}, which sent a payload, is missing: --weights needs every learner's tape"
+            )
         payload = channel.get(e.seq)
         for seq in [seq for seq in channel if seq <= e.seq]:
             del channel[seq]
@@ -133,12 +134,12 @@ class _Post:
             self._channels.setdefault((e.sender, e.incarnation, e.receiver), {})[e.seq] = payload
 
 
-def _carry_out(executor: Executor, record: Record, effects: Sequence[Effect], post: _Post) -> dict[int, str]:
-    payload = post.take(record.event)
+def _carry_out(executor: Executor, record: Record, effects: Sequence[Effect], in_transit: _InTransit) -> dict[int, str]:
+    payload = in_transit.take(record.event)
     stored: dict[int, str] = {}
     for effect in effects:
         if isinstance(effect, Send):
-            post.put(effect, executor.payload_for(effect))
+            in_transit.put(effect, executor.payload_for(effect))
             continue
         for event in executor.execute(effect, payload):
             if isinstance(event, Stored):
@@ -151,15 +152,15 @@ def _check_weights(record: Record, digests: dict[int, str]) -> None:
     if isinstance(event, Stored) and digests.get(event.outer_step) != event.digest:
         raise ReplayDiverged(
             f"record {record.number}: Theta of outer step {event.outer_step} has digest {digests.get(event.outer_step)} here, "
-            f"{event.digest} on the tape; the header says which thread count, dtype, torch and CPU it was made with"
+            f"{event.digest} on the tape; compare thread count, dtype, torch and CPU with those in the tape's header"
         )
 
 
-def tell(story: Sequence[Record], record: Record, effects: Sequence[Effect]) -> str:
-    """A readable account: what led here, what the tape says, what the machine says."""
+def describe_divergence(story: Sequence[Record], record: Record, effects: Sequence[Effect]) -> str:
+    """The last events, and the first effect in which tape and machine differ."""
     lines = [
         f"record {record.number}: {worker_name(record.worker)} at {seconds(record.now):.6f} s decides otherwise than the tape",
-        "what led here:",
+        "the last events:",
     ]
     lines += [f"  {r.number:>8} {seconds(r.now):12.6f} {worker_name(r.worker):<10} {r.event}" for r in story]
     width = max(len(record.effects), len(effects))

@@ -8,7 +8,7 @@ from atoll.tape.format import Record, Tape
 
 
 class Tail:
-    """`more` yields the whole records that were appended since; half a line waits for its other half."""
+    """`more` yields the records appended since the last call; an incomplete line waits for the next call."""
 
     def __init__(self, tape: Tape) -> None:
         self._tape = tape

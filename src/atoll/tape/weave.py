@@ -1,7 +1,7 @@
-"""The tapes of a live run's workers, woven into one: a record comes after the record that sent what it received.
+"""The tapes of a live run's workers, woven into one: the record of a received message follows the record that sent it.
 
-Each worker writes its own tape, so that no process waits for another's disk. Clocks of several machines may disagree;
-what was sent before what does not, and it is on the tapes. Among records that may come next, the earliest does.
+Each worker writes its own tape, so that no process waits for another's disk. Clocks of several machines may disagree, but
+the tapes say which message was sent before which. Of the records that may come next, the earliest does.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from atoll.tape.format import Header, Record, Tape
 ChannelKey = tuple[WorkerId, int, WorkerId, int]
 
 
-class _Thread:
+class _TapeReader:
     """One tape, read ahead by one record."""
 
     def __init__(self, key: int, tape: Tape) -> None:
@@ -50,39 +50,39 @@ class Woven:
         self.whole_records = 0
         for tape in tapes:
             if tape.header.run != self.header.run:
-                raise TapeError(f"tape {tape.path}: is of run {tape.header.run}, not of {self.header.run}")
+                raise TapeError(f"tape {tape.path}: belongs to run {tape.header.run}, not to {self.header.run}")
 
     def headers(self) -> list[Header]:
         return [tape.header for tape in self.tapes]
 
     def sourced(self) -> Iterator[tuple[int, Record]]:
-        """(which tape, record), numbered anew."""
-        threads = [_Thread(key, tape) for key, tape in enumerate(self.tapes)]
-        taped = {(t.tape.header.worker, t.incarnation) for t in threads}
+        """(number of the tape, record). Records are renumbered."""
+        readers = [_TapeReader(key, tape) for key, tape in enumerate(self.tapes)]
+        taped = {(t.tape.header.worker, t.incarnation) for t in readers}
         sent: dict[ChannelKey, int] = {}
-        while open_ := [t for t in threads if t.head is not None]:
-            ready = [t for t in open_ if _may_come(t.head, sent, taped)]
+        while open_ := [t for t in readers if t.head is not None]:
+            ready = [t for t in open_ if _is_ready(t.head, sent, taped)]
             if not ready:
                 stuck = open_[0]
                 assert stuck.head is not None
-                raise TapeError(f"tape {stuck.tape.path}: record {stuck.head.number} receives what nobody sent")
-            thread = min(ready, key=lambda t: t.head.now if t.head is not None else 0)
-            record = thread.take()
+                raise TapeError(f"tape {stuck.tape.path}: record {stuck.head.number} receives a message that no tape sends")
+            reader = min(ready, key=lambda t: t.head.now if t.head is not None else 0)
+            record = reader.take()
             for effect in record.effects:
                 if isinstance(effect, Send):
                     e = effect.envelope
                     sent[e.sender, e.incarnation, e.receiver, lane_of(e.body)] = e.seq
             self.whole_records += 1
-            yield thread.key, msgspec.structs.replace(record, number=self.whole_records)
-        self.cut = threads[0].tape.cut
+            yield reader.key, msgspec.structs.replace(record, number=self.whole_records)
+        self.cut = readers[0].tape.cut
 
     def records(self) -> Iterator[Record]:
         for _, record in self.sourced():
             yield record
 
 
-def _may_come(record: Record | None, sent: dict[ChannelKey, int], taped: set[tuple[WorkerId | None, int]]) -> bool:
-    """What it received was sent, or by somebody whose tape is not here."""
+def _is_ready(record: Record | None, sent: dict[ChannelKey, int], taped: set[tuple[WorkerId | None, int]]) -> bool:
+    """The message it received has been sent, or the sender's tape is not here."""
     if record is None or not isinstance(record.event, Received):
         return True
     e = record.event.envelope
@@ -106,7 +106,7 @@ def live_tapes(run: Path) -> list[Path]:
 
 
 def _has_begun(path: Path) -> bool:
-    """A learner killed before its tape had a header has said nothing to anybody."""
+    """A learner that was killed before its tape had a header sent no message."""
     with path.open("rb") as file:
         return file.readline().endswith(b"\n")
 

@@ -139,7 +139,7 @@ def test_tape_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.tape"
     with TapeWriter.create(path, header(config_of("diloco"), format=99)):
         pass
-    with pytest.raises(TapeError, match="format 99; this version reads format 1"):
+    with pytest.raises(TapeError, match="recorded in format 99, and this atoll reads format 2"):
         Tape(path)
 
 
@@ -213,7 +213,7 @@ def test_empty_file_is_refused(tmp_path: Path) -> None:
 def test_record_that_is_no_record_is_refused_by_number(tmp_path: Path, whole: bytes) -> None:
     bodies = bodies_of(whole)
     bodies[2] = b'{"n":2,"t":0,"w":-1,"e":{"type":"Nonsense"},"f":[]}'
-    with pytest.raises(TapeError, match="record 2 is no record"):
+    with pytest.raises(TapeError, match="record 2 cannot be decoded"):
         read(tmp_path / "x.tape", resealed(bodies))
 
 
@@ -298,7 +298,7 @@ def test_replay_of_a_worker_that_acts_before_it_started_is_refused(tmp_path: Pat
     path = tmp_path / "a.tape"
     with TapeWriter.create(path, header(config_of("diloco"))) as writer:
         writer.append(0, 1, StepDone(1, 1, 1, None), ())
-    with pytest.raises(TapeError, match="record 1: learner1 acts before it started"):
+    with pytest.raises(TapeError, match="record 1: learner1 acts before it starts"):
         replay(Tape(path))
 
 

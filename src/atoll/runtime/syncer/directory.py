@@ -161,7 +161,7 @@ class Home:
             last = record.now
         if not tape.cut:
             raise UserError(f"directory {self.directory}: run {self.run} is over; choose another directory")
-        self.tape = TapeWriter.go_on(tape)
+        self.tape = TapeWriter.reopen(tape)
         self.clock = Clock(self.epoch, floor=last)
         uploaded = self.directory / UPLOAD_FILE
         if self._task is None and uploaded.exists():
