@@ -1,4 +1,4 @@
-"""Runs that stop and go on from a snapshot: null hands with a shelf, and the newest sealed picture of a run that was cut."""
+"""Runs that stop and go on from a snapshot: null executors that record snapshots, and the newest that was sealed."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from atoll.store.memory_snapshots import MemorySnapshot, MemorySnapshots
 Batch = tuple[LearnerId, int]
 
 
-class ShelvingDisk(NullDisk):
-    def copy(self) -> ShelvingDisk:
-        made = ShelvingDisk(0)
+class RecordingDisk(NullDisk):
+    def copy(self) -> RecordingDisk:
+        made = RecordingDisk(0)
         made.versions = [dict(versions) for versions in self.versions]
         return made
 
 
-class ShelvingLearner(NullLearner):
+class RecordingLearner(NullLearner):
     def __init__(self, config: Config, learner: LearnerId, snapshots: MemorySnapshots) -> None:
         super().__init__(config, learner)
         self._me, self._snapshots = learner, snapshots
@@ -50,7 +50,7 @@ class ShelvingLearner(NullLearner):
         return super().execute(effect, payload)
 
 
-class ShelvingSyncer(NullSyncer):
+class RecordingSyncer(NullSyncer):
     def __init__(self, config: Config, disk: NullDisk, snapshots: MemorySnapshots) -> None:
         super().__init__(config, disk)
         self._snapshots = snapshots
@@ -69,17 +69,18 @@ class ShelvingSyncer(NullSyncer):
 
 
 class RecordingExecutor:
-    """Digests in the place of weights, and a shelf for snapshots of them."""
+    """Digests in the place of weights, and snapshots of them. Those of an earlier run are kept beside its own."""
 
-    def __init__(self, config: Config, disk: ShelvingDisk | None = None, snapshots: MemorySnapshots | None = None) -> None:
+    def __init__(self, config: Config, disk: RecordingDisk | None = None, snapshots: MemorySnapshots | None = None) -> None:
         self.config = config
-        self.disk = disk or ShelvingDisk(config.protocol.fragments)
-        self.snapshots = snapshots or MemorySnapshots(self.disk)
+        self.disk = disk or RecordingDisk(config.protocol.fragments)
+        self.snapshots = MemorySnapshots(self.disk)
+        self.snapshots.kept.update(snapshots.kept if snapshots else {})
 
     def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Executor:
         if worker == SYNCER:
-            return ShelvingSyncer(self.config, self.disk, self.snapshots)
-        return ShelvingLearner(self.config, worker, self.snapshots)
+            return RecordingSyncer(self.config, self.disk, self.snapshots)
+        return RecordingLearner(self.config, worker, self.snapshots)
 
 
 class Drawn:
@@ -148,9 +149,9 @@ class Run:
 
 
 def newest_sealed(snapshots: MemorySnapshots) -> MemorySnapshot:
-    sealed = [t for t, picture in snapshots.pictures.items() if picture.sealed is not None]
+    sealed = [t for t, snapshot in snapshots.kept.items() if snapshot.sealed is not None]
     assert sealed, "no snapshot was sealed"
-    return snapshots.pictures[max(sealed)]
+    return snapshots.kept[max(sealed)]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -167,7 +168,7 @@ def config_for(preset: str, learners: int, *, every: int = 10, total_steps: int 
     return load(preset_name=preset, overrides={
         "learners": learners, "total_steps": total_steps, "protocol": CASES[preset] | {"snapshot_interval": every},
         "cluster": {"slow_share": 0.34} | cluster, "data": {"batch_size": 2, "seq_len": 16, "max_bytes": 400_000},
-        "model": {"numbers": {"width": 16, "mlp": 32}}, "limits": {"start_wait_seconds": 20.0},
+        "model": {"numbers": {"width": 16, "layers": 2, "mlp": 32}}, "limits": {"start_wait_seconds": 20.0},
     })  # fmt: skip
 
 
@@ -180,12 +181,12 @@ class Story:
         first = config_for(preset, had, **cluster)
         executor = RecordingExecutor(first)
         self.before = Run(first, executor).until_outer_step(stop)
-        self.picture = newest_sealed(executor.snapshots)
-        assert self.picture.syncer_state is not None
-        self.snapshot = self.picture.syncer_state.outer_step
+        self.stored = newest_sealed(executor.snapshots)
+        assert self.stored.syncer_state is not None
+        self.snapshot = self.stored.syncer_state.outer_step
         config = config_for(preset, learners, **cluster)
-        again = RecordingExecutor(config, self.picture.versions.copy(), executor.snapshots)
-        self.after = Run(config, again, resume=self.picture, plan=plan).whole()
+        again = RecordingExecutor(config, self.stored.versions.copy(), executor.snapshots)
+        self.after = Run(config, again, resume=self.stored, plan=plan).whole()
         Liveness(self.after.cluster).check_end()
 
     def trained_before(self) -> set[tuple[int, int]]:

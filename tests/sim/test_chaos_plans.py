@@ -1,6 +1,6 @@
 """Random chaos plans: no invariant is violated, and once healed the run makes progress. A failure prints its seed.
 
-`make test` runs the first 50 seeds, `make soak` 450 more.
+`make test` runs 15 seeds of all presets, `make soak` the other 485 of 500.
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import pytest
 from scenario import OUTER_STEPS, PRESETS, Scenario, verdict
 
-QUICK = range(50)
-LONG = range(50, 500)
+QUICK = (0, 2, 3, 5, 7, 8, 10, 11, 12, 13, 15, 17, 18, 21, 29)
+LONG = [seed for seed in range(500) if seed not in QUICK]
+STRUCK = (7, 10)
+"""Both have ambushes on recoveries and on snapshots."""
 
 
 @pytest.mark.parametrize("seed", QUICK)
@@ -27,18 +29,18 @@ def test_random_plan_of_the_long_soak_violates_no_invariant(seed: int) -> None:
 
 def test_scenarios_are_as_hard_as_they_claim() -> None:
     """At least 200 outer steps and 10 faults each, 2 to 16 learners, and ambushes on recoveries and snapshots."""
-    scenarios = [Scenario(seed) for seed in QUICK]
+    assert {Scenario(seed).config.preset for seed in QUICK} == set(PRESETS)
+    scenarios = [Scenario(seed) for seed in range(50)]
     assert all(s.config.total_steps >= 200 for s in scenarios)
     assert OUTER_STEPS >= 200
     assert all(len(s.plan.faults) >= 10 for s in scenarios)
     sizes = {s.config.learners for s in scenarios}
     assert min(sizes) == 2
     assert max(sizes) >= 15
-    assert {s.config.preset for s in scenarios} == set(PRESETS)
     close = [b.at - a.at < 1.0 for s in scenarios for a, b in zip(s.plan.faults, s.plan.faults[1:], strict=False)]
     assert sum(close) > 50, "pairs of faults come close together"
     struck = {"recovery": 0, "snapshot": 0}
-    for s in scenarios[:12]:
+    for s in (scenarios[seed] for seed in STRUCK):
         s.run()
         for when, count in s.ambush.struck.items():
             struck[when] += count

@@ -91,7 +91,7 @@ def tokens_are_merged_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def silent_members_never_come_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SyncerMachine, "_returned", lambda self, member: None)
+    patch.setattr(SyncerMachine, "_readmit", lambda self, member: None)
 
 
 def deltas_against_forgotten_versions_are_taken(patch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def lost_members_are_still_counted(patch: pytest.MonkeyPatch) -> None:
     def lost(self: Admission, member: Member, reason: str) -> None:
         member.connected = False
 
-    patch.setattr(Admission, "lost", lost)
+    patch.setattr(Admission, "mark_lost", lost)
 
 
 def marker_overtakes_what_lies_before_the_cut(patch: pytest.MonkeyPatch) -> None:
@@ -172,6 +172,8 @@ BUGS: list[Bug] = [
     deltas_against_forgotten_versions_are_taken, an_announcement_is_not_adopted, leases_are_granted_twice,
     any_number_of_rounds_in_flight, snapshot_recorded_after_adopting, lost_members_are_still_counted,
 ]  # fmt: skip
+SEEDS = sorted(range(50), key=lambda seed: seed not in (2, 8, 29, 36, 40, 47))
+"""Those that catch bugs soonest are tried first; a bug that none of them catches is still tried on all 50."""
 
 
 def resumes_with_other_learners() -> None:
@@ -210,7 +212,7 @@ def planted(bug: Bug) -> Iterator[None]:
 
 def seed_that_catches(bug: Bug) -> int | None:
     with planted(bug):
-        return next((seed for seed in range(50) if verdict(seed) is not None), None)
+        return next((seed for seed in SEEDS if verdict(seed) is not None), None)
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
@@ -233,4 +235,4 @@ def test_planted_bug_of_lanes_or_resuming_is_caught_by_its_judge(bug: Bug, judge
 
 
 def test_without_a_planted_bug_the_same_seeds_are_clean() -> None:
-    assert all(verdict(seed) is None for seed in range(3))
+    assert all(verdict(seed) is None for seed in SEEDS[:3])

@@ -52,7 +52,7 @@ def test_units_of_learners_that_do_not_come_back_are_trained_by_those_that_do(pr
     run = story.after
     reissued = {e.learner: e.units for e in run.effects(Reissue) if isinstance(e, Reissue)}
     assert set(reissued) == {2, 3}, "after a while, not at once"
-    held = {lease.learner: set(lease.granted) | set(lease.done) for lease in story.picture.syncer_state.leases}  # type: ignore[union-attr]
+    held = {lease.learner: set(lease.granted) | set(lease.done) for lease in story.stored.syncer_state.leases}  # type: ignore[union-attr]
     assert {m: set(units) for m, units in reissued.items()} == {m: held[m] for m in (2, 3)}
     drawn = run.drawn.all()
     assert len(drawn) == len(set(drawn))
@@ -73,27 +73,39 @@ def test_resumed_run_that_is_killed_resumes_again(seed: int) -> None:
     preset = ["decoupled", "streaming", "diloco"][seed % 3]
     counts = [[4, 3, 5, 2], [2, 4, 4, 3]][seed // 3]
     config = config_for(preset, counts[0], every=7, total_steps=80, step_noise=0.1)
-    executor, picture, stop = RecordingExecutor(config), None, 20
+    executor, stored, stop = RecordingExecutor(config), None, 20
     for learners in counts:
         config = config_for(preset, learners, every=7, total_steps=80, step_noise=0.1)
-        kept = (picture.versions.copy(), executor.snapshots) if picture else (None, None)
+        kept = (stored.versions.copy(), executor.snapshots) if stored else (None, None)
         executor = RecordingExecutor(config, *kept)
-        executor.snapshots._disk = executor.disk  # snapshots of this run are of this run's versions
-        run = Run(config, executor, resume=picture).until_outer_step(stop)
-        picture, stop = newest_sealed(executor.snapshots), stop + 18
-    assert Run(config, RecordingExecutor(config, picture.versions.copy(), executor.snapshots), resume=picture).whole()  # type: ignore[union-attr]
+        run = Run(config, executor, resume=stored).until_outer_step(stop)
+        stored, stop = newest_sealed(executor.snapshots), stop + 18
+    assert Run(config, RecordingExecutor(config, stored.versions.copy(), executor.snapshots), resume=stored).whole()  # type: ignore[union-attr]
     assert run.cluster.syncer.outer_step >= 74
 
 
 # ---------------------------------------------------------------- with weights
 
 
+QUICK = (("decoupled", 2), ("streaming", 4), ("diloco", 3))
+"""Fewer learners than before, more, and as many; the other pairs are for `make soak`."""
+
+
 def with_weights(config: Config, stop: int, resumed: Config) -> tuple[TensorExecutor, Run]:
     executor = TensorExecutor(language_task(config))
     Run(config, executor).until_outer_step(stop)
-    picture = newest_sealed(executor.snapshots)
-    again = TensorExecutor(language_task(resumed), disk=picture.versions.copy(), snapshots=executor.snapshots)
-    return again, Run(resumed, again, resume=picture).whole()
+    stored = newest_sealed(executor.snapshots)
+    again = TensorExecutor(language_task(resumed), disk=stored.versions.copy(), snapshots=executor.snapshots)
+    return again, Run(resumed, again, resume=stored).whole()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted() -> str:
+    """Of diloco: neither snapshots nor the learners' speed change its Theta."""
+    config = config_for("diloco", 3, every=0, total_steps=30)
+    whole = TensorExecutor(language_task(config))
+    Run(config, whole).whole()
+    return whole.disk.theta_sha256()
 
 
 @pytest.mark.parametrize(
@@ -102,20 +114,23 @@ def with_weights(config: Config, stop: int, resumed: Config) -> tuple[TensorExec
     ids=["at a round", "between rounds", "fast ones wait where it is due", "fast ones wait, far ahead"],
 )
 def test_diloco_resumed_with_the_same_learners_is_the_uninterrupted_run_bit_for_bit(
-    every: int, stop: int, slow_factor: float
+    every: int, stop: int, slow_factor: float, uninterrupted: str
 ) -> None:
-    config = config_for("diloco", 3, every=every, total_steps=36, slow_factor=slow_factor)
-    whole = TensorExecutor(language_task(config))
-    Run(config, whole).whole()
+    config = config_for("diloco", 3, every=every, total_steps=30, slow_factor=slow_factor)
     again, run = with_weights(config, stop, config)
-    assert again.disk.theta_sha256() == whole.disk.theta_sha256()
+    assert again.disk.theta_sha256() == uninterrupted
     merges = [e for e in run.effects(Merge) if isinstance(e, Merge)]
     assert merges
     assert all(share.weight == 1.0 for merge in merges for share in merge.shares)
 
 
-@pytest.mark.parametrize("learners", [3, 2, 4])
-@pytest.mark.parametrize("preset", ["decoupled", "streaming", "diloco"])
+@pytest.mark.parametrize(
+    ("preset", "learners"),
+    [
+        pytest.param(preset, learners, marks=[] if (preset, learners) in QUICK else pytest.mark.soak)
+        for preset in ("decoupled", "streaming", "diloco") for learners in (3, 2, 4)
+    ],
+)  # fmt: skip
 def test_resumed_run_trains_on(preset: str, learners: int) -> None:
     config = config_for(preset, 3, total_steps=40)
     fresh = TensorExecutor(language_task(config))

@@ -25,6 +25,8 @@ def settings(learners: int = 4, total_steps: int = 30, **sections: dict[str, obj
     base: dict[str, dict[str, object]] = {
         "cluster": {"step_seconds": 5.0, "step_noise": 0.02},
         "data": {"seq_len": 16, "batch_size": 8, "max_bytes": 200_000, "heldout_batches": 2},
+        "model": {"numbers": {"width": 16, "layers": 2, "heads": 2, "mlp": 32}},
+        "inner": {"learning_rate": 0.02},
         "protocol": {"fragments": 4, "local_steps_per_round": 8},
     }
     merged = {name: base.get(name, {}) | sections.get(name, {}) for name in {*base, *sections}}

@@ -33,7 +33,7 @@ def test_published_table_with_one_set_of_constants() -> None:
         assert found[1, False, n].goodput < by_learners[0]
 
 
-@pytest.mark.parametrize("k", [2, 4, 16])
+@pytest.mark.parametrize("k", [pytest.param(2, marks=pytest.mark.soak), 4, pytest.param(16, marks=pytest.mark.soak)])
 def test_goodput_depends_on_chips_a_learner_only(k: int) -> None:
     once = simulate(300_000, 2, MODEL)
     many = simulate(k * 300_000, k * 2, MODEL)
@@ -53,7 +53,7 @@ def test_cluster_that_never_fails_is_always_up() -> None:
 
 
 @pytest.mark.parametrize("elastic", [True, False])
-@pytest.mark.parametrize("chips", [50_000, 200_000, 600_000])
+@pytest.mark.parametrize("chips", [50_000, pytest.param(200_000, marks=pytest.mark.soak), 600_000])
 def test_closed_form_agrees_where_it_holds(chips: int, elastic: bool) -> None:
     expected = closed_form(chips, 1, MODEL, elastic=elastic)
     assert simulate(chips, 1, MODEL, elastic=elastic).goodput == pytest.approx(expected, abs=1.0)
