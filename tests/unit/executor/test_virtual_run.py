@@ -69,7 +69,8 @@ def test_another_device_holds_everything_and_its_fleet_has_room_for_all(optimize
 )
 def test_resident_learners_take_the_same_course_to_the_same_bits(preset: str, keys: dict[str, object]) -> None:
     """Kills included, so that states travel between peers; data-parallel would wait for the dead."""
-    config = small(preset, *(f"protocol.{key}={value}" for key, value in keys.items()))
+    numbers = "model.numbers={width = 16, layers = 2, heads = 2, mlp = 32}"
+    config = small(preset, numbers, *(f"protocol.{key}={value}" for key, value in keys.items()))
     task = task_for(config)
     plan = ChaosPlan(()) if preset == "ddp" else ChaosPlan((Kill(5.0, 1, 4.0), Kill(12.0, 0, 3.0)))
     found = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,10 +25,11 @@ from atoll.workload.models.stacked import stacked_loss
 CPU = torch.device("cpu")
 
 
-def settings(preset: str = "decoupled", **sections: dict[str, object]) -> Config:
+def settings(preset: str = "decoupled", **sections: Any) -> Config:
     data = {"seq_len": 16, "batch_size": 4, "max_bytes": 200_000, "heldout_batches": 2} | sections.pop("data", {})
     protocol = {"fragments": 6, "local_steps_per_round": 6} | sections.pop("protocol", {})
-    top = {"learners": 3, "total_steps": 24, "data": data, "protocol": protocol}
+    model = {"numbers": {"width": 16, "layers": 2, "heads": 2, "mlp": 32}}
+    top = {"learners": 3, "total_steps": 18, "data": data, "protocol": protocol, "model": model}
     return load(preset_name=preset, overrides=top | sections)
 
 
@@ -126,7 +128,7 @@ def test_micro_batches_of_unequal_size_weigh_in_a_fleet_as_one_by_one() -> None:
 
 
 def test_fleet_survives_kills_and_recoveries() -> None:
-    alone, together, loss, fleet_loss = both(settings(), ChaosPlan((Kill(6.0, 1, 4.0), Kill(12.0, 2, 3.0))))
+    alone, together, loss, fleet_loss = both(settings(total_steps=24), ChaosPlan((Kill(6.0, 1, 4.0), Kill(12.0, 2, 3.0))))
     assert alone == together
     assert fleet_loss == pytest.approx(loss, rel=5e-3)
 
