@@ -21,6 +21,7 @@ from atoll.config import load, to_toml
 from atoll.config.sections import IMAGE_MODELS
 from atoll.errors import RunFailed, UserError
 from atoll.ids import SYNCER
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import DeadlinePassed, Refuse, SyncerState
 from atoll.runtime.local.cluster import LocalCluster, _Worker
 from atoll.store.durable import DurableVersions
@@ -296,7 +297,7 @@ def test_other_tokenizer_is_told_before_there_is_a_folder(stopped: Path, tmp_pat
 
 def test_standstill_by_poison_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     config = load(assignments=["learners=2"])
-    flaw = Refuse(1, "poisoned update: bytes that cannot be read: it is empty: the learner found NaN or Inf in it", False)
+    flaw = Refuse(1, Reason(Why.POISONED, "bytes that cannot be read: it is empty: the learner found NaN or Inf in it"), False)
     with RunProgress(config, RunView(2), quiet=False, clock="") as progress:
         for _ in range(9):
             progress(0, SYNCER, DeadlinePassed(), [flaw])

@@ -29,8 +29,9 @@ from atoll.codecs import Packet, codec
 from atoll.config import Config, from_builtins
 from atoll.errors import AtollError
 from atoll.ids import SYNCER
-from atoll.protocol.causality import BULK, Mailbox
+from atoll.protocol.causality import Mailbox
 from atoll.protocol.interface import Payload
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adoption,
@@ -43,6 +44,7 @@ from atoll.protocol.vocabulary import (
     Goodbye,
     Grant,
     Hello,
+    Lane,
     Loaded,
     Message,
     Pull,
@@ -75,6 +77,7 @@ EDGES = (
     0, 1, -1, 2, 5, 6, 7, 63, 255, 256, 1023, 4096, 2**31 - 1, 2**31, 2**32, 2**53 - 1, 2**53, 2**53 + 1, 2**62, 2**63 - 1,
     2**63, 2**64 - 1, -2, -(2**31), -(2**53), -(2**63),
 )  # fmt: skip
+NO = Reason(Why.OUT_OF_STEP, "no")
 KINDS = (CONTROL, BULK_FRAME, CHUNK, WELCOME, READY, b"\0\0\0\0", b"what", b"nope")
 WORDS = ("", "no", "x" * 999, "x" * 1001, "a\nb\r\x00\x1b[31m", "\U0001f3dd" * 200, "%s %d {}", "../..", "declined", "poisoned")
 
@@ -217,7 +220,7 @@ class Ears:
 
     def say(self, body: Message, payload: bytes | None = None) -> None:
         envelope = self.mailbox.seal(SYNCER, body)
-        if payload is None and isinstance(body, BULK):
+        if payload is None and body.lane is Lane.BULK:
             payload = b""
         self._link.send(wire.to_head(envelope), None if payload is None else [payload])
 
@@ -411,8 +414,8 @@ def lie(rng: Rng, siege: Siege, place: Placement, wild: float) -> Message:
         many = 3000 if rng.random() < wild / 4 else rng.randrange(4)
         return tuple(Unit(place.learner if rng.random() < 0.5 else n(8), n()) for _ in range(many))
 
-    def word() -> str:
-        return rng.choice(WORDS)
+    def word() -> Reason:
+        return Reason(rng.choice(list(Why)), rng.choice(WORDS))
 
     def bit() -> bool:
         return rng.random() < 0.5
@@ -500,7 +503,7 @@ async def liar(siege: Siege, rng: Rng) -> None:
                 if isinstance(body, Contribution) and rng.random() < 0.9:
                     ears.say(body, payload(rng, siege, body.fragment))
                 elif rng.random() < 0.02:  # bytes where none belong, or none where they do
-                    ears.say_bytes(wire.to_head(ears.mailbox.seal(SYNCER, body)), b"x" if not isinstance(body, BULK) else None)
+                    ears.say_bytes(wire.to_head(ears.mailbox.seal(SYNCER, body)), b"x" if body.lane is not Lane.BULK else None)
                 else:
                     ears.say(body)
                 if rng.random() < 0.1:
@@ -513,7 +516,7 @@ async def liar(siege: Siege, rng: Rng) -> None:
 
 def nothing_yet(siege: Siege, place: Placement) -> Hello:
     fragments = siege.config.protocol.fragments if siege.config else 6
-    return Hello((NO_VERSION,) * fragments, 0, 0, True, (), 0, "hostile")
+    return Hello((NO_VERSION,) * fragments, 0, 0, True, (), 0, NO)
 
 
 async def spammer(siege: Siege, rng: Rng) -> None:
@@ -521,7 +524,7 @@ async def spammer(siege: Siege, rng: Rng) -> None:
     place = await siege.place(rng)
     hello = nothing_yet(siege, place)
     words: list[Message] = [
-        hello, RecoveryFailed(rng.randrange(50), "no"), Goodbye("bye"), Decline(rng.randrange(99), "no"), Finish(1),
+        hello, RecoveryFailed(rng.randrange(50), NO), Goodbye(NO), Decline(rng.randrange(99), NO), Finish(1),
         Loaded(rng.randrange(50), -1, 0, (0,) * len(hello.held)), StateRequest(1), report(siege, place, 0, 1),
     ]  # fmt: skip
     word = rng.choice(words)
@@ -562,10 +565,10 @@ async def turncoat(siege: Siege, rng: Rng) -> None:
                 case TakeTheta(ticket=ticket):
                     ears.say(Loaded(ticket, SYNCER, step, tuple(held)))
                 case Ticket(ticket=ticket):
-                    ears.say(RecoveryFailed(ticket, "it does not answer"))
+                    ears.say(RecoveryFailed(ticket, Reason(Why.SOURCE_LOST, "it does not answer")))
                 case Recover():
                     session = 0
-                    ears.say(Hello(tuple(held), step, 0, True, (), 0, "sorry"))
+                    ears.say(Hello(tuple(held), step, 0, True, (), 0, NO))
                 case Enter(session=entered):
                     session = entered
                     siege.entered += 1
@@ -608,7 +611,7 @@ def answer(
                 ears.say(true, payload(rng, siege, fragment))
         case 7:
             ears.say(true, payload(rng, siege, fragment))
-            ears.say(Goodbye("and out"))
+            ears.say(Goodbye(Reason(Why.LEAVES, Reason(Why.OUT_OF_STEP, "and out"))))
         case _:
             ears.say(true, payload(rng, siege, fragment))
 
@@ -738,7 +741,7 @@ async def hostage(siege: Siege, rng: Rng) -> None:
                 case TakeTheta(ticket=ticket):
                     ears.say(Loaded(ticket, SYNCER, 0, (0,) * fragments))
                 case Ticket(ticket=ticket):
-                    ears.say(RecoveryFailed(ticket, "it does not answer"))
+                    ears.say(RecoveryFailed(ticket, Reason(Why.SOURCE_LOST, "it does not answer")))
                 case Enter(session=entered):
                     session = entered
                     siege.entered += 1

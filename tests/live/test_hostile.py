@@ -23,6 +23,7 @@ from hostile import Siege, Vitals, now
 from atoll.config import Config
 from atoll.ids import SECOND, SYNCER
 from atoll.protocol.causality import Mailbox
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -140,8 +141,8 @@ def refusals(directory: Path) -> tuple[Counter[str], dict[str, Any]]:
             stored.append(record.event.outer_step)
         for effect in record.effects:
             if isinstance(effect, Refuse):
-                kinds[" ".join(w for w in effect.reason.split()[:5] if w.strip(":").isalpha())] += 1
-                late = effect.reason.startswith("contribution late")
+                kinds[effect.reason.why] += 1
+                late = effect.reason.why is Why.LATE
                 assert effect.peer >= HONEST or late, f"an honest learner was refused: {effect}"
             if isinstance(effect, Merge):
                 rounds += 1
@@ -225,7 +226,7 @@ class Table:
 
 
 def _hello(*left: Unit) -> Hello:
-    return Hello((NO_VERSION,) * 6, 0, 0, True, left, 0, "joins")
+    return Hello((NO_VERSION,) * 6, 0, 0, True, left, 0, Reason(Why.JOINS))
 
 
 def _told(effects: list[Effect], kind: type[Any]) -> list[Any]:
@@ -237,13 +238,13 @@ def test_data_that_a_liar_names_can_be_drawn_and_reported_by_whoever_is_given_it
     table = Table()
     table.say(5, _hello())
     table.say(5, _hello(Unit(5, index)))
-    table.say(5, Goodbye("bye"))
+    table.say(5, Goodbye(Reason(Why.LEAVES, "bye")))
     session, unit = table.joins(0)
     batch = unit.index * 6
     effects = table.say(0, Report(session, 1, 0, 128, 4, 10**7, 0, unit.stream, batch, (), 0, 1.0))
     assert not [e for e in effects if isinstance(e, Refuse)]
     table.machine.on(ConnectionLost(0, "broke"), table.now)
-    effects = table.say(0, Hello((0,) * 6, 1, 128, False, (unit,), 0, "reconnected", 1))
+    effects = table.say(0, Hello((0,) * 6, 1, 128, False, (unit,), 0, Reason(Why.RECONNECTED), 1))
     assert not [e for e in effects if isinstance(e, Refuse)]
 
 

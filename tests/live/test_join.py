@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import atoll
 from atoll.config import Config, load
 from atoll.errors import ConfigError, DataError, RunFailed, UserError
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import FixParticipants, Goodbye, Received, Recovered, StepDone
 from atoll.runtime.syncer import directory as home_module
 from atoll.runtime.syncer.directory import Home
@@ -352,7 +353,7 @@ def test_loop_that_raises_leaves_at_once_and_the_other_goes_on(start: Callable[[
             failed.result(PATIENCE_SECONDS)
     syncer.end()
     words = [r.event.envelope for r in syncer.tape() if isinstance(r.event, Received)]
-    farewells = [(e.sender, e.body.reason) for e in words if isinstance(e.body, Goodbye)]
+    farewells = [(e.sender, e.body.reason.detail) for e in words if isinstance(e.body, Goodbye)]
     assert farewells == [(1, "its loop ended by ZeroDivisionError")]
     assert syncer.home.machine.finished
 
@@ -367,7 +368,7 @@ def test_loop_that_breaks_says_goodbye_and_a_step_after_the_end_is_harmless(star
     assert learner.over and not train(learner, model, optimizer)
     syncer.stop()
     words = [r.event.envelope.body for r in syncer.tape() if isinstance(r.event, Received)]
-    assert [w.reason for w in words if isinstance(w, Goodbye)] == ["its loop ended"]
+    assert [w.reason for w in words if isinstance(w, Goodbye)] == [Reason(Why.LEAVES, "its loop ended")]
 
 
 def test_late_learner_takes_a_peers_optimiser_state_or_theta_where_optimisers_differ(

@@ -13,6 +13,7 @@ from atoll.chaos import ChaosPlan, Clog, Kill, KillSyncer, Partition, Pause, Slo
 from atoll.codecs import codec
 from atoll.config import Config, load, warnings
 from atoll.ids import SYNCER, Nanos, nanos
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     AbortRound,
@@ -261,7 +262,7 @@ def test_restarted_syncer_tapes_the_abort_and_gathers_the_same_outer_step_again(
     """A syncer that restarts before storing tapes RoundAborted and gathers the same outer step again."""
     story = Story(small(), ChaosPlan((KillSyncer(20.4, 3.0),)))
     aborted = story.effects(AbortRound)
-    assert aborted and {a.reason for a in aborted} == {"the syncer restarted before storing it"}
+    assert aborted and {a.reason for a in aborted} == {Reason(Why.NOT_STORED)}
     stores = [s.outer_step for s in story.effects(Store)]
     assert sorted(set(stores)) == list(range(1, 61))
     committed = [e.outer_step for _, w, e, _ in story.log if isinstance(e, Stored)]
@@ -425,7 +426,7 @@ def test_newcomer_never_takes_over_the_peers_data_position() -> None:
 def test_no_reachable_peer_means_theta_from_the_syncer_with_fresh_moments() -> None:
     """No reachable peer: the syncer sends all of Theta, moments start fresh, the reason goes on the tape."""
     story = Story(small(learners=1), ChaosPlan((Kill(20.0, 0, 5.0),)))
-    assert [e.reason for e in story.effects(LoadTheta)] == ["nothing was merged yet", "no peer is in sync"]
+    assert [e.reason for e in story.effects(LoadTheta)] == [Reason(Why.NOTHING_MERGED), Reason(Why.NO_PEER)]
     assert story.effects(LoadState) == []
 
 
@@ -434,7 +435,7 @@ def test_no_broadcast_in_time_means_theta_from_the_syncer() -> None:
     config = small(learners=2, quorum=1, pace=1.0)
     plan = ChaosPlan((Kill(20.0, 1, 4.0), Clog(23.0, 0, SYNCER, 7.0)))  # nobody is heard of while learner 1 comes back
     story = Story(config, plan)
-    assert "no broadcast within two expected rounds" in [e.reason for e in story.effects(LoadTheta)]
+    assert Reason(Why.NO_BROADCAST) in [e.reason for e in story.effects(LoadTheta)]
 
 
 def test_short_stall_needs_no_recovery() -> None:

@@ -14,6 +14,7 @@ from atoll.executor.learner import TensorLearner
 from atoll.executor.null import NullLearner
 from atoll.ids import SYNCER, nanos
 from atoll.protocol.interface import Payload
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Adopt, Effect, Event, FixParticipants, InnerStep, Keep, Merge, Stage, StepDone, Wait
 from atoll.rules import Schedule, offsets
 from atoll.sim.cluster import VirtualCluster
@@ -94,7 +95,7 @@ def test_adoption_mixes_own_and_global_by_alpha() -> None:
         own = torch.cat([p.detach().reshape(-1) for p in learner.model.parameters()]).clone()
         theta = torch.linspace(-1, 1, numel)
         learner.execute(Keep(0, 1, -1), Payload("fragment", 0, (theta, torch.empty(0))))
-        learner.execute(Adopt(0, 1, alpha, True, "due"), None)
+        learner.execute(Adopt(0, 1, alpha, True, Reason(Why.DUE)), None)
         now = torch.cat([p.detach().reshape(-1) for p in learner.model.parameters()])
         torch.testing.assert_close(now, alpha * own + (1 - alpha) * theta)
         assert torch.equal(learner.anchors[0], theta)  # the anchor is Theta itself, never the mixture
@@ -146,10 +147,10 @@ def test_learner_waits_only_when_the_result_is_not_back_tau_steps_later() -> Non
     """exact: at pulled local_step + tau, waiting if the result is not there yet."""
     fast = tiny_config("streaming", protocol={"fragmentation": "whole", "local_steps_per_round": 4, "overlap": 2},
                        cluster={"step_noise": 0.0})  # fmt: skip
-    assert [r for _, r in Steps(fast).waits if "is not back" in r] == []
+    assert [r for _, r in Steps(fast).waits if r.why is Why.VERSION_AWAITED] == []
     slow = tiny_config("streaming", protocol={"fragmentation": "whole", "local_steps_per_round": 4, "overlap": 2},
                        cluster={"step_noise": 0.0, "latency_seconds": 1.5})  # fmt: skip
-    assert {r for _, r in Steps(slow).waits if "is not back" in r} == {
+    assert {r.detail for _, r in Steps(slow).waits if r.why is Why.VERSION_AWAITED} == {
         f"outer step {t} of fragment 0 is not back" for t in (4, 8)
     }
 

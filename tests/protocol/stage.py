@@ -10,8 +10,8 @@ from typing import Any
 
 from atoll.config import Config, load
 from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, WorkerId
-from atoll.protocol.causality import lane_of
 from atoll.protocol.learner import LearnerMachine
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -39,6 +39,7 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 
 MS = 1_000_000
+JOINS = Reason(Why.JOINS)
 TOKENS = 100
 """Tokens of one inner step, on stage."""
 
@@ -84,7 +85,7 @@ class _Fifo:
         for effect in effects:
             if isinstance(effect, Send):
                 e = effect.envelope
-                key = (e.incarnation, e.receiver, lane_of(e.body))
+                key = (e.incarnation, e.receiver, e.body.lane)
                 assert e.seq == self._next.get(key, 0), f"channel {key} jumps to {e.seq}"
                 self._next[key] = e.seq + 1
 
@@ -130,9 +131,9 @@ class SyncerStage:
                 actor.session, actor.position = effect.envelope.body.session, effect.envelope.body.outer_step
         return effects
 
-    def hears(self, learner: LearnerId, body: Message, at: Nanos | None = None, flaw: str = "") -> list[Effect]:
+    def hears(self, learner: LearnerId, body: Message, at: Nanos | None = None, flaw: Reason | None = None) -> list[Effect]:
         actor = self.cast.setdefault(learner, Cast(self.config))
-        lane = lane_of(body)
+        lane = body.lane
         envelope = Envelope(learner, actor.incarnation, SYNCER, actor.seq[lane], (), body)
         actor.seq[lane] += 1
         return self.on(Received(envelope, 0, flaw), at)
@@ -143,7 +144,7 @@ class SyncerStage:
     # ------------------------------------------------------------ learners' words
 
     def hello(self, learner: LearnerId, *, held: Sequence[OuterStep] | None = None, left: Sequence[Unit] = (),
-              own_next: int = 0, reason: str = "joins", at: Nanos | None = None) -> list[Effect]:  # fmt: skip
+              own_next: int = 0, reason: Reason = JOINS, at: Nanos | None = None) -> list[Effect]:  # fmt: skip
         actor = self.cast.setdefault(learner, Cast(self.config))
         known = tuple(held) if held is not None else (NO_VERSION,) * self.config.protocol.fragments
         body = Hello(known, actor.local_step, actor.local_step * TOKENS, held is None, tuple(left), own_next, reason)
@@ -242,7 +243,7 @@ class LearnerStage:
         return effects
 
     def hears(self, body: Message, sender: WorkerId = SYNCER, at: Nanos | None = None) -> list[Effect]:
-        channel = (sender, lane_of(body))
+        channel = (sender, body.lane)
         seq = self._seq.get(channel, 0)
         self._seq[channel] = seq + 1
         clock = (self.syncer_clock,) if sender == SYNCER else ()
@@ -263,7 +264,7 @@ class LearnerStage:
         self.connects()
         for fragment in range(self.config.protocol.fragments):
             self.announced(0, fragment, merged=())
-        self.hears(TakeTheta(1, "nothing was merged yet"))
+        self.hears(TakeTheta(1, Reason(Why.NOTHING_MERGED)))
         return self.hears(Enter(session, outer_step))
 
     def steps(self, at: Nanos | None = None, nanos: Nanos = 100 * MS) -> list[Effect]:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atoll.ids import SYNCER
-from atoll.protocol.causality import OPENERS, Mailbox, may_overtake, merge_clocks
+from atoll.protocol.causality import Mailbox, may_overtake, merge_clocks
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     Announce,
     Enter,
@@ -21,7 +22,7 @@ from atoll.protocol.vocabulary import (
     Welcome,
 )  # fmt: skip
 
-HELLO = Hello((0,), 0, 0, False, (), 0, "joins")
+HELLO = Hello((0,), 0, 0, False, (), 0, Reason(Why.JOINS))
 
 
 def from_learner(seq: int, body: Message = Tick(1), *, incarnation: int = 0, clock: tuple[int, ...] = ()) -> Envelope:  # noqa: B008
@@ -41,19 +42,19 @@ def test_messages_in_sequence_are_taken(box: Mailbox) -> None:
 
 def test_duplicate_is_dropped_silently_and_counted(box: Mailbox) -> None:
     box.refusal(from_learner(1))
-    assert box.refusal(from_learner(1)) == ""
-    assert box.refusal(from_learner(0, HELLO)) == ""
+    assert box.refusal(from_learner(1)) == Reason(Why.DUPLICATE)
+    assert box.refusal(from_learner(0, HELLO)) == Reason(Why.DUPLICATE)
     assert box.duplicates == 2
 
 
 def test_gap_is_refused_and_the_missing_one_is_still_taken(box: Mailbox) -> None:
-    assert box.refusal(from_learner(2)) == "sequence 2 where 1 was due"
+    assert box.refusal(from_learner(2)) == Reason(Why.OUT_OF_SEQUENCE, "sequence 2 where 1 was due")
     assert box.refusal(from_learner(1)) is None
 
 
 @pytest.mark.parametrize("body", [HELLO, Welcome(0), StateRequest(1)])
 def test_opener_may_jump_a_gap(box: Mailbox, body: Message) -> None:
-    assert isinstance(body, OPENERS)
+    assert body.opens
     assert box.refusal(from_learner(7, body)) is None
     assert box.refusal(from_learner(8)) is None
 
@@ -77,9 +78,9 @@ def test_lanes_are_numbered_apart_and_bulk_follows_what_was_said_before_it() -> 
 def test_tick_may_overtake_bytes_and_enter_may_not() -> None:
     ours, theirs = Mailbox(SYNCER, 0, 2), Mailbox(0, 0, 2)
     welcome, bulk, tick, enter = (ours.seal(0, body) for body in (Welcome(0), BYTES, Tick(1), Enter(1, 0)))
-    assert theirs.refusal(bulk) == "incarnation 0 did not open its channel"
+    assert theirs.refusal(bulk) == Reason(Why.CHANNEL_NOT_OPENED, "incarnation 0 did not open its channel")
     assert [theirs.refusal(e) for e in (welcome, tick)] == [None, None]
-    assert theirs.refusal(enter) == "it follows 1 messages of the other lane, of which 0 have come"
+    assert theirs.refusal(enter) == Reason(Why.OUT_OF_SEQUENCE, "it follows 1 messages of the other lane, of which 0 have come")
     assert [theirs.refusal(e) for e in (bulk, enter)] == [None, None]
 
 
@@ -98,19 +99,20 @@ def test_opener_makes_up_for_bytes_lost_with_the_connection_before() -> None:
 
 
 def test_newer_incarnation_must_open_its_channel(box: Mailbox) -> None:
-    assert box.refusal(from_learner(0, incarnation=1)) == "incarnation 1 did not open its channel"
+    assert box.refusal(from_learner(0, incarnation=1)) == Reason(Why.CHANNEL_NOT_OPENED, "incarnation 1 did not open its channel")
     assert box.refusal(from_learner(0, HELLO, incarnation=1)) is None
     assert box.refusal(from_learner(1, incarnation=1)) is None
 
 
 def test_older_incarnation_is_refused_for_ever(box: Mailbox) -> None:
     box.refusal(from_learner(0, HELLO, incarnation=2))
-    assert box.refusal(from_learner(1, incarnation=0)) == "incarnation 0 is older than 2"
-    assert box.refusal(from_learner(9, HELLO, incarnation=1)) == "incarnation 1 is older than 2"
+    assert box.refusal(from_learner(1, incarnation=0)) == Reason(Why.OLD_INCARNATION, "incarnation 0 is older than 2")
+    assert box.refusal(from_learner(9, HELLO, incarnation=1)) == Reason(Why.OLD_INCARNATION, "incarnation 1 is older than 2")
 
 
 def test_stranger_that_opens_nothing_is_refused() -> None:
-    assert Mailbox(SYNCER, 0, 2).refusal(from_learner(0)) == "incarnation 0 did not open its channel"
+    refusal = Mailbox(SYNCER, 0, 2).refusal(from_learner(0))
+    assert refusal is not None and refusal.why is Why.CHANNEL_NOT_OPENED
 
 
 def test_refused_message_changes_nothing(box: Mailbox) -> None:

@@ -7,6 +7,7 @@ from stage import TOKENS, LearnerStage, SyncerStage, arrival, exact, of, others,
 from atoll.ids import SYNCER, nanos
 from atoll.protocol.departure import Departure
 from atoll.protocol.learner import DONE
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     AbortRound,
     ConnectionLost,
@@ -29,7 +30,7 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 
 ASK = LeaveAsked("asked to stop")
-BYE = [Goodbye("asked to stop")]
+BYE = [Goodbye(Reason(Why.LEAVES, "asked to stop"))]
 
 
 def training(steps: int = 2) -> LearnerStage:
@@ -82,7 +83,7 @@ def test_fragment_not_trained_since_its_adoption_need_not_be_delivered() -> None
 def test_asked_twice_it_leaves_at_once() -> None:
     stage = training()
     stage.on(ASK)
-    assert sent(stage.on(LeaveAsked("asked again"))) == [Goodbye("asked again")]
+    assert sent(stage.on(LeaveAsked("asked again"))) == [Goodbye(Reason(Why.LEAVES, "asked again"))]
 
 
 def test_leave_takes_at_most_its_limit() -> None:
@@ -119,7 +120,7 @@ def test_joining_learner_leaves_at_once() -> None:
 def test_learner_told_to_recover_while_it_leaves_has_nothing_worth_delivering() -> None:
     stage = training()
     stage.on(ASK)
-    assert sent(stage.hears(Recover("poisoned update"))) == BYE
+    assert sent(stage.hears(Recover(Reason(Why.POISONED, "poisoned update")))) == BYE
 
 
 def test_run_that_ends_while_a_learner_leaves_ends_for_it_too() -> None:
@@ -179,7 +180,7 @@ def test_goodbye_frees_the_leases_and_the_round() -> None:
         s.steps(m)
     s.contributes(0, 2, 0)
     effects = s.hears(1, BYE[0])
-    assert of(effects, Membership) == [Membership(1, "left", "asked to stop")]
+    assert of(effects, Membership) == [Membership(1, "left", Reason(Why.LEAVES, "asked to stop"))]
     assert of(effects, Reissue) == [Reissue(1, (Unit(1, 0), Unit(1, 1), Unit(1, 2)), 1)]
     assert [type(e).__name__ for e in others(effects)][-2:] == ["Merge", "Store"]
     assert s.machine.fates().discarded == {"left": 2 * TOKENS}
@@ -205,9 +206,9 @@ def test_what_one_says_after_its_goodbye_costs_its_connection_and_changes_nothin
     s.steps(0)
     s.hears(0, BYE[0])
     fates = s.machine.fates()
-    assert of(s.steps(0), Refuse) == [Refuse(0, "did not say Hello on this connection", True)]
+    assert of(s.steps(0), Refuse) == [Refuse(0, Reason(Why.NO_HELLO), True)]
     assert of(s.contributes(0, 1, 1), Refuse)[0].disconnect
-    poisoned = s.hears(0, s.contribution(0, 1, 1), flaw="fragment 1 holds NaN or Inf")
+    poisoned = s.hears(0, s.contribution(0, 1, 1), flaw=Reason(Why.POISONED, "fragment 1 holds NaN or Inf"))
     assert of(poisoned, Refuse)[0].disconnect
     assert s.machine.fates() == fates
     assert s.machine.leases.by_learner.keys() == {1}
@@ -217,5 +218,5 @@ def test_one_that_left_may_come_back_as_a_new_process() -> None:
     s = SyncerStage(arrival(2), joined=2)
     s.hears(0, BYE[0])
     s.on(ConnectionLost(0, "closed"))
-    assert of(s.hello(0, held=(0, 0)), Refuse)[0].reason == "it left; it may come back as a new incarnation"
-    assert Membership(0, "joining", "joins") in s.comes_back(0)
+    assert of(s.hello(0, held=(0, 0)), Refuse)[0].reason == Reason(Why.ALREADY_LEFT)
+    assert Membership(0, "joining", Reason(Why.JOINS)) in s.comes_back(0)

@@ -6,6 +6,7 @@ import pytest
 from stage import MS, TOKENS, LearnerStage, arrival, exact, of, others, sent
 
 from atoll.ids import SYNCER
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
@@ -61,7 +62,7 @@ from atoll.protocol.vocabulary import (
 
 def test_learner_that_connects_first_says_hello_with_nothing() -> None:
     stage = LearnerStage(arrival())
-    assert sent(stage.on(Connected(SYNCER))) == [Hello((NO_VERSION, NO_VERSION), 0, 0, True, (), 0, "joins")]
+    assert sent(stage.on(Connected(SYNCER))) == [Hello((NO_VERSION, NO_VERSION), 0, 0, True, (), 0, Reason(Why.JOINS))]
 
 
 def test_learner_given_all_of_theta_adopts_it_and_starts_its_moments_afresh() -> None:
@@ -69,11 +70,11 @@ def test_learner_given_all_of_theta_adopts_it_and_starts_its_moments_afresh() ->
     stage.connects()
     assert stage.announced(0, 0, merged=()) == [Keep(0, 0, NO_VERSION)]
     stage.announced(0, 1, merged=())
-    effects = stage.hears(TakeTheta(7, "nothing was merged yet"))
+    effects = stage.hears(TakeTheta(7, Reason(Why.NOTHING_MERGED)))
     assert others(effects) == [
-        Adopt(0, 0, 0.0, False, "nothing was merged yet"),
-        Adopt(1, 0, 0.0, False, "nothing was merged yet"),
-        LoadTheta("nothing was merged yet"),
+        Adopt(0, 0, 0.0, False, Reason(Why.NOTHING_MERGED)),
+        Adopt(1, 0, 0.0, False, Reason(Why.NOTHING_MERGED)),
+        LoadTheta(Reason(Why.NOTHING_MERGED)),
     ]
     assert sent(effects) == [Loaded(7, SYNCER, 0, (0, 0))]
 
@@ -82,7 +83,7 @@ def test_learner_promised_theta_that_did_not_come_whole_says_hello_again() -> No
     stage = LearnerStage(arrival())
     stage.connects()
     stage.announced(0, 0, merged=())
-    assert [b.reason for b in sent(stage.hears(TakeTheta(7, "x")))] == ["Theta was promised and did not come whole"]  # type: ignore[union-attr]
+    assert [b.reason for b in sent(stage.hears(TakeTheta(7, Reason(Why.NOTHING_MERGED, "x"))))] == [Reason(Why.THETA_INCOMPLETE)]  # type: ignore[union-attr]
 
 
 def test_learner_let_in_reports_its_adoptions_and_takes_its_first_step() -> None:
@@ -128,7 +129,7 @@ def test_boundary_on_arrival_adopts_before_it_stages_and_reports_the_adoption() 
     assert stage.announced(1, 1, previous=0) == [Keep(1, 1, 0)]
     effects = stage.steps()
     assert others(effects) == [
-        Adopt(1, 1, 0.0, True, "due"),
+        Adopt(1, 1, 0.0, True, Reason(Why.DUE)),
         Unstage(1, NO_VERSION),
         Stage(0, 2, NO_VERSION, False),
         InnerStep(3, 0, 2, 1),
@@ -201,10 +202,10 @@ def test_adoption_of_a_version_it_was_merged_in_mixes_by_alpha_and_otherwise_tak
     stage.steps()
     stage.steps()  # stands at 2: fragment 1 is due and staged
     stage.announced(2, 1, merged=(0, 1))
-    assert of(stage.steps(), Adopt) == [Adopt(1, 2, 0.5, True, "due")]
+    assert of(stage.steps(), Adopt) == [Adopt(1, 2, 0.5, True, Reason(Why.DUE))]
     stage.steps()
     stage.announced(4, 0, merged=(1,))
-    assert of(stage.steps(), Adopt) == [Adopt(0, 4, 0.0, False, "due")]
+    assert of(stage.steps(), Adopt) == [Adopt(0, 4, 0.0, False, Reason(Why.DUE))]
 
 
 def test_difference_against_a_version_it_lacks_starts_the_channel_over() -> None:
@@ -212,7 +213,7 @@ def test_difference_against_a_version_it_lacks_starts_the_channel_over() -> None
     stage.enters()
     effects = stage.announced(5, 1, previous=3)
     assert of(effects, Keep) == []
-    assert [b.reason for b in sent(effects, kind=Hello)] == ["fragment 1 came against version 3, which I lack"]  # type: ignore[union-attr]
+    assert [b.reason.why for b in sent(effects, kind=Hello)] == [Why.VERSION_MISSING]  # type: ignore[union-attr]
 
 
 # ---------------------------------------------------------------- pulls on arrival
@@ -256,7 +257,7 @@ def test_pull_of_several_fragments_is_answered_for_each() -> None:
 def test_pull_while_joining_is_declined() -> None:
     stage = LearnerStage(arrival())
     stage.connects()
-    assert sent(stage.hears(Pull(1, (1,)))) == [Decline(1, "is joining")]
+    assert sent(stage.hears(Pull(1, (1,)))) == [Decline(1, Reason(Why.NOT_TRAINING, "is joining"))]
 
 
 def test_pull_waiting_is_forgotten_with_the_connection() -> None:
@@ -282,7 +283,7 @@ def test_boundary_under_exact_adoption_stages_then_reports_then_waits() -> None:
     stage = waiting()
     effects = stage.steps(200 * MS)
     assert [type(e).__name__ for e in effects] == ["Stage", "Send", "Wait"]
-    assert others(effects) == [Stage(0, 2, 2, False), Wait("outer step 2 of fragment 0 is not back")]
+    assert others(effects) == [Stage(0, 2, 2, False), Wait(Reason(Why.VERSION_AWAITED, "outer step 2 of fragment 0 is not back"))]
 
 
 def test_waiting_learner_adopts_what_arrives_and_resumes_with_the_time_it_waited() -> None:
@@ -291,9 +292,9 @@ def test_waiting_learner_adopts_what_arrives_and_resumes_with_the_time_it_waited
     assert sent(stage.hears(Pull(2, (0,)), at=210 * MS)) == [Contribution(2, 0, 2, 0, 2, 2 * TOKENS, 2, 2 * TOKENS)]
     assert stage.announced(2, 0, merged=(0, 1), at=250 * MS) == [
         Keep(0, 2, NO_VERSION),
-        Adopt(0, 2, 0.0, True, "due"),
+        Adopt(0, 2, 0.0, True, Reason(Why.DUE)),
         Unstage(0, 2),
-        Resume(50 * MS, "outer step 2 of fragment 0 is not back"),
+        Resume(50 * MS, Reason(Why.VERSION_AWAITED, "outer step 2 of fragment 0 is not back")),
         InnerStep(3, 0, 2, 2),
     ]
     assert stage.machine.waited == 50 * MS
@@ -315,14 +316,14 @@ def test_exact_adoption_with_overlap_goes_on_tau_steps_past_the_pull_and_then_ad
         stage.steps()
     stage.announced(4, 0, merged=(0,))
     assert of(stage.steps(), Adopt) == []  # stands at 5
-    assert of(stage.steps(), Adopt) == [Adopt(0, 4, 0.5, True, "due")]  # at 6 = 4 + tau
+    assert of(stage.steps(), Adopt) == [Adopt(0, 4, 0.5, True, Reason(Why.DUE))]  # at 6 = 4 + tau
 
 
 def test_exact_adoption_with_the_result_missing_waits_tau_steps_past_the_pull() -> None:
     stage = LearnerStage(exact("streaming", interval=4, overlap=2, fragmentation="whole", fragments=1))
     stage.enters()
     waits = [of(stage.steps(), Wait) for _ in range(6)]
-    assert waits == [[], [], [], [], [], [Wait("outer step 4 of fragment 0 is not back")]]
+    assert waits == [[], [], [], [], [], [Wait(Reason(Why.VERSION_AWAITED, "outer step 4 of fragment 0 is not back"))]]
 
 
 def test_exact_adoption_takes_exactly_the_last_outer_step_and_no_local_step_beyond() -> None:
@@ -333,19 +334,19 @@ def test_exact_adoption_takes_exactly_the_last_outer_step_and_no_local_step_beyo
     stage.announced(2, 0)
     effects = stage.steps()
     assert of(effects, InnerStep) == []
-    assert of(effects, Wait) == [Wait("its last local step is done")]
+    assert of(effects, Wait) == [Wait(Reason(Why.LAST_STEP_DONE))]
 
 
 def test_bounded_lead_on_arrival_makes_a_learner_wait_when_it_is_that_far_ahead() -> None:
     stage = LearnerStage(arrival(quorum="all", fragments=2, interval=2, overlap=1))
     stage.enters()
     assert of(stage.steps(), Wait) == []  # stands at 1, needs 0
-    assert of(stage.steps(), Wait) == [Wait("outer step 1 of fragment 1 is not back")]
+    assert of(stage.steps(), Wait) == [Wait(Reason(Why.VERSION_AWAITED, "outer step 1 of fragment 1 is not back"))]
 
 
 def test_exact_pull_of_a_state_that_is_not_there_is_declined() -> None:
     stage = waiting()
-    assert sent(stage.hears(Pull(4, (0,)))) == [Decline(4, "stands at outer step 1")]
+    assert sent(stage.hears(Pull(4, (0,)))) == [Decline(4, Reason(Why.OUT_OF_STEP, "stands at outer step 1"))]
 
 
 def test_round_start_anchor_restarts_the_difference_when_it_stages() -> None:
@@ -402,7 +403,7 @@ def test_batches_are_drawn_in_the_order_of_grant_and_then_on_in_its_own_stream()
     stage.connects()
     for fragment in (0, 1):
         stage.announced(0, fragment, merged=())
-    stage.hears(TakeTheta(1, "x"))
+    stage.hears(TakeTheta(1, Reason(Why.NOTHING_MERGED, "x")))
     stage.hears(Grant((Unit(3, 5), Unit(0, 0)), 1))
     drawn = of(stage.hears(Enter(1, 0)), InnerStep)
     for _ in range(6):
@@ -420,7 +421,7 @@ def test_batches_go_on_while_the_syncer_is_away_and_hello_tells_what_is_left() -
     (hello,) = sent(stage.on(Connected(SYNCER)), kind=Hello)
     assert isinstance(hello, Hello)
     assert (hello.needs_state, hello.held, hello.local_step, hello.tokens) == (False, (0, 0), 4, 4 * TOKENS)
-    assert hello.reason == "reconnected"
+    assert hello.reason == Reason(Why.RECONNECTED)
     assert (hello.left, hello.own_next) == ((Unit(0, 2),), 3)
 
 
@@ -499,14 +500,14 @@ def test_newcomer_out_of_patience_says_so() -> None:
     stage = newcomer()
     stage.hears(Ticket(9, 1, 5, 300 * MS))
     assert stage.on(DeadlinePassed(), 299 * MS) == []
-    assert sent(stage.on(DeadlinePassed(), 300 * MS)) == [RecoveryFailed(9, "the transfer did not come in time")]
+    assert sent(stage.on(DeadlinePassed(), 300 * MS)) == [RecoveryFailed(9, Reason(Why.TRANSFER_LATE))]
     assert stage.machine.deadline() is None
 
 
 def test_newcomer_whose_source_is_lost_says_so() -> None:
     stage = newcomer()
     stage.hears(Ticket(9, 1, 5, 300 * MS))
-    assert sent(stage.on(ConnectionLost(1, "gone"))) == [RecoveryFailed(9, "its source was lost: gone")]
+    assert sent(stage.on(ConnectionLost(1, "gone"))) == [RecoveryFailed(9, Reason(Why.SOURCE_LOST, "its source was lost: gone"))]
 
 
 def test_newcomer_with_a_second_ticket_forgets_the_first() -> None:
@@ -602,21 +603,21 @@ def test_peer_under_exact_adoption_sends_along_what_it_has_yet_to_adopt() -> Non
 
 def test_recover_in_mid_step_lets_the_step_end_and_then_starts_over() -> None:
     stage = serving()
-    assert stage.hears(Recover("its versions were forgotten")) == []
+    assert stage.hears(Recover(Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten"))) == []
     effects = stage.steps()
     assert of(effects, InnerStep, Report) == []
     assert of(effects, Unstage) == [Unstage(1, NO_VERSION)]
     (hello,) = sent(effects)
     assert isinstance(hello, Hello)
-    assert (hello.needs_state, hello.held, hello.reason) == (True, (NO_VERSION, NO_VERSION), "its versions were forgotten")
+    assert (hello.needs_state, hello.held, hello.reason.why) == (True, (NO_VERSION, NO_VERSION), Why.VERSION_FORGOTTEN)
     assert hello.tokens == 2 * TOKENS  # what it trained stays in the books
 
 
 def test_recover_while_waiting_starts_over_at_once() -> None:
     stage = waiting()
     stage.steps(200 * MS)
-    effects = stage.hears(Recover("x"), at=230 * MS)
-    assert of(effects, Resume) == [Resume(30 * MS, "outer step 2 of fragment 0 is not back")]
+    effects = stage.hears(Recover(Reason(Why.POISONED, "x")), at=230 * MS)
+    assert of(effects, Resume) == [Resume(30 * MS, Reason(Why.VERSION_AWAITED, "outer step 2 of fragment 0 is not back"))]
     assert len(sent(effects, kind=Hello)) == 1
 
 
@@ -624,7 +625,7 @@ def test_poisoned_learner_recovers_with_the_tensors_name() -> None:
     stage = serving()
     stage.on(Poisoned("tensor first.weight"))
     (hello,) = sent(stage.steps(), kind=Hello)
-    assert hello.reason == "tensor first.weight holds NaN or Inf"  # type: ignore[union-attr]
+    assert hello.reason == Reason(Why.POISONED, "tensor first.weight holds NaN or Inf")  # type: ignore[union-attr]
 
 
 # ---------------------------------------------------------------- snapshots
@@ -699,7 +700,8 @@ def test_finish_in_mid_step_ends_at_the_boundary() -> None:
 def test_finish_while_waiting_ends_at_once_with_the_wait_closed() -> None:
     stage = waiting()
     stage.steps(200 * MS)
-    assert stage.hears(Finish(40), at=260 * MS) == [Resume(60 * MS, "outer step 2 of fragment 0 is not back"), Finished(0)]
+    awaited = Reason(Why.VERSION_AWAITED, "outer step 2 of fragment 0 is not back")
+    assert stage.hears(Finish(40), at=260 * MS) == [Resume(60 * MS, awaited), Finished(0)]
 
 
 @pytest.mark.parametrize("late", [LeaveAsked("twice"), Connected(SYNCER), Poisoned("tensor a"), StepDone(1, 1, 1, None)])
@@ -708,13 +710,13 @@ def test_whatever_happens_after_the_end_changes_nothing(late: Event) -> None:
     stage.hears(Finish(40))
     stage.steps()
     assert stage.on(late) == []
-    assert stage.hears(Pull(41, (1,))) == stage.hears(Recover("x")) == []
+    assert stage.hears(Pull(41, (1,))) == stage.hears(Recover(Reason(Why.POISONED, "x"))) == []
 
 
 def test_asked_to_leave_with_nothing_to_deliver_says_goodbye_at_once() -> None:
     stage = LearnerStage(arrival())
     stage.enters()
-    assert sent(stage.on(LeaveAsked("asked to stop"))) == [Goodbye("asked to stop")]
+    assert sent(stage.on(LeaveAsked("asked to stop"))) == [Goodbye(Reason(Why.LEAVES, "asked to stop"))]
 
 
 def test_asked_to_leave_goes_once_every_fragment_was_merged_again() -> None:
@@ -724,7 +726,7 @@ def test_asked_to_leave_goes_once_every_fragment_was_merged_again() -> None:
     assert of(stage.steps(), InnerStep)
     known = stage.machine.outer_known
     told = [sent(stage.announced(known + 1 + p, p, merged=(stage.learner,))) for p in fragments]
-    assert told == [[]] * (len(told) - 1) + [[Goodbye("asked to stop")]]
+    assert told == [[]] * (len(told) - 1) + [[Goodbye(Reason(Why.LEAVES, "asked to stop"))]]
 
 
 def test_asked_to_leave_goes_after_its_time_is_up_and_not_before() -> None:
@@ -733,20 +735,20 @@ def test_asked_to_leave_goes_after_its_time_is_up_and_not_before() -> None:
     by = 10 * MS + 20_000 * MS
     assert stage.machine.deadline() == by
     assert sent(stage.on(DeadlinePassed(), by - 1)) == []
-    assert sent(stage.on(DeadlinePassed(), by)) == [Goodbye("asked to stop")]
+    assert sent(stage.on(DeadlinePassed(), by)) == [Goodbye(Reason(Why.LEAVES, "asked to stop"))]
     assert stage.machine.deadline() is None
 
 
 def test_asked_twice_goes_at_once() -> None:
     stage = serving()
     stage.on(LeaveAsked("asked to stop"))
-    assert sent(stage.on(LeaveAsked("asked again"))) == [Goodbye("asked again")]
+    assert sent(stage.on(LeaveAsked("asked again"))) == [Goodbye(Reason(Why.LEAVES, "asked again"))]
 
 
 def test_leaving_learner_that_should_recover_goes() -> None:
     stage = serving()
     stage.on(LeaveAsked("asked to stop"))
-    assert sent(stage.hears(Recover("its versions were forgotten"))) == [Goodbye("asked to stop")]
+    assert sent(stage.hears(Recover(Reason(Why.VERSION_FORGOTTEN)))) == [Goodbye(Reason(Why.LEAVES, "asked to stop"))]
 
 
 def test_step_that_ends_after_goodbye_neither_reports_nor_steps_on() -> None:
@@ -759,7 +761,8 @@ def test_step_that_ends_after_goodbye_neither_reports_nor_steps_on() -> None:
 
 def test_message_that_only_a_learner_sends_is_refused() -> None:
     stage = serving()
-    assert stage.hears(Goodbye("x")) == [Refuse(SYNCER, "Goodbye is not for a learner", True)]
+    misled = Reason(Why.WRONG_RECEIVER, "Goodbye is not for a learner")
+    assert stage.hears(Goodbye(Reason(Why.LEAVES, "x"))) == [Refuse(SYNCER, misled, True)]
 
 
 def test_message_out_of_sequence_is_refused_and_changes_nothing() -> None:
@@ -774,7 +777,7 @@ def test_message_from_an_older_incarnation_of_the_syncer_is_refused() -> None:
     stage = serving()
     stage.on(Received(Envelope(SYNCER, 3, 0, 0, (0,), Welcome(0)), 0))
     effects = stage.on(Received(Envelope(SYNCER, 0, 0, 50, (0,), Tick(1)), 0))
-    assert effects == [Refuse(SYNCER, "incarnation 0 is older than 3", True)]
+    assert effects == [Refuse(SYNCER, Reason(Why.OLD_INCARNATION, "incarnation 0 is older than 3"), True)]
 
 
 def test_event_that_is_no_learners_raises_and_changes_nothing() -> None:

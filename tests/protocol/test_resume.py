@@ -13,6 +13,7 @@ from stage import MS, TOKENS, Cast, LearnerStage, SyncerStage, arrival, exact, o
 from atoll.ids import SYNCER
 from atoll.protocol.batches import Batches
 from atoll.protocol.leases import Leases
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Announce,
@@ -45,7 +46,7 @@ from atoll.protocol.vocabulary import (
     Welcome,
 )  # fmt: skip
 
-LOST = "the run is resumed from a snapshot"
+LOST = Reason(Why.RESUMED)
 
 
 def units(stream: int, *indices: int) -> tuple[Unit, ...]:
@@ -69,7 +70,7 @@ TWO = (Lease(0, units(0, 3, 4, 5), ()), Lease(1, units(1, 4, 5), units(1, 3)))
 
 
 def back(s: SyncerStage, m: int, left: tuple[Unit, ...], *, held: tuple[int, ...] = NEWEST, own_next: int = 6) -> list[Any]:
-    return s.hello(m, held=held, left=left, own_next=own_next, reason="resumes")
+    return s.hello(m, held=held, left=left, own_next=own_next, reason=Reason(Why.RECONNECTED))
 
 
 def holdings(leases: Leases) -> Counter[Unit]:
@@ -102,7 +103,8 @@ def test_first_round_of_a_resumed_run_follows_the_snapshot() -> None:
 def test_hello_of_a_resumed_learner_claims_its_own_leases() -> None:
     s = resumed(syncer_state(*TWO))
     effects = back(s, 1, units(1, 4, 5))
-    assert others(effects) == [Membership(1, "joining", "resumes"), Membership(1, "in_sync", "stands at outer step 10")]
+    entered = Reason(Why.ENTERED, "stands at outer step 10")
+    assert others(effects) == [Membership(1, "joining", Reason(Why.RECONNECTED)), Membership(1, "in_sync", entered)]
     assert sent(effects) == [Welcome(10), Grant(units(1, 6), 7), Enter(1, 10)]
     book = s.machine.leases.by_learner[1]
     assert list(book.granted) == list(units(1, 4, 5, 6))
@@ -125,7 +127,7 @@ def test_resumed_learner_that_is_behind_the_newest_version_is_sent_it_before_it_
 def test_resumed_learner_whose_versions_were_forgotten_recovers_and_keeps_its_leases() -> None:
     s = resumed(syncer_state(*TWO))
     effects = back(s, 0, units(0, 4, 5), held=(3, 10))
-    assert sent(effects, 0, Recover) == [Recover("its versions were forgotten while it was away")]
+    assert sent(effects, 0, Recover) == [Recover(Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten while it was away"))]
     assert of(effects, Reissue) == []
     assert set(s.machine.leases.by_learner[0].granted) == set(units(0, 4, 5))
 
@@ -179,7 +181,7 @@ def test_learner_more_than_the_snapshot_had_joins_by_a_peer_once_one_is_in_sync(
 def test_learner_more_than_the_snapshot_had_takes_theta_where_nobody_is_in_sync() -> None:
     s = resumed(syncer_state(*TWO), learners=3)
     (take,) = sent(s.hello(2), 2, TakeTheta)
-    assert take == TakeTheta(1, "no peer is in sync")
+    assert take == TakeTheta(1, Reason(Why.NO_PEER))
     assert of(s.loads(2, 1), Recovered) != []
 
 
@@ -220,7 +222,7 @@ def resumed_learner(learner_state: LearnerState = LEARNER_STATE, **changes: Any)
 def test_resumed_learner_says_hello_with_its_state_and_its_place_in_the_data() -> None:
     stage = resumed_learner()
     (hello,) = sent(stage.connects())
-    assert hello == Hello((9, 10), 24, 2400, False, units(0, 4, 5), 6, "reconnected", 0)
+    assert hello == Hello((9, 10), 24, 2400, False, units(0, 4, 5), 6, Reason(Why.RECONNECTED), 0)
 
 
 def test_resumed_learner_goes_on_with_the_batch_after_the_last_one() -> None:

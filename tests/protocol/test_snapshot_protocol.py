@@ -10,6 +10,7 @@ from stage import LearnerStage, SyncerStage, arrival, of
 from atoll.chaos import ChaosPlan, Kill
 from atoll.config import Config, load
 from atoll.ids import SYNCER
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.snapshot import marker_of
 from atoll.protocol.vocabulary import (
     Adopt,
@@ -51,7 +52,7 @@ def begun(learners: int = 2) -> SyncerStage:
 def test_snapshot_completes_when_every_learner_returned_the_marker() -> None:
     s = begun()
     assert of(s.steps(0, snapshot=2), SealSnapshot) == []
-    assert of(s.steps(1, snapshot=2), SealSnapshot) == [SealSnapshot(2, (0, 1), True, "every live learner returned the marker")]
+    assert of(s.steps(1, snapshot=2), SealSnapshot) == [SealSnapshot(2, (0, 1), True, Reason(Why.MARKERS_RETURNED))]
 
 
 def test_snapshot_records_what_arrives_before_the_marker_as_in_flight() -> None:
@@ -67,7 +68,8 @@ def test_snapshot_leaves_out_the_dead() -> None:
     s = begun()
     s.steps(0, snapshot=2)
     effects = s.on(ConnectionLost(1, "gone"))
-    assert of(effects, SealSnapshot) == [SealSnapshot(2, (0,), True, "learner 1 is gone and left out")]
+    left_out = Reason(Why.LEARNER_LEFT_OUT, "learner 1 is gone and left out")
+    assert of(effects, SealSnapshot) == [SealSnapshot(2, (0,), True, left_out)]
 
 
 def test_snapshot_leaves_out_one_that_died_after_it_recorded() -> None:
@@ -84,13 +86,13 @@ def test_snapshot_not_complete_when_the_next_is_due_is_abandoned() -> None:
     s.contributes(0, 4, 0)
     effects = s.stored(4)
     sealed, begun_anew = of(effects, SealSnapshot, RecordSyncer)
-    assert sealed == SealSnapshot(2, (), False, "snapshot 4 is due and this one is not complete")
+    assert sealed == SealSnapshot(2, (), False, Reason(Why.NEXT_SNAPSHOT_DUE, "snapshot 4 is due and this one is not complete"))
     assert isinstance(begun_anew, RecordSyncer) and begun_anew.snapshot == 4
 
 
 def test_snapshot_open_when_the_syncer_restarts_is_abandoned() -> None:
     s = begun()
-    assert of(s.on(Started(1)), SealSnapshot) == [SealSnapshot(2, (), False, "the syncer restarted")]
+    assert of(s.on(Started(1)), SealSnapshot) == [SealSnapshot(2, (), False, Reason(Why.SYNCER_RESTARTED))]
 
 
 def test_snapshot_open_at_the_end_is_abandoned() -> None:
@@ -99,7 +101,7 @@ def test_snapshot_open_at_the_end_is_abandoned() -> None:
         s.full_round(who=[0])
     s.steps(0)
     s.contributes(0, 3, 1)
-    assert of(s.stored(3), SealSnapshot) == [SealSnapshot(2, (), False, "the run is over")]
+    assert of(s.stored(3), SealSnapshot) == [SealSnapshot(2, (), False, Reason(Why.RUN_OVER))]
 
 
 def test_snapshot_never_stops_the_rounds() -> None:

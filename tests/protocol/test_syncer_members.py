@@ -7,7 +7,8 @@ from stage import MS, TOKENS, SyncerStage, arrival, exact, of, others, sent
 
 from atoll.errors import PeerViolation
 from atoll.ids import SECOND, SYNCER
-from atoll.protocol.membership import ARROWS, IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
+from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, NEXT, SILENT, Member, Roster
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -47,9 +48,9 @@ from atoll.protocol.vocabulary import (
 def test_standing_moves_only_along_the_arrows_and_else_raises_and_stays(standing: str, trigger: str) -> None:
     member = Member(0, 1)
     member.standing = standing
-    if (standing, trigger) in ARROWS:
+    if (standing, trigger) in NEXT:
         member.move(trigger)
-        assert member.standing == ARROWS[standing, trigger]
+        assert member.standing == NEXT[standing, trigger]
     else:
         with pytest.raises(PeerViolation, match=f"learner 0 is {standing}: {trigger} makes no sense"):
             member.move(trigger)
@@ -57,10 +58,10 @@ def test_standing_moves_only_along_the_arrows_and_else_raises_and_stays(standing
 
 
 def test_arrows_are_those_of_the_picture() -> None:
-    assert {pair for pair in ARROWS if pair[1] == "unheard"} == {(IN_SYNC, "unheard")}
-    assert {pair[0] for pair in ARROWS if pair[1] == "hello"} == {JOINING, IN_SYNC, SILENT, LOST, LEFT}
-    assert ARROWS[LEFT, "lost"] == LEFT  # who said goodbye is not lost when its connection closes
-    assert (LOST, "entered") not in ARROWS and (LEFT, "entered") not in ARROWS
+    assert {pair for pair in NEXT if pair[1] == "unheard"} == {(IN_SYNC, "unheard")}
+    assert {pair[0] for pair in NEXT if pair[1] == "hello"} == {JOINING, IN_SYNC, SILENT, LOST, LEFT}
+    assert NEXT[LEFT, "lost"] == LEFT  # who said goodbye is not lost when its connection closes
+    assert (LOST, "entered") not in NEXT and (LEFT, "entered") not in NEXT
 
 
 def test_roster_is_walked_in_learner_order_whatever_order_they_came_in() -> None:
@@ -81,7 +82,7 @@ def test_join_before_anything_was_merged_sends_all_of_theta() -> None:
         Welcome(0),
         Announce(0, 0, NO_VERSION, ()),
         Announce(0, 1, NO_VERSION, ()),
-        TakeTheta(1, "nothing was merged yet"),
+        TakeTheta(1, Reason(Why.NOTHING_MERGED)),
     ]
 
 
@@ -90,8 +91,8 @@ def test_join_completed_enters_with_leases_and_a_session() -> None:
     s.hello(0, at=0)
     effects = s.on(Received(Envelope(0, 0, SYNCER, 1, (), loaded(1)), 0), 7 * MS)
     assert others(effects) == [
-        Recovered(0, SYNCER, 7 * MS, "joins"),
-        Membership(0, IN_SYNC, "stands at outer step 0"),
+        Recovered(0, SYNCER, 7 * MS, Reason(Why.JOINS)),
+        Membership(0, IN_SYNC, Reason(Why.ENTERED, "stands at outer step 0")),
     ]
     assert sent(effects, 0) == [Grant((Unit(0, 0), Unit(0, 1)), 2), Enter(1, 0)]
 
@@ -104,7 +105,7 @@ def test_join_with_the_wrong_ticket_is_not_let_in() -> None:
     s = SyncerStage(arrival(2))
     s.hello(0)
     assert s.hears(0, loaded(99)) == []
-    assert s.hears(0, loaded(1, held=(0,))) == [Refuse(0, "Loaded names what cannot be", True)]
+    assert s.hears(0, loaded(1, held=(0,))) == [Refuse(0, Reason(Why.IMPOSSIBLE, "Loaded names what cannot be"), True)]
     member = s.machine.roster.get(0)
     assert member is not None and member.standing == JOINING
 
@@ -152,7 +153,7 @@ def with_ticket(learners: int = 3, **protocol: object) -> SyncerStage:
 def test_newcomer_that_loaded_from_a_peer_enters_and_is_sent_what_it_misses() -> None:
     s = with_ticket()
     effects = s.loads(2, 4, source=0, held=(0, 1))
-    assert of(effects, Recovered) == [Recovered(2, 0, 0, "joins")]
+    assert of(effects, Recovered) == [Recovered(2, 0, 0, Reason(Why.JOINS))]
     assert sent(effects, 2) == [Announce(2, 0, 0, (0,)), Grant((Unit(2, 0), Unit(2, 1)), 2), Enter(2, 2)]
 
 
@@ -162,20 +163,20 @@ def test_newcomer_whose_source_dies_is_given_the_next_peer_and_then_theta() -> N
     assert [(t.ticket, t.peer) for t in sent(effects, 2, Ticket)] == [(5, 1)]  # type: ignore[union-attr]
     assert sent(effects, 1, Serve) == [Serve(5, 2, 2)]
     effects = s.on(ConnectionLost(1, "gone"))
-    assert sent(effects, 2, TakeTheta) == [TakeTheta(6, "no reachable peer is left to ask")]
+    assert sent(effects, 2, TakeTheta) == [TakeTheta(6, Reason(Why.NO_PEER_LEFT))]
     assert sent(effects, 2, Announce) == [Announce(1, 1, NO_VERSION, (0,))]  # fragment 0 it was sent already
 
 
 def test_newcomer_whose_transfer_failed_is_given_another_peer() -> None:
     s = with_ticket()
-    effects = s.hears(2, RecoveryFailed(4, "the transfer did not come in time"))
+    effects = s.hears(2, RecoveryFailed(4, Reason(Why.TRANSFER_LATE)))
     assert [(t.ticket, t.peer) for t in sent(effects, 2, Ticket)] == [(5, 1)]  # type: ignore[union-attr]
 
 
 def test_newcomer_whose_old_ticket_failed_keeps_the_new_one() -> None:
     s = with_ticket()
-    s.hears(2, RecoveryFailed(4, "late"))
-    assert s.hears(2, RecoveryFailed(4, "late")) == []
+    s.hears(2, RecoveryFailed(4, Reason(Why.SOURCE_LOST, "late")))
+    assert s.hears(2, RecoveryFailed(4, Reason(Why.SOURCE_LOST, "late"))) == []
 
 
 def test_newcomer_whose_source_falls_silent_is_given_the_next_peer() -> None:
@@ -197,7 +198,7 @@ def test_newcomer_without_a_broadcast_in_two_expected_rounds_gets_theta() -> Non
     assert member is not None and member.join_deadline is not None
     assert member.join_deadline == 10 * MS + 2 * s.machine.pulse.expected_round()
     effects = s.passes(SECOND)
-    assert sent(effects, 2, TakeTheta) == [TakeTheta(4, "no broadcast within two expected rounds")]
+    assert sent(effects, 2, TakeTheta) == [TakeTheta(4, Reason(Why.NO_BROADCAST))]
     assert {(a.outer_step, a.fragment, a.previous) for a in sent(effects, 2, Announce)} == {(0, 0, -1), (1, 1, -1)}  # type: ignore[union-attr]
 
 
@@ -205,7 +206,7 @@ def test_newcomer_with_no_peer_in_sync_gets_theta_at_once() -> None:
     s = running()
     s.on(ConnectionLost(0, "gone"))
     s.on(ConnectionLost(1, "gone"))
-    assert sent(s.comes_back(2), 2, TakeTheta) == [TakeTheta(4, "no peer is in sync")]
+    assert sent(s.comes_back(2), 2, TakeTheta) == [TakeTheta(4, Reason(Why.NO_PEER))]
 
 
 def test_newcomers_are_shared_out_over_the_peers() -> None:
@@ -231,7 +232,7 @@ def test_peer_serves_no_more_newcomers_than_the_limit() -> None:
     s.contributes(0, 2, 0)
     effects = s.stored(2)
     assert [t.peer for t in sent(effects, 2, Ticket)] == [0]  # type: ignore[union-attr]
-    assert sent(effects, 3, TakeTheta) == [TakeTheta(5 + 1, "no reachable peer is left to ask")]
+    assert sent(effects, 3, TakeTheta) == [TakeTheta(5 + 1, Reason(Why.NO_PEER_LEFT))]
 
 
 # ---------------------------------------------------------------- a short stall
@@ -243,10 +244,10 @@ def test_reconnected_member_whose_versions_are_kept_catches_up_without_recovery(
     s.on(ConnectionLost(1, "gone"))
     s.contributes(0, 1, 1)
     s.stored(1)
-    effects = s.hello(1, held=(0, 0), left=(Unit(1, 0), Unit(1, 1)), own_next=2, reason="reconnected")
+    effects = s.hello(1, held=(0, 0), left=(Unit(1, 0), Unit(1, 1)), own_next=2, reason=Reason(Why.RECONNECTED))
     assert others(effects) == [
-        Membership(1, JOINING, "reconnected"),
-        Membership(1, IN_SYNC, "stands at outer step 1"),
+        Membership(1, JOINING, Reason(Why.RECONNECTED)),
+        Membership(1, IN_SYNC, Reason(Why.ENTERED, "stands at outer step 1")),
     ]
     bodies = sent(effects, 1)
     assert bodies[0] == Welcome(1) and bodies[1] == Announce(1, 1, 0, (0,)) and bodies[-1] == Enter(2, 1)
@@ -258,16 +259,17 @@ def test_reconnected_member_whose_versions_were_forgotten_recovers() -> None:
     s.on(ConnectionLost(1, "gone"))
     for _ in range(5):
         s.full_round(who=[0])
-    effects = s.hello(1, held=(0,), reason="reconnected")
-    assert sent(effects, 1) == [Welcome(6), Recover("its versions were forgotten while it was away")]
+    effects = s.hello(1, held=(0,), reason=Reason(Why.RECONNECTED))
+    forgotten = Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten while it was away")
+    assert sent(effects, 1) == [Welcome(6), Recover(forgotten)]
 
 
 def test_hello_on_a_standing_connection_starts_the_channel_over_and_drops_it_from_open_rounds() -> None:
     s = SyncerStage(arrival(2, quorum="all"), joined=2)
     s.steps(0)
     s.steps(1)
-    effects = s.hello(1, held=(0, 0), reason="fragment 1 came against version 3, which I lack")
-    assert of(effects, Discard) == [Discard(1, 1, "is gone")]
+    effects = s.hello(1, held=(0, 0), reason=Reason(Why.VERSION_MISSING, "fragment 1 came against version 3, which I lack"))
+    assert of(effects, Discard) == [Discard(1, 1, Reason(Why.GONE))]
 
 
 def test_member_entering_under_no_overlap_waits_until_no_round_is_in_flight() -> None:
@@ -302,7 +304,7 @@ def test_member_unheard_of_for_eight_of_its_steps_and_the_measured_trip_is_silen
     s = silent()
     assert of(s.passes(SECOND), Membership) == [], "eight steps, but a trip there and back was measured too"
     s.steps(0, 1900 * MS)
-    assert of(s.passes(2 * SECOND), Membership) == [Membership(1, SILENT, "silent for 2.0 s")]
+    assert of(s.passes(2 * SECOND), Membership) == [Membership(1, SILENT, Reason(Why.SILENT, "silent for 2.0 s"))]
 
 
 def test_member_heard_of_within_eight_of_its_steps_is_not_silent() -> None:
@@ -320,7 +322,7 @@ def test_silent_member_is_not_counted_and_not_pulled_from() -> None:
     s.stored(1)
     s.steps(0, 10 * MS)
     effects = s.passes(2 * SECOND)  # 0 is fresh and waited for nobody's sake but 1's
-    assert of(effects, Membership) == [Membership(1, SILENT, "silent for 2.0 s")]
+    assert of(effects, Membership) == [Membership(1, SILENT, Reason(Why.SILENT, "silent for 2.0 s"))]
     assert [(f.outer_step, f.participants) for f in of(effects, FixParticipants)] == [(2, (0,))]
 
 
@@ -328,7 +330,7 @@ def test_silent_member_heard_again_enters_and_gets_what_it_missed() -> None:
     s = silent()
     s.passes(2 * SECOND)
     effects = s.steps(1, 2 * SECOND)  # round 2 is being pulled from learner 0, round 3 gathers
-    assert of(effects, Membership) == [Membership(1, IN_SYNC, "stands at outer step 2")]
+    assert of(effects, Membership) == [Membership(1, IN_SYNC, Reason(Why.ENTERED, "stands at outer step 2"))]
     assert sent(effects, 1, Enter) == [Enter(2, 2)]
 
 
@@ -341,17 +343,17 @@ def test_silent_member_whose_versions_were_forgotten_recovers_when_heard_again()
     member = s.machine.roster.get(1)
     assert member is not None and member.standing == SILENT
     effects = s.steps(1, 2 * SECOND, adopts=False)
-    assert sent(effects, 1) == [Recover("its versions were forgotten while it was silent")]
+    assert sent(effects, 1) == [Recover(Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten while it was silent"))]
 
 
 def test_participant_under_exact_adoption_that_declines_must_enter_again() -> None:
     s = SyncerStage(exact("diloco", 2, interval=1), joined=2)
     s.steps(0)
     s.steps(1)
-    effects = s.hears(1, Decline(1, "stands at outer step 3"))
+    effects = s.hears(1, Decline(1, Reason(Why.OUT_OF_STEP, "stands at outer step 3")))
     assert of(effects, Discard, Membership) == [
-        Discard(1, 1, "declined: stands at outer step 3"),
-        Membership(1, SILENT, "declined: stands at outer step 3"),
+        Discard(1, 1, Reason(Why.DECLINED, "stands at outer step 3")),
+        Membership(1, SILENT, Reason(Why.DECLINED, "stands at outer step 3")),
     ]
     s.contributes(0, 1, 0)
     assert sent(s.stored(1), 1, Enter) == [Enter(2, 1)]
@@ -389,8 +391,8 @@ def test_lost_member_that_had_trained_nothing_repeats_nothing() -> None:
 def test_member_that_says_goodbye_left_and_its_leases_go_to_others() -> None:
     s = SyncerStage(arrival(2), joined=2)
     s.steps(1)
-    effects = s.hears(1, Goodbye("asked to stop"))
-    assert of(effects, Membership) == [Membership(1, LEFT, "asked to stop")]
+    effects = s.hears(1, Goodbye(Reason(Why.LEAVES, "asked to stop")))
+    assert of(effects, Membership) == [Membership(1, LEFT, Reason(Why.LEAVES, "asked to stop"))]
     assert of(effects, Reissue) == [Reissue(1, (Unit(1, 0), Unit(1, 1), Unit(1, 2)), 1)]
     assert s.machine.fates().discarded == {"left": 2 * TOKENS}
     assert of(s.on(ConnectionLost(1, "closed")), Membership) == []
@@ -399,7 +401,7 @@ def test_member_that_says_goodbye_left_and_its_leases_go_to_others() -> None:
 def test_member_that_left_is_not_announced_to_after_its_connection_closed() -> None:
     s = SyncerStage(arrival(2), joined=2)
     s.steps(0)
-    s.hears(1, Goodbye("asked to stop"))
+    s.hears(1, Goodbye(Reason(Why.LEAVES, "asked to stop")))
     s.on(ConnectionLost(1, "closed"))
     s.contributes(0, 1, 1)
     assert sent(s.stored(1), 1) == []
@@ -407,7 +409,7 @@ def test_member_that_left_is_not_announced_to_after_its_connection_closed() -> N
 
 def test_member_that_left_and_still_talks_is_refused() -> None:
     s = SyncerStage(arrival(2), joined=2)
-    s.hears(1, Goodbye("asked to stop"))
+    s.hears(1, Goodbye(Reason(Why.LEAVES, "asked to stop")))
     s.cast[1].local_step = 5
     s.hears(1, s.report(1))
     assert s.machine.fates().add_up()
@@ -436,7 +438,7 @@ def test_older_incarnation_of_a_learner_is_refused() -> None:
     s.comes_back(1)
     new, s.cast[1] = s.cast[1], old
     (refused,) = s.steps(1)
-    assert refused == Refuse(1, "incarnation 0 is older than 1", True)
+    assert refused == Refuse(1, Reason(Why.OLD_INCARNATION, "incarnation 0 is older than 1"), True)
     assert s.machine.roster.get(1).incarnation == new.incarnation == 1  # type: ignore[union-attr]
 
 
@@ -452,8 +454,8 @@ def test_restarted_syncer_aborts_what_was_not_stored_and_keeps_what_was() -> Non
     effects = s.on(Started(1))
     aborted = of(effects, AbortRound)
     assert [a.outer_step for a in aborted] == [2, 3, 4]
-    assert {a.reason for a in aborted} == {"the syncer restarted before storing it"}
-    assert of(effects, Membership) == [Membership(m, LOST, "the syncer restarted") for m in range(3)]
+    assert {a.reason for a in aborted} == {Reason(Why.NOT_STORED)}
+    assert of(effects, Membership) == [Membership(m, LOST, Reason(Why.SYNCER_RESTARTED)) for m in range(3)]
     assert s.machine.outer_step == 1
 
 
@@ -462,7 +464,7 @@ def test_restarted_syncer_greets_with_its_new_incarnation_and_gathers_the_same_o
     s.full_round(who=[0])
     s.steps(1)  # round 2 pulls from 1
     s.on(Started(1))
-    effects = s.hello(1, held=(0, 0), reason="reconnected")
+    effects = s.hello(1, held=(0, 0), reason=Reason(Why.RECONNECTED))
     assert {e.envelope.incarnation for e in effects if hasattr(e, "envelope")} == {1}
     assert sent(effects, 1, (Welcome, Enter)) == [Welcome(1), Enter(2, 1)]
     (fixed,) = of(s.steps(1), FixParticipants)
@@ -473,7 +475,7 @@ def test_restarted_syncer_refuses_contributions_to_the_rounds_it_aborted() -> No
     s = SyncerStage(arrival(2), joined=2)
     s.steps(0)
     s.on(Started(1))
-    s.hello(0, held=(0, 0), reason="reconnected")
+    s.hello(0, held=(0, 0), reason=Reason(Why.RECONNECTED))
     effects = s.hears(0, Contribution(1, 1, 1, 0, 1, TOKENS, 1, TOKENS))
     assert [type(r) for r in of(effects, Refuse)] == [Refuse]
 

@@ -9,11 +9,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stage import MS, TOKENS, Cast, SyncerStage, arrival, exact, of, sent
+from stage import JOINS, MS, TOKENS, Cast, SyncerStage, arrival, exact, of, sent
 
 from atoll.config import CUSTOM, Config
 from atoll.ids import SYNCER
-from atoll.protocol.causality import lane_of
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.validity import COUNT_MAX, REASON_MAX, StepMost, objection
 from atoll.protocol.vocabulary import (
@@ -52,6 +52,7 @@ from atoll.protocol.vocabulary import (
 
 replace = msgspec.structs.replace
 BIG = (COUNT_MAX + 1, 2**62)
+LONG = Reason(Why.LEAVES, "x" * 2000)
 
 
 def seen(s: SyncerStage) -> tuple[object, ...]:
@@ -70,7 +71,7 @@ def refuses(s: SyncerStage, learner: int, body: Message) -> str:
     assert isinstance(refuse, Refuse)
     assert refuse.disconnect
     assert seen(s) == before
-    return refuse.reason
+    return str(refuse.reason.detail)
 
 
 def told(s: SyncerStage) -> Report:
@@ -135,14 +136,14 @@ def test_report_of_anothers_data_does_not_move_that_learners_stream() -> None:
         ({"local_step": -1}, "Hello names what cannot be"),
         ({"own_next": 2**62}, "Hello names what cannot be"),
         ({"grants": -1}, "Hello names what cannot be"),
-        ({"reason": "x" * (REASON_MAX + 1)}, "Hello names what cannot be"),
+        ({"reason": Reason(Why.JOINS, "x" * (REASON_MAX + 1))}, "Hello names what cannot be"),
         ({"tokens": 10**9, "local_step": 1}, "Hello claims more tokens than its steps can hold"),
         ({"tokens": 1, "local_step": 0}, "Hello claims more tokens than its steps can hold"),
     ],
 )
 def test_hello_that_cannot_be(changes: dict[str, Any], reason: str) -> None:
     s = SyncerStage(arrival(2), joined=2)
-    hello = Hello((0, 0), 0, 0, False, (), 0, "reconnected")
+    hello = Hello((0, 0), 0, 0, False, (), 0, Reason(Why.RECONNECTED))
     assert refuses(s, 0, replace(hello, **changes)) == reason
 
 
@@ -199,8 +200,8 @@ def test_loop_that_counts_samples_and_no_tokens_is_merged() -> None:
     "body",
     [
         Loaded(-1, SYNCER, 0, (0, 0)), Loaded(0, -2, 0, (0, 0)), Loaded(0, SYNCER, 2**62, (0, 0)), Loaded(0, SYNCER, 0, (0,)),
-        RecoveryFailed(-1, ""), RecoveryFailed(0, "x" * 2000), Decline(2**62, ""), Decline(0, "x" * 2000), Goodbye("x" * 2000),
-        Welcome(0), Pull(1, (0,)), Announce(1, 0, -1, ()), TakeTheta(1, ""), Enter(1, 1), Recover(""), Finish(1),
+        RecoveryFailed(-1, JOINS), RecoveryFailed(0, LONG), Decline(2**62, JOINS), Decline(0, LONG), Goodbye(LONG),
+        Welcome(0), Pull(1, (0,)), Announce(1, 0, -1, ()), TakeTheta(1, JOINS), Enter(1, 1), Recover(JOINS), Finish(1),
         StateRequest(1), StateTransfer(1, 1, (0, 0), ()),
     ],
 )  # fmt: skip
@@ -217,16 +218,17 @@ def test_other_words_that_cannot_be(body: Message) -> None:
 )  # fmt: skip
 def test_envelope_that_cannot_be(changes: dict[str, Any]) -> None:
     config = arrival(2)
-    fine = Envelope(0, 0, SYNCER, 0, (), Hello((0, 0), 0, 0, False, (), 0, ""))
-    assert objection(config, fine) == ""
-    assert objection(config, replace(fine, **changes)) in ("its sequence number cannot be", "its clock cannot be")
+    fine = Envelope(0, 0, SYNCER, 0, (), Hello((0, 0), 0, 0, False, (), 0, Reason(Why.JOINS)))
+    assert objection(config, fine) is None
+    refusal = objection(config, replace(fine, **changes))
+    assert refusal is not None and refusal.why is Why.IMPOSSIBLE
 
 
 @pytest.mark.parametrize("sender", [-5, SYNCER, 1024, 2**62])
 def test_sender_that_is_no_learner(sender: int) -> None:
     s = SyncerStage(arrival(2))
-    effects = s.on(Received(Envelope(sender, 0, SYNCER, 0, (), Hello((0, 0), 0, 0, False, (), 0, "")), 0))
-    assert effects == [Refuse(sender, "is no learner", True)]
+    effects = s.on(Received(Envelope(sender, 0, SYNCER, 0, (), Hello((0, 0), 0, 0, False, (), 0, Reason(Why.JOINS))), 0))
+    assert effects == [Refuse(sender, Reason(Why.NOT_A_LEARNER), True)]
     assert len(s.machine.roster) == 0
 
 
@@ -252,12 +254,12 @@ def test_step_longer_than_its_learner_has_been_here_does_not_stop_the_pace() -> 
 
 def suspect(s: SyncerStage, learner: int, body: Message) -> list[Effect]:
     actor = s.cast[learner]
-    envelope = Envelope(learner, actor.incarnation, SYNCER, actor.seq[lane_of(body)], (), body)
-    actor.seq[lane_of(body)] += 1
-    return s.on(Received(envelope, 0, "the norm is far beyond the usual", True))
+    envelope = Envelope(learner, actor.incarnation, SYNCER, actor.seq[body.lane], (), body)
+    actor.seq[body.lane] += 1
+    return s.on(Received(envelope, 0, WHY))
 
 
-WHY = "poisoned update: the norm is far beyond the usual"
+WHY = Reason(Why.OUTLIER, "the norm is far beyond the usual")
 
 
 def test_outlier_is_refused_and_its_round_goes_on_without_it() -> None:
@@ -292,8 +294,8 @@ def test_outliers_in_a_row_mean_recovery_and_one_good_update_forgives() -> None:
 def test_poison_means_recovery_at_once() -> None:
     s = SyncerStage(arrival(2), joined=2)
     s.steps(0)
-    effects = s.hears(0, s.contribution(0, 1, 1), flaw="fragment 1 holds NaN or Inf")
-    assert sent(effects, 0, Recover) == [Recover("poisoned update: fragment 1 holds NaN or Inf")]
+    effects = s.hears(0, s.contribution(0, 1, 1), flaw=Reason(Why.POISONED, "fragment 1 holds NaN or Inf"))
+    assert sent(effects, 0, Recover) == [Recover(Reason(Why.POISONED, "fragment 1 holds NaN or Inf"))]
 
 
 @pytest.mark.parametrize("learners", [1, 2])
@@ -316,10 +318,10 @@ FEW = st.one_of(st.sampled_from([0, 1, -1, 2**62]), st.integers(0, 3))
 UNITS = st.lists(st.builds(Unit, FEW, NUMBERS), max_size=6).map(tuple)
 HELD = st.one_of(st.just((0, 0)), st.just((-1, -1)), st.lists(NUMBERS, max_size=4).map(tuple))
 ADOPTED = st.lists(st.builds(Adoption, FEW, NUMBERS, NUMBERS, NUMBERS), max_size=10).map(tuple)
-TEXT = st.one_of(st.just(""), st.just("x" * 2000))
+TEXT = st.builds(Reason, st.sampled_from(Why), st.one_of(st.just(""), st.just("x" * 2000)))
 WORDS = st.one_of(
     st.builds(Hello, HELD, NUMBERS, NUMBERS, st.booleans(), UNITS, NUMBERS, TEXT, NUMBERS),
-    st.builds(Hello, st.just((0, 0)), st.integers(0, 4), st.just(0), st.booleans(), st.just(()), st.just(0), st.just(""), FEW),
+    st.builds(Hello, st.just((0, 0)), st.integers(0, 4), st.just(0), st.booleans(), st.just(()), st.just(0), st.just(JOINS), FEW),
     st.builds(Report, FEW, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, FEW, NUMBERS, ADOPTED, NUMBERS, st.none()),
     st.builds(Contribution, NUMBERS, FEW, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS),
     st.builds(Decline, NUMBERS, TEXT), st.builds(Loaded, FEW, NUMBERS, NUMBERS, HELD), st.builds(RecoveryFailed, FEW, TEXT),
@@ -339,10 +341,10 @@ class Storm:
         self.seq = [0, 0]
         self.incarnation = 0
 
-    def lie(self, body: Message, *, flaw: str = "", in_order: bool = True, clock: tuple[int, ...] = ()) -> None:
-        lane = lane_of(body)
+    def lie(self, body: Message, *, flaw: Reason | None = None, in_order: bool = True, clock: tuple[int, ...] = ()) -> None:
+        lane = body.lane
         seq = self.seq[lane] if in_order else 2**40
-        effects = self.s.on(Received(Envelope(1, self.incarnation, SYNCER, seq, clock, body), 0, flaw, bool(flaw)))
+        effects = self.s.on(Received(Envelope(1, self.incarnation, SYNCER, seq, clock, body), 0, flaw))
         self.seq[lane] += in_order
         if any(isinstance(e, Refuse) and e.disconnect for e in effects):
             self.s.on(ConnectionLost(1, "refused"))
@@ -373,9 +375,12 @@ class Storm:
         assert all(m.versions.count(p) <= m.config.limits.versions_max for p in range(2))
 
 
+FLAWS = [None, None, None, Reason(Why.OUTLIER, "the norm"), Reason(Why.POISONED, "NaN")]
+
+
 @settings(deadline=None, max_examples=60)
-@given(st.lists(st.tuples(WORDS, st.booleans(), st.sampled_from(["", "", "", "the norm", "NaN"])), min_size=20, max_size=60))
-def test_no_word_of_a_learner_makes_the_syncer_raise_or_grow(words: list[tuple[Message, bool, str]]) -> None:
+@given(st.lists(st.tuples(WORDS, st.booleans(), st.sampled_from(FLAWS)), min_size=20, max_size=60))
+def test_no_word_of_a_learner_makes_the_syncer_raise_or_grow(words: list[tuple[Message, bool, Reason | None]]) -> None:
     storm = Storm(arrival(2, total_steps=1000))
     for k, (word, in_order, flaw) in enumerate(words):
         storm.lie(word, in_order=in_order or k % 3 > 0, flaw=flaw)
@@ -389,7 +394,7 @@ def test_honest_learner_completes_rounds_through_thousands_of_lies(seed: int) ->
     storm = Storm(arrival(2, total_steps=100_000, overlap=1))
     storm.honest_round()  # a pull is measured: from here on nobody waits a minute for the liar's
     for k, word in enumerate(_lies(rng, 4000)):
-        storm.lie(word, flaw=rng.choice(["", "", "", "the norm"]))
+        storm.lie(word, flaw=rng.choice([None, None, None, Reason(Why.OUTLIER, "the norm")]))
         if k % 2:
             storm.honest_round()
             storm.check()
@@ -411,15 +416,15 @@ def _lies(rng: random.Random, count: int) -> list[Message]:
         return tuple(Unit(few(), n()) for _ in range(rng.randint(0, 3)))
 
     makers: list[Any] = [
-        lambda: Hello((0, 0), 0, 0, True, (), 0, "joins"),
-        lambda: Hello((rng.choice([0, 0, -1, n()]),) * rng.randint(1, 3), n(), n(), rng.random() < 0.5, units(), n(), "", n()),
+        lambda: Hello((0, 0), 0, 0, True, (), 0, Reason(Why.JOINS)),
+        lambda: Hello((rng.choice([0, 0, -1, n()]),) * rng.randint(1, 3), n(), n(), rng.random() < 0.5, units(), n(), JOINS, n()),
         lambda: Report(few(), n(), n(), n(), n(), n(), n(), few(), n(), (), 0, None),
         lambda: Report(1, n(), n(), 0, 0, COUNT_MAX, 0, 1, n(), (), 0, None),
         lambda: Contribution(n(), few(), n(), n(), n(), n(), n(), n()),
-        lambda: Decline(n(), "no"),
+        lambda: Decline(n(), JOINS),
         lambda: Loaded(rng.randint(0, 400), SYNCER, 0, (0, 0)),
-        lambda: RecoveryFailed(n(), "x" * rng.choice([1, 2000])),
-        lambda: Goodbye("bye"),
+        lambda: RecoveryFailed(n(), Reason(Why.SOURCE_LOST, "x" * rng.choice([1, 2000]))),
+        lambda: Goodbye(Reason(Why.LEAVES, "bye")),
         lambda: StateRequest(n()),
     ]
     return [rng.choice(makers)() for _ in range(count)]

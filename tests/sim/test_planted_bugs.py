@@ -20,6 +20,7 @@ from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.membership import Member
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.round import Rounds
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.versions import Versions
@@ -71,7 +72,12 @@ def restarted_syncer_forgets_the_last_outer_step(patch: pytest.MonkeyPatch) -> N
 
 def learner_waits_for_the_syncer(patch: pytest.MonkeyPatch) -> None:
     right = LearnerMachine._must_wait
-    patch.setattr(LearnerMachine, "_must_wait", lambda self: right(self) or ("" if self._connected else "no syncer"))
+
+    def waits(self: LearnerMachine) -> Reason | None:
+        reason = right(self)
+        return Reason(Why.CONNECTION_LOST) if reason is None and not self._connected else reason
+
+    patch.setattr(LearnerMachine, "_must_wait", waits)
 
 
 def learner_stops_without_a_word(patch: pytest.MonkeyPatch) -> None:
@@ -130,10 +136,10 @@ def snapshot_recorded_after_adopting(patch: pytest.MonkeyPatch) -> None:
 
 
 def lost_members_are_still_counted(patch: pytest.MonkeyPatch) -> None:
-    def lost(self: Admission, member: Member, reason: str) -> None:
+    def mark_lost(self: Admission, member: Member, reason: Reason) -> None:
         member.connected = False
 
-    patch.setattr(Admission, "mark_lost", lost)
+    patch.setattr(Admission, "mark_lost", mark_lost)
 
 
 def marker_overtakes_what_lies_before_the_cut(patch: pytest.MonkeyPatch) -> None:

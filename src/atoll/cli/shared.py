@@ -19,7 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from atoll import config
 from atoll.config import PRESETS, Config
 from atoll.ids import SYNCER, Nanos, WorkerId
-from atoll.protocol.vocabulary import POISONED, Effect, Event, Finished, FixParticipants, Refuse
+from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.vocabulary import Effect, Event, Finished, FixParticipants, Refuse
 from atoll.tape.heldout import HeldoutPoint
 from atoll.views.run import RunView, Summary
 from atoll.views.tables import run_table
@@ -119,14 +120,14 @@ class RunProgress:
             if isinstance(effect, FixParticipants | Finished):
                 self._poisoned = 0
                 self.reached(effect.outer_step, now / 1e9, self._view.train_loss)
-            elif isinstance(effect, Refuse) and effect.reason.startswith(POISONED):
+            elif isinstance(effect, Refuse) and effect.reason.why in (Why.POISONED, Why.OUTLIER):
                 self._refused(effect.reason)
 
-    def _refused(self, reason: str) -> None:
+    def _refused(self, reason: Reason) -> None:
         """Learners that recover only to fail again are in no round, and nothing else would tell why the run stands still."""
         self._poisoned += 1
         if self._poisoned == STANDSTILL * self._settings.learners:
-            told = f"no outer step since {self._poisoned} updates were refused ({reason.removeprefix(POISONED).strip(': ')})"
+            told = f"no outer step since {self._poisoned} updates were refused ({reason.detail})"
             self.say(f"warning: {told}; lower inner.learning_rate")
 
     def on_point(self, point: HeldoutPoint) -> None:

@@ -89,8 +89,8 @@ class NullLearner:
                 pass
         return ()
 
-    def inspect(self, body: Message, payload: Payload) -> str:
-        return ""
+    def inspect(self, body: Message, payload: Payload) -> None:
+        return None
 
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body
@@ -128,9 +128,9 @@ class NullSyncer:
                     raise InvariantViolated(f"learner {m}'s anchor of fragment {p} is not the announced version {anchor}")
                 self._accepted.setdefault((t, p), {})[m] = digest
             case AbortRound(outer_step=t):
-                for syncer_state in (self._accepted, self._merged):
-                    for key in [k for k in syncer_state if k[0] == t]:
-                        del syncer_state[key]
+                for by_round in (self._accepted, self._merged):
+                    for key in [k for k in by_round if k[0] == t]:
+                        del by_round[key]
             case Discard(outer_step=t, learner=m):
                 for (step, _), contributions in self._accepted.items():
                     if step == t:
@@ -151,8 +151,8 @@ class NullSyncer:
                 pass
         return ()
 
-    def inspect(self, body: Message, payload: Payload) -> str:
-        return ""
+    def inspect(self, body: Message, payload: Payload) -> None:
+        return None
 
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body

@@ -6,7 +6,7 @@ from collections import deque
 from statistics import median
 
 from atoll.ids import FragmentId
-from atoll.protocol.interface import SUSPECT
+from atoll.protocol.reasons import Reason, Why
 
 
 class Norms:
@@ -21,10 +21,11 @@ class Norms:
         self._factor = factor
         self._seen: list[deque[float]] = [deque(maxlen=self.WINDOW) for _ in range(fragments)]
 
-    def objection(self, fragment: FragmentId, norm: float, scale: float) -> str:
+    def objection(self, fragment: FragmentId, norm: float, scale: float) -> Reason | None:
         seen = self._seen[fragment]
         usual = scale * median(seen) if len(seen) >= self.ENOUGH else 0.0
         if usual > 0 and norm > self._factor * usual:
-            return f"{SUSPECT} {norm:.3g} of fragment {fragment} is {norm / usual:.0f} times the usual {usual:.3g}"
+            words = f"the norm {norm:.3g} of fragment {fragment} is {norm / usual:.0f} times the usual {usual:.3g}"
+            return Reason(Why.OUTLIER, words)
         seen.append(norm / scale)
-        return ""
+        return None

@@ -20,6 +20,7 @@ from atoll.executor.optim.build import build_optimizer, optimizer_step
 from atoll.executor.outliers import Norms
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import Payload
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     AbortRound,
@@ -106,20 +107,21 @@ class TensorSyncer:
                 pass
         return ()
 
-    def inspect(self, body: Message, payload: Payload) -> str:
+    def inspect(self, body: Message, payload: Payload) -> Reason | None:
         """Checks a contribution before the machine sees it: no NaN, Inf or wrong size reaches a merge."""
         if not isinstance(body, Contribution):
-            return ""
+            return None
         if payload.content is None:
-            return "it came without bytes"
+            return Reason(Why.POISONED, "it came without bytes")
         packet, buffers = payload.content
         if packet.codec != self._up.name or packet.numel != self._fragments[body.fragment].numel:
-            return f"{packet.numel} numbers by {packet.codec} are not fragment {body.fragment} by {self._up.name}"
+            words = f"{packet.numel} numbers by {packet.codec} are not fragment {body.fragment} by {self._up.name}"
+            return Reason(Why.POISONED, words)
         if buffers.numel() != self._fragments[body.fragment].buffer_numel:
-            return f"{buffers.numel()} buffer elements are not those of fragment {body.fragment}"
+            return Reason(Why.POISONED, f"{buffers.numel()} buffer elements are not those of fragment {body.fragment}")
         norm = outlier_norm(self._up.decode(packet))
         if not math.isfinite(norm) or not bool(torch.isfinite(buffers).all()):
-            return f"fragment {body.fragment} holds NaN or Inf"
+            return Reason(Why.POISONED, f"fragment {body.fragment} holds NaN or Inf")
         return self.norms.objection(body.fragment, norm, self._norm_scale(body))
 
     def _norm_scale(self, body: Contribution) -> float:

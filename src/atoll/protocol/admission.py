@@ -17,8 +17,9 @@ from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import LEFT as FATE_LEFT
 from atoll.protocol.ledger import LOST as FATE_LOST
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.membership import JOINING, Member, Roster
+from atoll.protocol.membership import JOINING, Change, Member, Roster
 from atoll.protocol.pulse import Pulse
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -73,14 +74,14 @@ class Admission:
         self._ledger.trained(learner, body.tokens)
         self._versions.restart_channel(member, body.held)
         self.forget_joining(member)
-        stand(self._effects, member, "hello", body.reason)
+        stand(self._effects, member, Change.HELLO, body.reason)
         member.joined_at, member.join_reason = self._effects.now, body.reason
         if body.needs_state:
             self._begin_recovery(member)
         elif self._versions.all_kept(body.held):
             member.entering = True  # nothing to load: it catches up by announcements
         else:
-            self.recover(member, "its versions were forgotten while it was away")
+            self.recover(member, Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten while it was away"))
         return member
 
     def _begin_incarnation(self, member: Member, incarnation: Incarnation, *, keeps_leases: bool) -> None:
@@ -95,9 +96,9 @@ class Admission:
     def _begin_recovery(self, member: Member) -> None:
         self._versions.restart_channel(member, [NO_VERSION] * self._config.protocol.fragments)
         if self._outer_step() == 0:
-            self._send_theta(member, "nothing was merged yet")
+            self._send_theta(member, Reason(Why.NOTHING_MERGED))
         elif not self._peers(member):
-            self._send_theta(member, "no peer is in sync")
+            self._send_theta(member, Reason(Why.NO_PEER))
         else:
             member.wants_ticket = True
             # a broadcast comes with every round that has something due: every ceil(H/P) outer steps
@@ -121,7 +122,7 @@ class Admission:
         room = self._config.limits.serves_max
         peers = [p for p in self._peers(member) if serving.count(p.learner) < room]
         if not peers:
-            self._send_theta(member, "no reachable peer is left to ask")
+            self._send_theta(member, Reason(Why.NO_PEER_LEFT))
             return
         # the least busy, then the lowest id: a choice that replay can repeat
         peer = min(peers, key=lambda p: (serving.count(p.learner), p.learner))
@@ -133,7 +134,7 @@ class Admission:
         self._effects.send(peer.learner, Serve(member.ticket, member.learner, member.seen))
         self._effects.send(member.learner, Ticket(member.ticket, peer.learner, member.seen, patience))
 
-    def _send_theta(self, member: Member, reason: str) -> None:
+    def _send_theta(self, member: Member, reason: Reason) -> None:
         self._tickets += 1
         member.ticket, member.peer, member.wants_ticket = self._tickets, -1, False
         member.join_deadline = None
@@ -165,7 +166,7 @@ class Admission:
         member.counted = member.reported
         member.position = 0
         member.heard_at = self._effects.now
-        stand(self._effects, member, "entered", f"stands at outer step {outer_step}")
+        stand(self._effects, member, Change.ENTERED, Reason(Why.ENTERED, f"stands at outer step {outer_step}"))
         self._versions.announce_missing(member)
         self.top_up(member)
         self._effects.send(member.learner, Enter(member.session, outer_step))
@@ -177,43 +178,43 @@ class Admission:
 
     # ------------------------------------------------------------ going
 
-    def mark_lost(self, member: Member, reason: str) -> None:
+    def mark_lost(self, member: Member, reason: Reason) -> None:
         member.connected = False
         member.lost_at = self._effects.now
         self.forget_joining(member)
-        stand(self._effects, member, "lost", reason)
+        stand(self._effects, member, Change.LOST, reason)
         self._replace_source(member.learner)
 
-    def mark_all_lost(self, reason: str) -> None:
+    def mark_all_lost(self, reason: Reason) -> None:
         """This syncer was killed: every connection broke."""
         for member in self._roster.connected():
             member.connected = False
             member.lost_at = self._effects.now
             self.forget_joining(member)
-            stand(self._effects, member, "lost", reason)
+            stand(self._effects, member, Change.LOST, reason)
 
     def await_back(self, learners: Iterable[LearnerId]) -> None:
         """Learners of a snapshot: lost until they are back, with time to come."""
         for learner in learners:
             member = self._roster.admit(learner)
-            stand(self._effects, member, "lost", "the run is resumed from a snapshot")
+            stand(self._effects, member, Change.LOST, Reason(Why.RESUMED))
             member.lost_at = self._effects.now + nanos(self._config.limits.start_wait_seconds)
 
-    def mark_left(self, member: Member, reason: str) -> None:
-        stand(self._effects, member, "left", reason)
+    def mark_left(self, member: Member, reason: Reason) -> None:
+        stand(self._effects, member, Change.LEFT, reason)
         member.connected = False  # its incarnation is over: nothing it says counts any more, nothing is sent to it
         self._ledger.closed(member.learner, FATE_LEFT)
         self.release_leases(member)
         self.forget_joining(member)
         self._replace_source(member.learner)
 
-    def mark_silent(self, member: Member, reason: str) -> None:
-        stand(self._effects, member, "unheard", reason)
+    def mark_silent(self, member: Member, reason: Reason) -> None:
+        stand(self._effects, member, Change.UNHEARD, reason)
         self._replace_source(member.learner)
 
-    def recover(self, member: Member, reason: str) -> None:
+    def recover(self, member: Member, reason: Reason) -> None:
         self.forget_joining(member)
-        stand(self._effects, member, "recover", reason)
+        stand(self._effects, member, Change.RECOVER, reason)
         self._effects.send(member.learner, Recover(reason))
         self._replace_source(member.learner)
 
@@ -236,8 +237,7 @@ class Admission:
 
     def deadline_passed(self, member: Member) -> None:
         """No broadcast within two expected rounds, or a transfer that nobody hears of: Theta itself."""
-        why = "no broadcast within two expected rounds" if member.wants_ticket else "the transfer was not heard of again"
-        self._send_theta(member, why)
+        self._send_theta(member, Reason(Why.NO_BROADCAST if member.wants_ticket else Why.TRANSFER_SILENT))
 
     @staticmethod
     def forget_joining(member: Member) -> None:
@@ -246,9 +246,9 @@ class Admission:
         member.tried = set()
 
 
-def stand(effects: Effects, member: Member, trigger: str, reason: str) -> None:
+def stand(effects: Effects, member: Member, change: Change, reason: Reason) -> None:
     before = member.standing
-    member.move(trigger)
+    member.move(change)
     if member.standing != before:
         effects.emit(Membership(member.learner, member.standing, reason))
 

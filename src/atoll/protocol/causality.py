@@ -1,6 +1,6 @@
 """Who knows of what: vector clocks, and FIFO channels by (sender, incarnation, receiver) sequence numbers.
 
-A channel has two lanes, each in order and numbered by itself: messages with bytes beside them (`BULK`), and the rest. A
+A channel has two lanes, each in order and numbered by itself: messages with bytes beside them, and the rest. A
 long transfer must not hold back the reports that let the next round begin, so what merely says how things stand may
 overtake it (`after` is 0); everything else names how many of the other lane come before it, and keeps the order in which
 it was said.
@@ -9,38 +9,16 @@ it was said.
 from __future__ import annotations
 
 from atoll.ids import SYNCER, Incarnation, WorkerId
-from atoll.protocol.vocabulary import (
-    Announce,
-    Contribution,
-    Decline,
-    Envelope,
-    Grant,
-    Hello,
-    Message,
-    Pull,
-    Report,
-    StateRequest,
-    StateTransfer,
-    Tick,
-    Welcome,
-)  # fmt: skip
+from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.vocabulary import Envelope, Lane, Message, Report
 
 VectorClock = tuple[int, ...]
 
-OPENERS = (Hello, Welcome, StateRequest, StateTransfer)
-"""Messages that open a channel: after a broken connection the sequence goes on with a gap, and only they may jump it."""
-BULK = (Contribution, Announce, StateTransfer)
-MAY_OVERTAKE = (Report, Pull, Tick, Grant, Decline)
-CONTROL_LANE, BULK_LANE = 0, 1
-
-
-def lane_of(body: Message) -> int:
-    return BULK_LANE if isinstance(body, BULK) else CONTROL_LANE
-
+DUPLICATE = Reason(Why.DUPLICATE)
 
 def may_overtake(envelope: Envelope) -> bool:
     """It was sealed without a word of what lies before it in the other lane."""
-    return envelope.after == 0 and isinstance(envelope.body, MAY_OVERTAKE)
+    return envelope.after == 0 and envelope.body.overtakes
 
 
 def merge_clocks(a: VectorClock, b: VectorClock) -> VectorClock:
@@ -72,11 +50,11 @@ class Mailbox:
 
     def seal(self, receiver: WorkerId, body: Message) -> Envelope:
         control, bulk = self._next.get(receiver, (0, 0))
-        if isinstance(body, BULK):
+        if body.lane is Lane.BULK:
             self._next[receiver] = (control, bulk + 1)
             return Envelope(self._me, self.incarnation, receiver, bulk, self.clock, body, control)
         self._next[receiver] = (control + 1, bulk)
-        after = 0 if isinstance(body, MAY_OVERTAKE) and not self._marks(body) else bulk
+        after = 0 if body.overtakes and not self._marks(body) else bulk
         return Envelope(self._me, self.incarnation, receiver, control, self.clock, body, after)
 
     def _marks(self, body: Message) -> bool:
@@ -99,27 +77,27 @@ class Mailbox:
         self.incarnation = incarnation
         self._next.clear()
 
-    def refusal(self, envelope: Envelope) -> str | None:
-        """None: in order, take it. "" : an identical duplicate, drop it silently. Else the reason it is refused.
-        Nothing changes unless the message is taken."""
+    def refusal(self, envelope: Envelope) -> Reason | None:
+        """None: in order, take it. DUPLICATE is dropped without a word. Nothing changes unless the message is taken."""
         sender, incarnation = envelope.sender, envelope.incarnation
         known = self._incarnations.get(sender, -1)
-        opens = isinstance(envelope.body, OPENERS)
+        opens = envelope.body.opens
         if incarnation < known:
-            return f"incarnation {incarnation} is older than {known}"
+            return Reason(Why.OLD_INCARNATION, f"incarnation {incarnation} is older than {known}")
         if incarnation > known and not opens:
-            return f"incarnation {incarnation} did not open its channel"
-        lane = BULK_LANE if isinstance(envelope.body, BULK) else CONTROL_LANE
+            return Reason(Why.CHANNEL_NOT_OPENED, f"incarnation {incarnation} did not open its channel")
+        lane = envelope.body.lane
         expected = self._expected.get(sender, (0, 0)) if incarnation == known else (0, 0)
         mine, other = expected[lane], expected[1 - lane]
         if envelope.seq < mine:
             self.duplicates += 1
-            return ""
+            return DUPLICATE
         if not opens:
             if envelope.seq > mine:
-                return f"sequence {envelope.seq} where {mine} was due"
+                return Reason(Why.OUT_OF_SEQUENCE, f"sequence {envelope.seq} where {mine} was due")
             if envelope.after > other:
-                return f"it follows {envelope.after} messages of the other lane, of which {other} have come"
+                ahead = f"it follows {envelope.after} messages of the other lane, of which {other} have come"
+                return Reason(Why.OUT_OF_SEQUENCE, ahead)
         elif envelope.after > other:
             other = envelope.after  # what it follows was lost with the connection before
         self._incarnations[sender] = incarnation

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from atoll.ids import FragmentId, Nanos
+from atoll.protocol.reasons import Reason
 
 
 class Departure:
     __slots__ = ("_undelivered", "by", "reason")
 
     def __init__(self) -> None:
-        self.reason = ""
+        self.reason: Reason | None = None
         self.by: Nanos | None = None
         self._undelivered: set[FragmentId] = set()
 
     @property
     def asked(self) -> bool:
-        return bool(self.reason)
+        return self.reason is not None
 
-    def ask(self, reason: str, undelivered: Iterable[FragmentId], by: Nanos) -> bool:
+    def ask(self, reason: Reason, undelivered: Iterable[FragmentId], by: Nanos) -> bool:
         """True: go at once, because nothing is left to deliver, or it was asked before."""
         again, self.reason = self.asked, reason
         self._undelivered = set(undelivered)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from atoll.ids import Nanos, WorkerId
+from atoll.protocol.reasons import Reason
 from atoll.protocol.vocabulary import Effect, Event, Message, Send
 
 
@@ -33,22 +34,14 @@ class Payload:
         self.content = content
 
 
-SUSPECT = "the norm"
-"""How a flaw begins that is a matter of degree."""
-
-
-def is_suspect(flaw: str) -> bool:
-    return flaw.startswith(SUSPECT)
-
-
 class Executor(Protocol):
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         """Carry an effect out and return the events that follow from it. `payload` came with the message being handled.
         Repeating an effect changes nothing: each is keyed by (outer_step, fragment)."""
         ...
 
-    def inspect(self, body: Message, payload: Payload) -> str:
-        """What is wrong with the bytes that came with a message, before the machine sees it; "" if nothing is."""
+    def inspect(self, body: Message, payload: Payload) -> Reason | None:
+        """What is wrong with the bytes that came with a message, before the machine sees it: POISONED or OUTLIER."""
         ...
 
     def payload_for(self, send: Send) -> Payload | None:

@@ -8,6 +8,7 @@ waits. Under `exact` adoption, or with a bounded lead, it may, and then `Wait` a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 
 from atoll.config import Config
 from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, Nanos, OuterStep, WorkerId, nanos
@@ -16,6 +17,7 @@ from atoll.protocol.causality import Mailbox
 from atoll.protocol.counters import Counters
 from atoll.protocol.departure import Departure
 from atoll.protocol.effects import Effects
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.recovery import PendingTransfer, Service
 from atoll.protocol.snapshot import marker_of
 from atoll.protocol.staging import Pending, Staging
@@ -70,7 +72,41 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 from atoll.rules import Schedule, learner_overlap
 
-JOINING, BOUNDARY, TRAINING, WAITING, DONE = "joining", "boundary", "training", "waiting", "done"
+
+class Phase(StrEnum):
+    JOINING = "joining"
+    BOUNDARY = "boundary"
+    TRAINING = "training"
+    WAITING = "waiting"
+    DONE = "done"
+
+
+class Turn(StrEnum):
+    """What moves a learner from one phase to the next."""
+
+    ENTER = "enter"
+    TRAIN = "train"
+    STEP_DONE = "step_done"
+    WAIT = "wait"
+    GO_ON = "go_on"
+    RECOVER = "recover"
+    END = "end"
+
+
+JOINING, BOUNDARY, TRAINING, WAITING, DONE = Phase
+
+NEXT: dict[tuple[Phase, Turn], Phase] = {
+    (JOINING, Turn.ENTER): BOUNDARY,
+    (BOUNDARY, Turn.TRAIN): TRAINING,
+    (TRAINING, Turn.STEP_DONE): BOUNDARY,
+    (BOUNDARY, Turn.WAIT): WAITING,
+    (WAITING, Turn.GO_ON): BOUNDARY,
+    **{(phase, Turn.RECOVER): JOINING for phase in (JOINING, BOUNDARY)},
+    **{(phase, Turn.END): DONE for phase in (JOINING, BOUNDARY, TRAINING)},
+}
+"""A wait ends by GO_ON before anything else happens to the learner, so that the tape has its length."""
+
+DUE = Reason(Why.DUE)
 AT_REST = (BOUNDARY, WAITING)
 """No inner step runs: weights may be read and written."""
 
@@ -83,11 +119,12 @@ class LearnerMachine:
         self.schedule = Schedule(config)
         self._effects = Effects(Mailbox(learner, incarnation, config.learners))
         self._fragments = p.fragments
-        self.phase = JOINING
+        self.phase: Phase = JOINING
         self._connected = self._has_state = False
         self._session = 0
         self._entering: Enter | None = None
-        self._must_recover, self._finish = "", False
+        self._must_recover: Reason | None = None
+        self._finish = False
         self.position: OuterStep = 0
         self.outer_known: OuterStep = 0
         self._known_at_boundary: OuterStep = 0
@@ -103,7 +140,8 @@ class LearnerMachine:
         self._recorded: OuterStep = 0
         self._marker: OuterStep = 0
         self._departure = Departure()
-        self._waiting_since, self._wait_reason = 0, ""
+        self._waiting_since: Nanos = 0
+        self._wait_reason = Reason(Why.VERSION_AWAITED)
         self.waited: Nanos = 0
         self._transfer = PendingTransfer()
         self._service = Service(2 * config.limits.serves_max)
@@ -122,11 +160,11 @@ class LearnerMachine:
             case Connected(peer=peer):
                 if peer == SYNCER:
                     self._connected = True
-                    self._hello("reconnected" if self._has_state else "joins")
+                    self._hello(Reason(Why.RECONNECTED if self._has_state else Why.JOINS))
             case ConnectionLost(peer=peer, reason=reason):
                 self._connection_lost(peer, reason)
             case Poisoned(where=where):
-                self._recover(f"{where} holds NaN or Inf")
+                self._recover(Reason(Why.POISONED, f"{where} holds NaN or Inf"))
             case LeaveAsked(reason=reason):
                 self._leave(reason)
             case Resumed(learner_state=learner_state):
@@ -147,6 +185,11 @@ class LearnerMachine:
         given = [at for at in (self._transfer.give_up_at, self._departure.by) if at is not None]
         return min(given, default=None)
 
+    def _move(self, turn: Turn) -> None:
+        to = NEXT.get((self.phase, turn))
+        assert to is not None, f"learner {self.learner} is {self.phase}: {turn} makes no sense"
+        self.phase = to
+
     def _send(self, body: Message, to: WorkerId = SYNCER) -> None:
         if self._connected or to != SYNCER:
             self._effects.send(to, body)
@@ -156,7 +199,7 @@ class LearnerMachine:
     def _receive(self, envelope: Envelope) -> None:
         refusal = self._effects.mailbox.refusal(envelope)
         if refusal is not None:
-            if refusal:
+            if refusal.why is not Why.DUPLICATE:
                 self._effects.emit(Refuse(envelope.sender, refusal, True))
             return
         body = envelope.body
@@ -198,7 +241,8 @@ class LearnerMachine:
                 if self.phase != TRAINING:
                     self._done()
             case _:
-                self._effects.emit(Refuse(envelope.sender, f"{type(body).__name__} is not for a learner", True))
+                misled = Reason(Why.WRONG_RECEIVER, f"{type(body).__name__} is not for a learner")
+                self._effects.emit(Refuse(envelope.sender, misled, True))
 
     def _granted(self, body: Grant) -> None:
         self._return_marker()
@@ -212,7 +256,8 @@ class LearnerMachine:
         fragment = body.fragment
         if body.previous != NO_VERSION and self.held[fragment] != body.previous:
             # cannot be, while channels are FIFO; if it is, start the channel over rather than guess
-            return self._hello(f"fragment {fragment} came against version {body.previous}, which I lack")
+            lacks = f"fragment {fragment} came against version {body.previous}, which I lack"
+            return self._hello(Reason(Why.VERSION_MISSING, lacks))
         pending = self._pending.get(fragment)
         if body.outer_step > (pending.version if pending else self.held[fragment]):
             self._effects.emit(Keep(fragment, body.outer_step, body.previous))
@@ -234,7 +279,7 @@ class LearnerMachine:
             return
         self._service.forget_peer(peer)
         if self._transfer.asked(peer):
-            self._transfer_failed(f"its source was lost: {reason}")
+            self._transfer_failed(Reason(Why.SOURCE_LOST, f"its source was lost: {reason}"))
 
     # ------------------------------------------------------------ a step boundary
 
@@ -243,7 +288,7 @@ class LearnerMachine:
         self._effects.mailbox.advance(self.counters.local_step)
         self.position += 1
         self._last_step = event
-        self.phase = BOUNDARY
+        self._move(Turn.STEP_DONE)
         self._boundary()
 
     def _boundary(self) -> None:
@@ -251,7 +296,7 @@ class LearnerMachine:
         self._batches.take_later()
         if self._finish:
             return self._done()
-        if self._must_recover:
+        if self._must_recover is not None:
             return self._recover(self._must_recover)
         if self._entering is not None:
             self._take_position(self._entering)
@@ -305,32 +350,33 @@ class LearnerMachine:
 
     def _go_on(self) -> None:
         reason = self._must_wait()
-        if reason:
+        if reason is not None:
             if self._adoptions:
                 self._report()  # the syncer sends a newer version only once this one is acknowledged
             if self.phase != WAITING:
-                self.phase = WAITING
+                self._move(Turn.WAIT)
                 self._waiting_since, self._wait_reason = self._effects.now, reason
                 self._effects.emit(Wait(reason))
             return
         self._end_wait()
-        self.phase = TRAINING
+        self._move(Turn.TRAIN)
         self._drawn = self._batches.draw()
         policy = self.schedule.policy(self.position + 1)
         progress = self.position if policy.exact else self.outer_known
         self._effects.emit(InnerStep(self.counters.local_step + 1, *self._drawn, progress, self._batches.share))
 
-    def _must_wait(self) -> str:
+    def _must_wait(self) -> Reason | None:
         """At most `lead` local steps past the last due adoption; checked at every boundary, so one outer step suffices."""
         policy = self.schedule.policy(self.position)
         if policy.lead < 0:
-            return ""
+            return None
         if policy.exact and self.position >= self.config.total_steps:
-            return "its last local step is done"  # exactly H steps an interval: none beyond the last outer step
+            return Reason(Why.LAST_STEP_DONE)  # exactly H steps an interval: none beyond the last outer step
         lead = learner_overlap(self.config, policy, self.learner) if policy.exact else policy.lead
         outer_step = self.position - lead
         missing = [p for p in self.schedule.due(outer_step) if self._lacks(p, outer_step)]
-        return f"outer step {outer_step} of fragment {missing[0]} is not back" if missing else ""
+        awaited = f"outer step {outer_step} of fragment {missing[0]} is not back" if missing else ""
+        return Reason(Why.VERSION_AWAITED, awaited) if missing else None
 
     def _lacks(self, fragment: FragmentId, outer_step: OuterStep) -> bool:
         """Not adopted, and no newer version has made it pointless: a laggard is sent the newest only."""
@@ -347,7 +393,7 @@ class LearnerMachine:
         for fragment in sorted(p for p, pending in self._pending.items() if self.position >= self._due_at(pending)):
             self._adopt(fragment)
 
-    def _adopt(self, fragment: FragmentId, reason: str = "due") -> None:
+    def _adopt(self, fragment: FragmentId, reason: Reason = DUE) -> None:
         pending = self._pending.pop(fragment)
         policy = self.schedule.policy(pending.version)
         regular = pending.merged and not policy.plain_average and self.phase != JOINING  # catching up takes Theta as it is
@@ -388,7 +434,7 @@ class LearnerMachine:
 
     def _pulled(self, pull: Pull) -> None:
         if self.phase in (JOINING, DONE):
-            self._send(Decline(pull.outer_step, f"is {self.phase}"))
+            self._send(Decline(pull.outer_step, Reason(Why.NOT_TRAINING, f"is {self.phase}")))
             return
         self._pulls.append(pull)
         self._return_marker()
@@ -404,7 +450,7 @@ class LearnerMachine:
             slot = pull.outer_step if exact else NO_VERSION
             missing = [p for p in pull.fragments if (p, slot) not in self._staged]
             if missing and exact:
-                self._send(Decline(pull.outer_step, f"stands at outer step {self.position}"))
+                self._send(Decline(pull.outer_step, Reason(Why.OUT_OF_STEP, f"stands at outer step {self.position}")))
             elif missing and self.phase not in AT_REST:
                 waiting.append(pull)
             else:
@@ -416,15 +462,15 @@ class LearnerMachine:
 
     # ------------------------------------------------------------ joining, recovery, the end
 
-    def _hello(self, reason: str) -> None:
-        self._batches.take_later()  # whoever says Hello is of no open snapshot
+    def _hello(self, reason: Reason) -> None:
+        self._batches.take_later()  # a learner that says Hello is part of no open snapshot
         held = tuple(self.held) if self._has_state else (NO_VERSION,) * self._fragments
         self._send(Hello(
             held, self.counters.local_step, self.counters.tokens, not self._has_state, self._batches.left(),
             self._batches.own_next, reason, self._batches.grants,
         ))  # fmt: skip
 
-    def _recover(self, reason: str) -> None:
+    def _recover(self, reason: Reason) -> None:
         """This state is of no more use. A running inner step ends first: its result is thrown away with the rest."""
         if self._departure.asked:
             return self._goodbye()  # there is nothing worth delivering any more
@@ -432,8 +478,9 @@ class LearnerMachine:
             self._must_recover = reason
             return None
         self._end_wait()
-        self._must_recover = ""
-        self.phase, self._has_state, self._entering = JOINING, False, None
+        self._must_recover = None
+        self._move(Turn.RECOVER)
+        self._has_state, self._entering = False, None
         self._transfer.end()
         self._pulls.clear()
         self._pending.clear()
@@ -446,7 +493,7 @@ class LearnerMachine:
         if self.phase != JOINING:
             return
         if len(self._pending) < self._fragments:
-            self._hello("Theta was promised and did not come whole")
+            self._hello(Reason(Why.THETA_INCOMPLETE))
             return
         for fragment in range(self._fragments):
             self._adopt(fragment, body.reason)
@@ -474,7 +521,7 @@ class LearnerMachine:
         self._transfer.end()
         self._send(Loaded(ticket, source, self.counters.local_step, tuple(self.held)))
 
-    def _transfer_failed(self, reason: str) -> None:
+    def _transfer_failed(self, reason: Reason) -> None:
         ticket = self._transfer.ticket
         self._transfer.end()
         if ticket is not None:
@@ -483,19 +530,20 @@ class LearnerMachine:
     def _leave(self, reason: str) -> None:
         trained = [p for p in range(self._fragments) if self.counters.since(p).steps > 0]
         by = self._effects.now + nanos(self.config.limits.leave_seconds)
-        if self._departure.ask(reason, trained, by) or not self._connected or self.phase == JOINING:
+        if self._departure.ask(Reason(Why.LEAVES, reason), trained, by) or not self._connected or self.phase == JOINING:
             self._goodbye()
 
     def _goodbye(self) -> None:
         self._end_wait()
+        assert self._departure.reason is not None, "a learner says Goodbye because it was asked to leave"
         self._send(Goodbye(self._departure.reason))
-        self.phase = DONE
+        self._move(Turn.END)
 
     def _deadline_passed(self) -> None:
         if self._departure.is_due(self._effects.now):
             return self._goodbye()
         if self._transfer.give_up_at is not None and self._effects.now >= self._transfer.give_up_at:
-            self._transfer_failed("the transfer did not come in time")
+            self._transfer_failed(Reason(Why.TRANSFER_LATE))
         return None
 
     def _enter(self) -> None:
@@ -510,7 +558,7 @@ class LearnerMachine:
         stands_at = self._entering.outer_step
         self._take_position(self._entering)
         if self.phase == JOINING:
-            self.phase = BOUNDARY
+            self._move(Turn.ENTER)
             if self.position > stands_at and self.schedule.policy(self.position).exact:
                 self._stage_exact()  # resumed from a snapshot, which was taken before this boundary's copies were
         if self._finish:
@@ -554,9 +602,9 @@ class LearnerMachine:
             waited = self._effects.now - self._waiting_since
             self.waited += waited
             self._effects.emit(Resume(waited, self._wait_reason))
-            self.phase = BOUNDARY
+            self._move(Turn.GO_ON)
 
     def _done(self) -> None:
         self._end_wait()
-        self.phase = DONE
+        self._move(Turn.END)
         self._effects.emit(Finished(self.outer_known))

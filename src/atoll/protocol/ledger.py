@@ -7,18 +7,34 @@ once per fragment, hence `trained = P x tokens`.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.vocabulary import NO_VERSION
 
-OVERLAP, NOT_IN_ROUND, LOST, LEFT = "overlap", "not_in_round", "lost", "left"
+
+class Loss(StrEnum):
+    """Why a trained token was not merged."""
+
+    OVERLAP = "overlap"
+    """Trained between the pull of its fragment and the adoption that overwrote it."""
+    NOT_IN_ROUND = "not_in_round"
+    """Its learner was not merged in the round whose result overwrote it."""
+    LOST = "lost"
+    """Its learner was lost."""
+    LEFT = "left"
+    """Its learner left before it could be merged."""
+
+
+OVERLAP, NOT_IN_ROUND, LOST, LEFT = Loss
 
 
 class Fates(msgspec.Struct, frozen=True):
     trained: int
     merged: int
-    discarded: dict[str, int]
+    discarded: dict[Loss, int]
     in_flight: int
 
     def add_up(self) -> bool:
@@ -43,7 +59,7 @@ class Ledger:
         self._rows: dict[LearnerId, _Row] = {}
         self._trained = 0
         self._merged = 0
-        self._discarded: dict[str, int] = {}
+        self._discarded: dict[Loss, int] = {}
 
     def trained(self, learner: LearnerId, tokens: int) -> None:
         """`tokens` is cumulative for this incarnation, so that a lost report loses nothing."""
@@ -53,7 +69,7 @@ class Ledger:
             row.tokens = tokens
 
     def begins(self, learner: LearnerId, tokens: int) -> None:
-        """A new incarnation. One that was resumed brings work of the run before: its fate is no matter of these books."""
+        """A new incarnation. One that was resumed brings work of the run before: its fate is not accounted for here."""
         row = self._rows[learner] = _Row(self._fragments)
         row.tokens, row.settled = tokens, [tokens] * self._fragments
 
@@ -78,13 +94,13 @@ class Ledger:
             self._discard(reason, tokens - row.settled[fragment])
             row.settled[fragment] = tokens
 
-    def closed(self, learner: LearnerId, reason: str) -> None:
+    def closed(self, learner: LearnerId, reason: Loss) -> None:
         """The incarnation is over: whatever it had in flight is discarded."""
         row = self._rows.pop(learner, None)
         if row is not None:
             self._discard(reason, sum(row.tokens - s for s in row.settled))
 
-    def _discard(self, reason: str, tokens: int) -> None:
+    def _discard(self, reason: Loss, tokens: int) -> None:
         if tokens:
             self._discarded[reason] = self._discarded.get(reason, 0) + tokens
 

@@ -1,4 +1,4 @@
-"""Who is here, and how far along. A member's standing moves only along the arrows of `ARROWS`.
+"""Who is here, and how far along. A member's standing moves only along the arrows of `NEXT`.
 
     joining ──entered──▶ in_sync ──unheard──▶ silent
        ▲                    │                    │ (any) ──lost──▶ lost ──hello──▶ joining
@@ -11,24 +11,38 @@ said so. Only members in sync are counted, pulled from and asked to serve a reco
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 
 from atoll.errors import PeerViolation
 from atoll.ids import FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep
-from atoll.protocol.vocabulary import NO_VERSION
+from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.vocabulary import NO_VERSION, Standing
 
-JOINING, IN_SYNC, SILENT, LOST, LEFT = "joining", "in_sync", "silent", "lost", "left"
+JOINING, IN_SYNC, SILENT, LOST, LEFT = Standing
 
-ARROWS: dict[tuple[str, str], str] = {
-    (JOINING, "entered"): IN_SYNC,
-    (SILENT, "entered"): IN_SYNC,
-    (IN_SYNC, "entered"): IN_SYNC,
-    (IN_SYNC, "unheard"): SILENT,
-    **{(s, "recover"): JOINING for s in (JOINING, IN_SYNC, SILENT)},
-    **{(s, "hello"): JOINING for s in (JOINING, IN_SYNC, SILENT, LOST, LEFT)},
-    **{(s, "lost"): LOST for s in (JOINING, IN_SYNC, SILENT, LOST)},
-    **{(s, "left"): LEFT for s in (JOINING, IN_SYNC, SILENT)},
-    (LEFT, "lost"): LEFT,
-    (LEFT, "left"): LEFT,
+
+class Change(StrEnum):
+    """What moves a member from one standing to another."""
+
+    ENTERED = "entered"
+    UNHEARD = "unheard"
+    RECOVER = "recover"
+    HELLO = "hello"
+    LOST = "lost"
+    LEFT = "left"
+
+
+NEXT: dict[tuple[Standing, Change], Standing] = {
+    (JOINING, Change.ENTERED): IN_SYNC,
+    (SILENT, Change.ENTERED): IN_SYNC,
+    (IN_SYNC, Change.ENTERED): IN_SYNC,
+    (IN_SYNC, Change.UNHEARD): SILENT,
+    **{(s, Change.RECOVER): JOINING for s in (JOINING, IN_SYNC, SILENT)},
+    **{(s, Change.HELLO): JOINING for s in (JOINING, IN_SYNC, SILENT, LOST, LEFT)},
+    **{(s, Change.LOST): LOST for s in (JOINING, IN_SYNC, SILENT, LOST)},
+    **{(s, Change.LEFT): LEFT for s in (JOINING, IN_SYNC, SILENT)},
+    (LEFT, Change.LOST): LEFT,
+    (LEFT, Change.LEFT): LEFT,
 }
 
 
@@ -73,7 +87,7 @@ class Member:
         self.learner = learner
         self._moved = moved
         self.incarnation: Incarnation = -1
-        self.standing = JOINING
+        self.standing: Standing = JOINING
         self.connected = False
         self.session = 0
         self.reported: LocalStep = 0
@@ -103,13 +117,13 @@ class Member:
         self.tried: set[LearnerId] = set()
         self.joined_at: Nanos = 0
         self.join_deadline: Nanos | None = None
-        self.join_reason = ""
+        self.join_reason = Reason(Why.JOINS)
         self.seen: OuterStep = 0
 
-    def move(self, trigger: str) -> None:
-        to = ARROWS.get((self.standing, trigger))
+    def move(self, change: Change) -> None:
+        to = NEXT.get((self.standing, change))
         if to is None:
-            raise PeerViolation(f"learner {self.learner} is {self.standing}: {trigger} makes no sense")
+            raise PeerViolation(f"learner {self.learner} is {self.standing}: {change} makes no sense")
         self.standing = to
         self._moved()
 

@@ -6,17 +6,45 @@ tensor: a message that moves weights names them, and the driver sends the bytes 
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from enum import Enum, IntEnum
+from typing import ClassVar, TypeAlias, get_args
 
 import msgspec
 
 from atoll.ids import FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep, WorkerId
+from atoll.protocol.reasons import Reason
 
 NO_VERSION: OuterStep = -1
 
 
+class Lane(IntEnum):
+    """A channel has two lanes, each in order and numbered by itself (`causality.py`)."""
+
+    CONTROL = 0
+    BULK = 1
+    """Messages with bytes beside them."""
+
+
+class Direction(Enum):
+    TO_SYNCER = "to_syncer"
+    TO_LEARNER = "to_learner"
+    """From the syncer."""
+    BETWEEN_LEARNERS = "between_learners"
+
+
 class Word(msgspec.Struct, frozen=True, tag=True, gc=False):
-    pass
+    """Messages, events and effects."""
+
+
+class Sent(Word, frozen=True):
+    """A message. Its class says who may send it to whom, in which lane, and what it may do there."""
+
+    direction: ClassVar[Direction]
+    lane: ClassVar[Lane] = Lane.CONTROL
+    opens: ClassVar[bool] = False
+    """Opens a channel: after a broken connection the sequence goes on with a gap, and only such a message may jump it."""
+    overtakes: ClassVar[bool] = False
+    """Says only how things stand, so it may overtake a long transfer in the other lane."""
 
 
 # ---------------------------------------------------------------- small values
@@ -86,23 +114,29 @@ class LearnerState(msgspec.Struct, frozen=True, gc=False):
 # ---------------------------------------------------------------- messages: learner to syncer
 
 
-class Hello(Word, frozen=True):
+class Hello(Sent, frozen=True):
     """Opens a channel. `held` names the version of each fragment; all NO_VERSION means: I have nothing."""
+
+    direction = Direction.TO_SYNCER
+    opens = True
 
     held: tuple[OuterStep, ...]
     local_step: LocalStep
     tokens: int
     needs_state: bool
     left: tuple[Unit, ...]
-    """Leased units not yet drawn to their end, the one being drawn first: the books are squared against it."""
+    """Leased units not yet drawn to their end, the one being drawn first: lease accounting is reconciled against it."""
     own_next: int
-    reason: str
+    reason: Reason
     grants: int = 0
     """How many grants arrived in this incarnation: units of later ones are nobody's yet."""
 
 
-class Report(Word, frozen=True):
+class Report(Sent, frozen=True):
     """After every inner step, metadata only. Counters are cumulative, so a lost report loses nothing."""
+
+    direction = Direction.TO_SYNCER
+    overtakes = True
 
     session: int
     local_step: LocalStep
@@ -120,8 +154,11 @@ class Report(Word, frozen=True):
     loss: float | None
 
 
-class Contribution(Word, frozen=True):
+class Contribution(Sent, frozen=True):
     """Answers a Pull; the encoded difference to `anchor` travels beside it."""
+
+    direction = Direction.TO_SYNCER
+    lane = Lane.BULK
 
     outer_step: OuterStep
     fragment: FragmentId
@@ -134,15 +171,20 @@ class Contribution(Word, frozen=True):
     """Cumulative tokens at staging: what this contribution covers."""
 
 
-class Decline(Word, frozen=True):
+class Decline(Sent, frozen=True):
     """Answers a Pull that cannot be answered: the exact state asked for is not there any more."""
 
+    direction = Direction.TO_SYNCER
+    overtakes = True
+
     outer_step: OuterStep
-    reason: str
+    reason: Reason
 
 
-class Loaded(Word, frozen=True):
+class Loaded(Sent, frozen=True):
     """Recovery's bulk is in place."""
+
+    direction = Direction.TO_SYNCER
 
     ticket: int
     source: WorkerId
@@ -151,31 +193,44 @@ class Loaded(Word, frozen=True):
     """Newest version known of each fragment, adopted or about to be."""
 
 
-class RecoveryFailed(Word, frozen=True):
+class RecoveryFailed(Sent, frozen=True):
+    direction = Direction.TO_SYNCER
+
     ticket: int
-    reason: str
+    reason: Reason
 
 
-class Goodbye(Word, frozen=True):
-    reason: str
+class Goodbye(Sent, frozen=True):
+    direction = Direction.TO_SYNCER
+
+    reason: Reason
 
 
 # ---------------------------------------------------------------- messages: syncer to learner
 
 
-class Welcome(Word, frozen=True):
+class Welcome(Sent, frozen=True):
     """Opens the channel back."""
+
+    direction = Direction.TO_LEARNER
+    opens = True
 
     outer_step: OuterStep
 
 
-class Pull(Word, frozen=True):
+class Pull(Sent, frozen=True):
+    direction = Direction.TO_LEARNER
+    overtakes = True
+
     outer_step: OuterStep
     fragments: tuple[FragmentId, ...]
 
 
-class Announce(Word, frozen=True):
+class Announce(Sent, frozen=True):
     """A stored version; its bytes travel beside it: in full, or as a difference to `previous`."""
+
+    direction = Direction.TO_LEARNER
+    lane = Lane.BULK
 
     outer_step: OuterStep
     fragment: FragmentId
@@ -184,14 +239,19 @@ class Announce(Word, frozen=True):
     merged: tuple[LearnerId, ...]
 
 
-class Tick(Word, frozen=True):
+class Tick(Sent, frozen=True):
     """An outer step with nothing due went by."""
+
+    direction = Direction.TO_LEARNER
+    overtakes = True
 
     outer_step: OuterStep
 
 
-class Ticket(Word, frozen=True):
+class Ticket(Sent, frozen=True):
     """Ask `peer` for its state; it will answer once it has seen `outer_step`."""
+
+    direction = Direction.TO_LEARNER
 
     ticket: int
     peer: LearnerId
@@ -199,53 +259,73 @@ class Ticket(Word, frozen=True):
     patience: Nanos
 
 
-class Serve(Word, frozen=True):
+class Serve(Sent, frozen=True):
     """Tells a healthy peer whom it may serve."""
+
+    direction = Direction.TO_LEARNER
 
     ticket: int
     newcomer: LearnerId
     outer_step: OuterStep
 
 
-class TakeTheta(Word, frozen=True):
+class TakeTheta(Sent, frozen=True):
     """All fragments were announced in full: load them; inner moments start fresh."""
 
+    direction = Direction.TO_LEARNER
+
     ticket: int
-    reason: str
+    reason: Reason
 
 
-class Enter(Word, frozen=True):
+class Enter(Sent, frozen=True):
     """You are in sync: stand at `outer_step`, reports of `session` count from now on."""
+
+    direction = Direction.TO_LEARNER
 
     session: int
     outer_step: OuterStep
 
 
-class Recover(Word, frozen=True):
+class Recover(Sent, frozen=True):
     """Your state is of no more use: come back through Hello(needs_state)."""
 
-    reason: str
+    direction = Direction.TO_LEARNER
+
+    reason: Reason
 
 
-class Grant(Word, frozen=True):
+class Grant(Sent, frozen=True):
+    direction = Direction.TO_LEARNER
+    overtakes = True
+
     units: tuple[Unit, ...]
     own_next: int
     """First unit of the learner's own stream that nobody was granted: where it goes on while the syncer is away."""
 
 
-class Finish(Word, frozen=True):
+class Finish(Sent, frozen=True):
+    direction = Direction.TO_LEARNER
+
     outer_step: OuterStep
 
 
 # ---------------------------------------------------------------- messages: learner to learner
 
 
-class StateRequest(Word, frozen=True):
+class StateRequest(Sent, frozen=True):
+    direction = Direction.BETWEEN_LEARNERS
+    opens = True
+
     ticket: int
 
 
-class StateTransfer(Word, frozen=True):
+class StateTransfer(Sent, frozen=True):
     """Weights, anchors, inner optimiser and scheduler state travel beside it; never data position, RNG or residual."""
+
+    direction = Direction.BETWEEN_LEARNERS
+    lane = Lane.BULK
+    opens = True
 
     ticket: int
     outer_step: OuterStep
@@ -259,6 +339,12 @@ Message: TypeAlias = (
     | Welcome | Pull | Announce | Tick | Ticket | Serve | TakeTheta | Enter | Recover | Grant | Finish
     | StateRequest | StateTransfer
 )  # fmt: skip
+MESSAGES: tuple[type[Sent], ...] = get_args(Message)
+
+
+def addressed(direction: Direction) -> tuple[type[Sent], ...]:
+    """The messages that go that way."""
+    return tuple(kind for kind in MESSAGES if kind.direction is direction)
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):

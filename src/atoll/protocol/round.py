@@ -11,22 +11,43 @@ fragments; commits keep the order of outer steps, so that "the last announced ou
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 
 from atoll.errors import PeerViolation
 from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep, seconds
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Contribution, Share
 from atoll.rules import Policy, contribution_weight
 
-GATHERING, GRACE, PULLING, READY, STORING = "gathering", "grace", "pulling", "ready", "storing"
 
-NEXT: dict[tuple[str, str], str] = {
-    (GATHERING, "quorum_met"): GRACE,
-    (GRACE, "quorum_lost"): GATHERING,
-    (GRACE, "fixed"): PULLING,
-    (PULLING, "all_in"): READY,
-    (PULLING, "quorum_lost"): GATHERING,
-    (READY, "quorum_lost"): GATHERING,
-    (READY, "turn"): STORING,
+class Phase(StrEnum):
+    GATHERING = "gathering"
+    GRACE = "grace"
+    PULLING = "pulling"
+    READY = "ready"
+    STORING = "storing"
+
+
+class Step(StrEnum):
+    """What moves a round from one phase to the next."""
+
+    QUORUM_MET = "quorum_met"
+    QUORUM_LOST = "quorum_lost"
+    FIXED = "fixed"
+    ALL_IN = "all_in"
+    TURN = "turn"
+
+
+GATHERING, GRACE, PULLING, READY, STORING = Phase
+
+NEXT: dict[tuple[Phase, Step], Phase] = {
+    (GATHERING, Step.QUORUM_MET): GRACE,
+    (GRACE, Step.QUORUM_LOST): GATHERING,
+    (GRACE, Step.FIXED): PULLING,
+    (PULLING, Step.ALL_IN): READY,
+    (PULLING, Step.QUORUM_LOST): GATHERING,
+    (READY, Step.QUORUM_LOST): GATHERING,
+    (READY, Step.TURN): STORING,
 }
 
 IN_FLIGHT = (PULLING, READY, STORING)
@@ -55,7 +76,7 @@ class Round:
         self.outer_step = outer_step
         self.due = due
         self.policy = policy
-        self.phase = GATHERING
+        self.phase: Phase = GATHERING
         self.opened_at = now
         self.quorum_at: Nanos = 0
         self.grace_until: Nanos = 0
@@ -70,38 +91,40 @@ class Round:
         """Their incarnation ended while this round was being stored: their tokens have met their fate already."""
         self.accepted: dict[FragmentId, dict[LearnerId, Contribution]] = {}
 
-    def move(self, trigger: str) -> None:
-        to = NEXT.get((self.phase, trigger))
-        assert to is not None, f"round {self.outer_step} is {self.phase}: {trigger} makes no sense"
+    def move(self, step: Step) -> None:
+        to = NEXT.get((self.phase, step))
+        assert to is not None, f"round {self.outer_step} is {self.phase}: {step} makes no sense"
         self.phase = to
 
     def fix(self, participants: tuple[LearnerId, ...], now: Nanos) -> None:
-        self.move("fixed")
+        self.move(Step.FIXED)
         self.fixed_at = now
         self.participants = participants
         self.awaited = {m: set(self.due) for m in participants} if self.due else {}
         self.accepted = {p: {} for p in self.due}
         self._settle()
 
-    def why_fixed(self, in_sync: int, quorum: int, everybody: bool) -> str:
+    def why_fixed(self, in_sync: int, quorum: int, everybody: bool) -> Reason:
         if everybody:
-            return f"all {in_sync} in sync reported"
+            return Reason(Why.ALL_REPORTED, f"all {in_sync} in sync reported")
         held = seconds(self.fixed_at - self.quorum_at)
-        return f"{len(self.participants)} of {in_sync}: quorum {quorum} met, window closed after {held:.3f} s"
+        words = f"{len(self.participants)} of {in_sync}: quorum {quorum} met, window closed after {held:.3f} s"
+        return Reason(Why.WINDOW_CLOSED, words)
 
-    def objection(self, learner: LearnerId, body: Contribution) -> str | None:
-        """Why a contribution does not belong here, or None."""
+    def objection(self, learner: LearnerId, body: Contribution) -> Reason | None:
+        """Why a contribution does not belong here."""
         if self.phase != PULLING:
-            return f"round {self.outer_step} is {self.phase}"
+            return Reason(Why.LATE, f"round {self.outer_step} is {self.phase}")
         if learner not in self.participants:
-            return f"not a participant of round {self.outer_step}"
+            return Reason(Why.LATE, f"not a participant of round {self.outer_step}")
         if body.fragment not in self.awaited.get(learner, ()):
-            return f"fragment {body.fragment} of round {self.outer_step} is not awaited from it"
+            return Reason(Why.LATE, f"fragment {body.fragment} of round {self.outer_step} is not awaited from it")
         return None
 
     def take(self, learner: LearnerId, body: Contribution) -> None:
-        if self.objection(learner, body):
-            raise PeerViolation(f"learner {learner}: {self.objection(learner, body)}")
+        objection = self.objection(learner, body)
+        if objection is not None:
+            raise PeerViolation(f"learner {learner}: {objection}")
         self.accepted[body.fragment][learner] = body
         awaited = self.awaited[learner]
         awaited.discard(body.fragment)
@@ -119,13 +142,13 @@ class Round:
             self._settle()
 
     def regather(self, now: Nanos) -> None:
-        self.move("quorum_lost")
+        self.move(Step.QUORUM_LOST)
         self.opened_at = now
         self.participants, self.awaited, self.accepted = (), {}, {}
 
     def _settle(self) -> None:
         if not self.awaited:
-            self.move("all_in")
+            self.move(Step.ALL_IN)
 
 
 def shares_of(weighting: str, accepted: Mapping[LearnerId, Contribution]) -> tuple[Share, ...]:
@@ -163,6 +186,6 @@ class Rounds(dict[OuterStep, Round]):
         rounds in flight would never be opened again, and stays to gather after this one."""
         for later in sorted((t for t in self if t > outer_step), reverse=True):
             if self[later].phase == GRACE:
-                self[later].move("quorum_lost")
+                self[later].move(Step.QUORUM_LOST)
             if self[later].phase == GATHERING and later == self.last(outer_step):
                 del self[later]

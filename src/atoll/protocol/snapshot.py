@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.effects import Effects
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Envelope, RecordInFlight, RecordSyncer, Report, SealSnapshot, SyncerState
 
 
@@ -32,10 +33,11 @@ class Snapshot:
 
     def begin(self, marker: OuterStep, learners: Iterable[LearnerId], syncer_state: SyncerState) -> None:
         if self._marker:
-            self._seal(complete=False, reason=f"snapshot {marker} is due and this one is not complete")
+            due = Reason(Why.NEXT_SNAPSHOT_DUE, f"snapshot {marker} is due and this one is not complete")
+            self._seal(complete=False, reason=due)
         self._marker, self._waiting, self._recorded = marker, set(learners), set()
         self._effects.emit(RecordSyncer(marker, syncer_state))
-        self._maybe_seal("nobody to wait for")
+        self._maybe_seal(Reason(Why.NOBODY_TO_WAIT_FOR))
 
     def saw(self, envelope: Envelope) -> None:
         """Called for every message in order, before it takes effect."""
@@ -45,7 +47,7 @@ class Snapshot:
         if isinstance(body, Report) and body.snapshot >= self._marker:
             self._waiting.discard(envelope.sender)
             self._recorded.add(envelope.sender)
-            self._maybe_seal("every live learner returned the marker")
+            self._maybe_seal(Reason(Why.MARKERS_RETURNED))
         else:
             self._effects.emit(RecordInFlight(self._marker, envelope))
 
@@ -54,16 +56,16 @@ class Snapshot:
         if self._marker:
             self._waiting.discard(learner)
             self._recorded.discard(learner)
-            self._maybe_seal(f"learner {learner} is gone and left out")
+            self._maybe_seal(Reason(Why.LEARNER_LEFT_OUT, f"learner {learner} is gone and left out"))
 
-    def abandon(self, reason: str) -> None:
+    def abandon(self, reason: Reason) -> None:
         if self._marker:
             self._seal(complete=False, reason=reason)
 
-    def _maybe_seal(self, reason: str) -> None:
+    def _maybe_seal(self, reason: Reason) -> None:
         if self._marker and not self._waiting:
             self._seal(complete=True, reason=reason)
 
-    def _seal(self, *, complete: bool, reason: str) -> None:
+    def _seal(self, *, complete: bool, reason: Reason) -> None:
         self._effects.emit(SealSnapshot(self._marker, tuple(sorted(self._recorded)), complete, reason))
         self._marker, self._waiting, self._recorded = 0, set(), set()

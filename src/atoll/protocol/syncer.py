@@ -18,12 +18,12 @@ from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Fates, Ledger
 from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
 from atoll.protocol.pulse import Pulse
-from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, shares_of
+from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, Step, shares_of
 from atoll.protocol.snapshot import Snapshot, marker_of
 from atoll.protocol.validity import StepMost, claims_too_much, hello_claims, objection, report_claims
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
-    POISONED,
     AbortRound,
     Accept,
     Adoption,
@@ -56,6 +56,9 @@ from atoll.protocol.vocabulary import (
     Tick,
 )  # fmt: skip
 from atoll.rules import Schedule, fresh, paced_until
+
+ANSWERED = (Why.DECLINED, Why.POISONED, Why.OUTLIER)
+"""Reasons for a drop after which nothing more comes from the learner to wake it: it has answered."""
 
 
 class SyncerMachine:
@@ -128,27 +131,27 @@ class SyncerMachine:
         envelope = event.envelope
         learner = envelope.sender
         if not 0 <= learner < self.config.limits.members_max:
-            return self._refuse(learner, "is no learner", disconnect=True)
+            return self._refuse(learner, Reason(Why.NOT_A_LEARNER), disconnect=True)
         impossible = objection(self.config, envelope)
-        if impossible:
+        if impossible is not None:
             return self._refuse(learner, impossible, disconnect=True)
         refusal = self._effects.mailbox.refusal(envelope)
         if refusal is not None:
-            return self._refuse(learner, refusal, disconnect=True) if refusal else None
+            return self._refuse(learner, refusal, disconnect=True) if refusal.why is not Why.DUPLICATE else None
         self.snapshot.saw(envelope)
         body = envelope.body
         if isinstance(body, Hello):
             return self._hello(learner, envelope, body)
         member = self.roster.get(learner)
         if member is None or not member.connected:
-            return self._refuse(learner, "did not say Hello on this connection", disconnect=True)
+            return self._refuse(learner, Reason(Why.NO_HELLO), disconnect=True)
         member.heard_at = self._effects.now
-        if event.flaw:
-            return self._poisoned(member, body, event)
+        if event.flaw is not None:
+            return self._poisoned(member, body, event.flaw)
         try:
             self._said(member, body)
         except PeerViolation as violation:
-            self._refuse(learner, str(violation), disconnect=True)
+            self._refuse(learner, Reason(Why.VIOLATION, str(violation)), disconnect=True)
         return None
 
     def _said(self, member: Member, body: Message) -> None:
@@ -161,7 +164,7 @@ class SyncerMachine:
                 self._contribution(member, body)
             case Decline(outer_step=outer_step, reason=reason):
                 member.pulls.pop(outer_step, None)
-                self._drop(member, outer_step, f"declined: {reason}")
+                self._drop(member, outer_step, Reason(Why.DECLINED, str(reason)))
             case Loaded():
                 self.admission.loaded(member, body)
             case RecoveryFailed():
@@ -171,18 +174,20 @@ class SyncerMachine:
                 self._end_incarnation(member.learner)
                 self.admission.mark_left(member, reason)
             case _:
-                self._refuse(member.learner, f"{type(body).__name__} is not for the syncer", disconnect=True)
+                misled = Reason(Why.WRONG_RECEIVER, f"{type(body).__name__} is not for the syncer")
+                self._refuse(member.learner, misled, disconnect=True)
 
-    def _refuse(self, learner: LearnerId, reason: str, *, disconnect: bool = False) -> None:
+    def _refuse(self, learner: LearnerId, reason: Reason, *, disconnect: bool = False) -> None:
         self.refused += 1
         self._effects.emit(Refuse(learner, reason, disconnect))
 
     def _hello(self, learner: LearnerId, envelope: Envelope, body: Hello) -> None:
-        if unearned := hello_claims(body, learner, self.outer_step, self.leases, self._step_most):
+        unearned = hello_claims(body, learner, self.outer_step, self.leases, self._step_most)
+        if unearned is not None:
             return self._refuse(learner, unearned, disconnect=True)
         member = self.roster.get(learner)
         if member is not None and member.standing == LEFT and member.incarnation == envelope.incarnation:
-            return self._refuse(learner, "it left; it may come back as a new incarnation", disconnect=True)
+            return self._refuse(learner, Reason(Why.ALREADY_LEFT), disconnect=True)
         if member is not None:
             self._drop_from_rounds(member)
             if member.incarnation != envelope.incarnation:
@@ -196,7 +201,8 @@ class SyncerMachine:
         return None
 
     def _report(self, member: Member, body: Report) -> None:
-        if unearned := report_claims(body, member, self.versions, self.leases, self._step_most):
+        unearned = report_claims(body, member, self.versions, self.leases, self._step_most)
+        if unearned is not None:
             return self._refuse(member.learner, unearned, disconnect=True)
         newer = body.local_step > member.reported
         self.ledger.trained(member.learner, body.tokens)
@@ -229,20 +235,23 @@ class SyncerMachine:
         if self.versions.all_kept(member.held):
             member.entering = True
         else:
-            self.admission.recover(member, "its versions were forgotten while it was silent")
+            self.admission.recover(member, Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten while it was silent"))
 
     def _contribution(self, member: Member, body: Contribution) -> None:
         round_ = self.rounds.get(body.outer_step)
-        why_not = round_.objection(member.learner, body) if round_ else f"round {body.outer_step} is not open"
-        if why_not or round_ is None:
+        not_open = Reason(Why.LATE, f"round {body.outer_step} is not open")
+        objection = not_open if round_ is None else round_.objection(member.learner, body)
+        if objection is not None or round_ is None:
             self.pulse.answered(member, body.outer_step, self._effects.now, whole=True)
-            return self._refuse(member.learner, f"contribution late or unasked: {why_not}")
+            return self._refuse(member.learner, not_open if objection is None else objection)
         if not self.versions.has(body.fragment, body.anchor):
-            self._refuse(member.learner, f"fragment {body.fragment} is against version {body.anchor}, which is gone")
+            gone = f"fragment {body.fragment} is against version {body.anchor}, which is gone"
+            self._refuse(member.learner, Reason(Why.VERSION_FORGOTTEN, gone))
             self._drop_from_rounds(member)
-            return self.admission.recover(member, "a difference against a version that is gone is never re-based")
+            return self.admission.recover(member, Reason(Why.NOT_REBASED))
         if claims_too_much(body, member.reported, member.tokens, member.samples, self._step_most):
-            return self._refuse(member.learner, "contribution claims more than was reported", disconnect=True)
+            unearned = Reason(Why.UNEARNED, "contribution claims more than was reported")
+            return self._refuse(member.learner, unearned, disconnect=True)
         round_.take(member.learner, body)
         self.versions.give_back(member, (body.fragment,))
         member.suspicions = 0
@@ -251,16 +260,17 @@ class SyncerMachine:
         self._effects.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
         return None
 
-    def _poisoned(self, member: Member, body: Message, event: Received) -> None:
+    def _poisoned(self, member: Member, body: Message, flaw: Reason) -> None:
         """A learner whose weights went wrong is of no use until it has new ones; a large norm may be a bad batch."""
-        self._refuse(member.learner, f"{POISONED}: {event.flaw}")
+        self._refuse(member.learner, flaw)
         member.suspicions += 1
-        if event.suspect and member.suspicions < self.config.limits.suspicions_max and isinstance(body, Contribution):
-            self._drop(member, body.outer_step, f"{POISONED}: {event.flaw}")
+        suspect = flaw.why is Why.OUTLIER and member.suspicions < self.config.limits.suspicions_max
+        if suspect and isinstance(body, Contribution):
+            self._drop(member, body.outer_step, flaw)
             return
         member.suspicions = 0
         self._drop_from_rounds(member)
-        self.admission.recover(member, f"{POISONED}: {event.flaw}")
+        self.admission.recover(member, flaw)
 
     # ------------------------------------------------------------ gathering
 
@@ -319,11 +329,11 @@ class SyncerMachine:
         quorum = self._quorum(round_)
         if len(self._fresh) < quorum or not self._may_start(round_):
             if round_.phase == GRACE:
-                round_.move("quorum_lost")
+                round_.move(Step.QUORUM_LOST)
             return False
         now = self._effects.now
         if round_.phase == GATHERING:
-            round_.move("quorum_met")
+            round_.move(Step.QUORUM_MET)
             round_.quorum_at = now
             round_.grace_until = now + self.pulse.grace(round_)
         everybody = len(self._fresh) == len(self.roster.in_sync())
@@ -376,7 +386,7 @@ class SyncerMachine:
         round_ = self.rounds.get(self.outer_step + 1)
         if round_ is None or round_.phase != READY:
             return False
-        round_.move("turn")
+        round_.move(Step.TURN)
         if not round_.due:
             self._commit(round_)  # the tape alone makes an empty round durable
             return True
@@ -428,7 +438,7 @@ class SyncerMachine:
 
     def _finish(self) -> None:
         self.finished = True
-        self.snapshot.abandon("the run is over")
+        self.snapshot.abandon(Reason(Why.RUN_OVER))
         self._effects.emit(Finished(self.outer_step))
         for member in self.roster.connected():
             self._effects.send(member.learner, Finish(self.outer_step))
@@ -439,21 +449,21 @@ class SyncerMachine:
         member = self.roster.get(learner)
         if member is not None and member.connected:
             self._drop_from_rounds(member)
-            self.admission.mark_lost(member, reason)
+            self.admission.mark_lost(member, Reason(Why.CONNECTION_LOST, reason))
             self._watch_soon()
 
     def _drop_from_rounds(self, member: Member) -> None:
         """It cannot be counted on in any open round, nor in the snapshot."""
         self.snapshot.leave_out(member.learner)
         for outer_step in list(self.rounds):
-            self._drop(member, outer_step, "is gone", silence=False)
+            self._drop(member, outer_step, Reason(Why.GONE), silence=False)
         self._fresh.discard(member.learner)  # a round that gathers again has just marked everybody in sync
 
     def _end_incarnation(self, learner: LearnerId) -> None:
         for round_ in self.rounds.values():
             round_.ended.add(learner)
 
-    def _drop(self, member: Member, outer_step: OuterStep, reason: str, *, silence: bool = True) -> None:
+    def _drop(self, member: Member, outer_step: OuterStep, reason: Reason, *, silence: bool = True) -> None:
         round_ = self.rounds.get(outer_step)
         if round_ is None or round_.phase not in (PULLING, READY) or member.learner not in round_.participants:
             return
@@ -465,13 +475,13 @@ class SyncerMachine:
             self._fresh.discard(member.learner)
             self.snapshot.leave_out(member.learner)
             self.admission.mark_silent(member, reason)
-            if reason.startswith(("declined", POISONED)):  # it has answered: nothing more will come to wake it
+            if reason.why in ANSWERED:
                 self._readmit(member)
         need = 1 if round_.policy.quorum_all and self.config.protocol.elastic else self._quorum(round_)
         if len(round_.participants) < need:
-            self._regather(round_, f"{len(round_.participants)} left of a quorum of {need}")
+            self._regather(round_, Reason(Why.BELOW_QUORUM, f"{len(round_.participants)} left of a quorum of {need}"))
 
-    def _regather(self, round_: Round, reason: str) -> None:
+    def _regather(self, round_: Round, reason: Reason) -> None:
         self._effects.emit(AbortRound(round_.outer_step, reason))
         for learner, counted in round_.counted_before.items():
             member = self.roster.get(learner)
@@ -491,7 +501,7 @@ class SyncerMachine:
                 for learner in sorted(round_.awaited):
                     member = self.roster.get(learner)
                     assert member is not None
-                    self._drop(member, round_.outer_step, "missed the pull deadline")
+                    self._drop(member, round_.outer_step, Reason(Why.MISSED_DEADLINE))
                 if round_.phase in (GATHERING, GRACE):
                     self.pulse.starved(now - asked_at)
                     round_.patience_least = 2 * (now - asked_at)
@@ -515,7 +525,7 @@ class SyncerMachine:
                 since = max(member.heard_at, self._last_commit_at) if leads else member.heard_at
                 if now - since > patience:
                     self._drop_from_rounds(member)
-                    self.admission.mark_silent(member, f"silent for {seconds(now - since):.1f} s")
+                    self.admission.mark_silent(member, Reason(Why.SILENT, f"silent for {seconds(now - since):.1f} s"))
             elif member.standing == JOINING and member.join_deadline is not None and now >= member.join_deadline:
                 self.admission.deadline_passed(member)
             elif member.standing == LOST and not member.given_up and now - member.lost_at > self.pulse.give_up_after():
@@ -540,10 +550,10 @@ class SyncerMachine:
         """First start, or a return from the dead: what was not stored is gathered again."""
         self._effects.mailbox.restart(incarnation)
         for outer_step in self.rounds:
-            self._effects.emit(AbortRound(outer_step, "the syncer restarted before storing it"))
+            self._effects.emit(AbortRound(outer_step, Reason(Why.NOT_STORED)))
         self.rounds.clear()
         self._fresh.clear()
-        self.snapshot.abandon("the syncer restarted")
+        self.snapshot.abandon(Reason(Why.SYNCER_RESTARTED))
         self._hold_until = None
         self.pulse.last_fixed_at = None
-        self.admission.mark_all_lost("the syncer restarted")
+        self.admission.mark_all_lost(Reason(Why.SYNCER_RESTARTED))

@@ -10,6 +10,7 @@ from atoll.config import Config
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.leases import INDEX_MAX, Leases
 from atoll.protocol.membership import Member
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -38,22 +39,22 @@ class StepMost(NamedTuple):
 
 
 COUNT_MAX = 2**53
-"""Counters beyond this are lies: no run lasts as long."""
+"""Counters beyond this are impossible: no run lasts as long."""
 REASON_MAX = 1000
-"""Characters of a reason a peer may give."""
+"""Characters of detail in a reason that a peer may give."""
 
 
-def objection(config: Config, envelope: Envelope) -> str:
-    """Why the syncer refuses this message, or nothing."""
+def objection(config: Config, envelope: Envelope) -> Reason | None:
+    """Why the syncer refuses this message."""
     members = config.limits.members_max
     if not _counts((envelope.seq, envelope.after, envelope.incarnation)):
-        return "its sequence number cannot be"
+        return _impossible("its sequence number cannot be")
     if len(envelope.clock) > members + 1 or not _counts(envelope.clock):
-        return "its clock cannot be"
+        return _impossible("its clock cannot be")
     return _body(config, envelope.body)
 
 
-def _body(config: Config, body: Message) -> str:
+def _body(config: Config, body: Message) -> Reason | None:
     match body:
         case Hello():
             return _hello(config, body)
@@ -62,64 +63,65 @@ def _body(config: Config, body: Message) -> str:
         case Contribution():
             counts = (body.local_step, body.c_steps, body.c_tokens, body.c_samples, body.tokens, body.anchor, body.outer_step)
             fits = 0 <= body.fragment < config.protocol.fragments and _counts(counts)
-            return "" if fits else "contribution names what cannot be"
+            return None if fits else _impossible("contribution names what cannot be")
         case Loaded():
             fits = _counts((body.ticket, body.local_step)) and _versions(config, body.held) and body.source >= -1
-            return "" if fits else "Loaded names what cannot be"
+            return None if fits else _impossible("Loaded names what cannot be")
         case RecoveryFailed(ticket=number, reason=reason) | Decline(outer_step=number, reason=reason):
-            return "" if _counts((number,)) and len(reason) <= REASON_MAX else f"{type(body).__name__} cannot be"
+            return None if _counts((number,)) and _short(reason) else _impossible(f"{type(body).__name__} cannot be")
         case _:
-            reason = getattr(body, "reason", "")
-            return "" if len(reason) <= REASON_MAX else "its reason is too long"
+            given: Reason | None = getattr(body, "reason", None)
+            return None if given is None or _short(given) else _impossible("its reason is too long")
 
 
-def _hello(config: Config, body: Hello) -> str:
+def _hello(config: Config, body: Hello) -> Reason | None:
     if not _versions(config, body.held):
-        return "Hello names versions that never were"
+        return _impossible("Hello names versions that never were")
     units_max = 4 + 2 * config.limits.members_max
     if len(body.left) > units_max or not all(_unit(config, unit) for unit in body.left):
-        return "Hello names data that cannot be"
+        return _impossible("Hello names data that cannot be")
     counts = (body.local_step, body.tokens, body.own_next, body.grants)
-    return "" if _counts(counts) and len(body.reason) <= REASON_MAX else "Hello names what cannot be"
+    return None if _counts(counts) and _short(body.reason) else _impossible("Hello names what cannot be")
 
 
-def _report(config: Config, body: Report) -> str:
+def _report(config: Config, body: Report) -> Reason | None:
     counts = (
         body.session, body.local_step, body.tokens, body.samples, body.step_nanos, body.waited_nanos, body.batch,
         body.snapshot,
     )  # fmt: skip
     if not _counts(counts) or not _unit(config, Unit(body.stream, body.batch)):
-        return "report names what cannot be"
+        return _impossible("report names what cannot be")
     # on arrival a learner counts its own steps as position, and a fast one runs ahead without bound
     if not NO_VERSION <= body.position <= COUNT_MAX:
-        return "report names a position that cannot be"
+        return _impossible("report names a position that cannot be")
     if len(body.adopted) > 4 * config.protocol.fragments:
-        return "report names too many adoptions"
+        return _impossible("report names too many adoptions")
     if not all(_counts((a.local_step, a.tokens)) and a.tokens <= body.tokens for a in body.adopted):
-        return "report names an adoption that cannot be"
-    return ""
+        return _impossible("report names an adoption that cannot be")
+    return None
 
 
-def hello_claims(body: Hello, learner: LearnerId, outer_step: OuterStep, leases: Leases, most: StepMost) -> str:
+def hello_claims(body: Hello, learner: LearnerId, outer_step: OuterStep, leases: Leases, most: StepMost) -> Reason | None:
     """What a Hello claims and cannot have: versions, tokens, data."""
     if any(v > outer_step for v in body.held):
-        return "Hello names versions that never were"
+        return Reason(Why.UNEARNED, "Hello names versions that never were")
     if body.tokens > body.local_step * most.tokens:
-        return "Hello claims more tokens than its steps can hold"
+        return Reason(Why.UNEARNED, "Hello claims more tokens than its steps can hold")
     beyond = body.own_next > max(INDEX_MAX, leases.own_next(learner))
-    return "Hello names data that nobody was given" if beyond or leases.never_given(learner, body.left) else ""
+    strange = beyond or leases.never_given(learner, body.left)
+    return Reason(Why.UNEARNED, "Hello names data that nobody was given") if strange else None
 
 
-def report_claims(body: Report, member: Member, versions: Versions, leases: Leases, most: StepMost) -> str:
+def report_claims(body: Report, member: Member, versions: Versions, leases: Leases, most: StepMost) -> Reason | None:
     if body.local_step > member.reported + 1:  # every step is reported while the connection stands, and a Hello says the rest
-        return "report skips steps"
+        return Reason(Why.UNEARNED, "report skips steps")
     if body.tokens > body.local_step * most.tokens or body.samples > body.local_step * most.samples:
-        return "report claims more tokens or samples than its steps can hold"
+        return Reason(Why.UNEARNED, "report claims more tokens or samples than its steps can hold")
     if not all(versions.ever_was(adoption) for adoption in body.adopted):
-        return "report names an adoption that never could be"
+        return Reason(Why.UNEARNED, "report names an adoption that never could be")
     if body.local_step > member.reported and not leases.may_draw(member.learner, body.stream, body.batch):
-        return "report names data that it was not granted"
-    return ""
+        return Reason(Why.UNEARNED, "report names data that it was not granted")
+    return None
 
 
 def claims_too_much(body: Contribution, reported: int, tokens: int, samples: int, most: StepMost) -> bool:
@@ -131,6 +133,14 @@ def claims_too_much(body: Contribution, reported: int, tokens: int, samples: int
         or body.c_tokens > body.c_steps * most.tokens
         or body.c_samples > body.c_steps * most.samples
     )
+
+
+def _impossible(words: str) -> Reason:
+    return Reason(Why.IMPOSSIBLE, words)
+
+
+def _short(reason: Reason) -> bool:
+    return len(reason.detail) <= REASON_MAX
 
 
 def _unit(config: Config, unit: Unit) -> bool:

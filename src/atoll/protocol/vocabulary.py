@@ -7,11 +7,13 @@ serves the wire, the tape and the tests. None of them holds a tensor.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TypeAlias
 
 from atoll.ids import FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep, WorkerId
-from atoll.protocol.messages import *  # noqa: F403  one door: whoever needs a word asks here
+from atoll.protocol.messages import *  # noqa: F403  one import for all the words of the protocol
 from atoll.protocol.messages import Envelope, LearnerState, Share, SyncerState, Unit, Word
+from atoll.protocol.reasons import Reason
 
 # ---------------------------------------------------------------- events
 
@@ -29,15 +31,15 @@ class Connected(Word, frozen=True):
 class ConnectionLost(Word, frozen=True):
     peer: WorkerId
     reason: str
+    """The transport's words, for people."""
 
 
 class Received(Word, frozen=True):
     envelope: Envelope
     payload_bytes: int
-    flaw: str = ""
-    """What the driver found wrong with the bytes beside it (NaN, Inf, another size): the machine decides what follows."""
-    suspect: bool = False
-    """The flaw is a matter of degree (a norm far beyond the usual): once is refused, again and again means recovery."""
+    flaw: Reason | None = None
+    """What the executor found wrong with the bytes beside it: POISONED (NaN, Inf, another size), or OUTLIER, a norm far beyond
+    the usual, which is refused once and means recovery if it goes on."""
 
 
 class StepDone(Word, frozen=True):
@@ -66,6 +68,7 @@ class LeaveAsked(Word, frozen=True):
     """The process was asked to stop politely. Asked twice, it goes at once."""
 
     reason: str
+    """The caller's words, for people."""
 
 
 class Restored(Word, frozen=True):
@@ -144,13 +147,13 @@ class Adopt(Word, frozen=True):
     alpha: float
     merged: bool
     """This learner's own packet was in it: the error-feedback residual is committed."""
-    reason: str
+    reason: Reason
 
 
 class LoadTheta(Word, frozen=True):
     """Start the inner moments afresh: the weights came from the syncer."""
 
-    reason: str
+    reason: Reason
 
 
 class LoadState(Word, frozen=True):
@@ -176,12 +179,12 @@ class RecordState(Word, frozen=True):
 class Wait(Word, frozen=True):
     """The preset makes this learner wait. From here on no inner step runs until `Resume`."""
 
-    reason: str
+    reason: Reason
 
 
 class Resume(Word, frozen=True):
     waited_nanos: Nanos
-    reason: str
+    reason: Reason
 
 
 class Accept(Word, frozen=True):
@@ -198,7 +201,7 @@ class Discard(Word, frozen=True):
 
     outer_step: OuterStep
     learner: LearnerId
-    reason: str
+    reason: Reason
 
 
 class FixParticipants(Word, frozen=True):
@@ -207,7 +210,7 @@ class FixParticipants(Word, frozen=True):
     outer_step: OuterStep
     fragments: tuple[FragmentId, ...]
     participants: tuple[LearnerId, ...]
-    reason: str
+    reason: Reason
 
 
 class Merge(Word, frozen=True):
@@ -229,7 +232,7 @@ class Store(Word, frozen=True):
 
 class AbortRound(Word, frozen=True):
     outer_step: OuterStep
-    reason: str
+    reason: Reason
 
 
 class ForgetVersion(Word, frozen=True):
@@ -255,26 +258,32 @@ class SealSnapshot(Word, frozen=True):
     snapshot: OuterStep
     learners: tuple[LearnerId, ...]
     complete: bool
-    reason: str
+    reason: Reason
+
+
+class Standing(StrEnum):
+    """Where a learner stands with the syncer; `membership.py` has the transitions."""
+
+    JOINING = "joining"
+    IN_SYNC = "in_sync"
+    SILENT = "silent"
+    LOST = "lost"
+    LEFT = "left"
 
 
 class Membership(Word, frozen=True):
     """A learner's standing changed."""
 
     learner: LearnerId
-    standing: str
-    reason: str
-
-
-POISONED = "poisoned update"
-"""How the reason begins where an update holds NaN, Inf or what cannot be read."""
+    standing: Standing
+    reason: Reason
 
 
 class Refuse(Word, frozen=True):
     """What a peer sent is not taken, and why. `disconnect`: it also costs the peer its connection."""
 
     peer: WorkerId
-    reason: str
+    reason: Reason
     disconnect: bool
 
 
@@ -290,7 +299,7 @@ class Recovered(Word, frozen=True):
     learner: LearnerId
     source: WorkerId
     nanos: Nanos
-    reason: str
+    reason: Reason
 
 
 class Finished(Word, frozen=True):

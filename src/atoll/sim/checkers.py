@@ -14,6 +14,7 @@ from atoll.config import Config
 from atoll.errors import InvariantViolated
 from atoll.ids import SYNCER, FragmentId, LearnerId, Nanos, OuterStep, WorkerId, seconds, worker_name
 from atoll.protocol.membership import IN_SYNC
+from atoll.protocol.reasons import Reason
 from atoll.protocol.vocabulary import (
     AbortRound,
     Accept,
@@ -313,7 +314,7 @@ class Safety:
                 late = {p: v for p, v in self._pending[m].items() if not self._schedule.policy(v).exact}
                 self._demand(not late, 6, f"learner {m} went on without adopting {late}")
 
-    def _check_wait(self, m: LearnerId, reason: str) -> None:
+    def _check_wait(self, m: LearnerId, reason: Reason) -> None:
         p = self.config.protocol
         everyone = p.quorum == "all" or int(p.quorum) >= self.config.learners or p.lead >= 0
         machine = self.cluster.learner(m) if self.cluster else None

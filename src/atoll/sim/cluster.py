@@ -14,7 +14,7 @@ from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId, nanos, seconds, worker_name
-from atoll.protocol.interface import Executor, Observer, Payload, is_suspect
+from atoll.protocol.interface import Executor, Observer, Payload
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import (
@@ -182,8 +182,8 @@ class VirtualCluster:
             self.happen(envelope.receiver, Received(envelope, 0))
             return
         executor = self._workers[envelope.receiver].executor
-        flaw = executor.inspect(envelope.body, payload) if executor else ""
-        self.happen(envelope.receiver, Received(envelope, payload.nbytes, flaw, is_suspect(flaw)), payload)
+        flaw = executor.inspect(envelope.body, payload) if executor else None
+        self.happen(envelope.receiver, Received(envelope, payload.nbytes, flaw), payload)
 
     def happen(self, worker: WorkerId, event: Event, payload: Payload | None = None) -> None:
         w = self._workers[worker]
@@ -226,7 +226,7 @@ class VirtualCluster:
         elif kind is Refuse:
             assert isinstance(effect, Refuse)
             if effect.disconnect:
-                self.network.cut(w.worker, effect.peer, effect.reason, 0)
+                self.network.cut(w.worker, effect.peer, str(effect.reason), 0)
         else:
             for event in executor.execute(effect, payload):
                 self.world.at(self.world.now, self._later, w, w.incarnation, event)

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from atoll.config import Config
 from atoll.ids import SYNCER, Nanos, WorkerId, nanos
-from atoll.protocol.causality import BULK_LANE, lane_of, may_overtake
+from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Payload
-from atoll.protocol.vocabulary import Connected, ConnectionLost, Envelope, Event
+from atoll.protocol.vocabulary import Connected, ConnectionLost, Envelope, Event, Lane
 from atoll.sim.world import World
 
 FRAME_BYTES = 256
@@ -143,7 +143,7 @@ class Network:
     ) -> None:
         bits = 8 * (FRAME_BYTES + (payload.nbytes if payload else 0))
         rate = self._down if envelope.sender == SYNCER else self._up
-        bulk = lane_of(envelope.body) == BULK_LANE
+        bulk = envelope.body.lane is Lane.BULK
         at = direction.arrival(self._world.now, int(bits / rate), self._latency, bulk, may_overtake(envelope))
         self._world.at(at, self._arrive, connection, connection.epoch, serial, envelope, payload)
 

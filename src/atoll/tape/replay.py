@@ -16,12 +16,11 @@ import msgspec
 from atoll.config import Config, from_builtins
 from atoll.errors import ConfigError, ReplayDiverged, TapeError
 from atoll.ids import SYNCER, WorkerId, seconds, worker_name
-from atoll.protocol.causality import BULK_LANE, lane_of
 from atoll.protocol.interface import Executor, Machine
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.ledger import Fates
 from atoll.protocol.syncer import SyncerMachine
-from atoll.protocol.vocabulary import Effect, Event, Received, Send, Started, Stored
+from atoll.protocol.vocabulary import Effect, Event, Lane, Received, Send, Started, Stored
 from atoll.tape.format import Header, Record
 
 
@@ -116,10 +115,10 @@ class _InTransit:
         if not isinstance(event, Received):
             return None
         e = event.envelope
-        if lane_of(e.body) != BULK_LANE:
+        if e.body.lane is not Lane.BULK:
             return None
         channel = self._channels.get((e.sender, e.incarnation, e.receiver), {})
-        if e.seq not in channel and not event.flaw:
+        if e.seq not in channel and event.flaw is None:
             raise TapeError(
                 f"the tape of {worker_name(e.sender)}, which sent a payload, is missing: --weights needs every learner's tape"
             )

@@ -15,7 +15,6 @@ import msgspec
 from atoll.config import Config
 from atoll.errors import ReplayDiverged, RunFailed
 from atoll.ids import WorkerId, worker_name
-from atoll.protocol.causality import lane_of
 from atoll.protocol.interface import Executor, Observer
 from atoll.protocol.vocabulary import Effect, Envelope, Event, Poisoned, Received, Send, Started, StepDone, Stored
 from atoll.tape.format import Record
@@ -70,7 +69,9 @@ class _Outcomes:
         envelope, payload = lane.get(e.seq, (e, None))
         for seq in [seq for seq in lane if seq <= e.seq]:  # lanes are FIFO: earlier messages are lost
             del lane[seq]
-        flaw = event.flaw or (executor.inspect(envelope.body, payload) if payload is not None else "")
+        flaw = event.flaw
+        if flaw is None and payload is not None:
+            flaw = executor.inspect(envelope.body, payload)
         size = payload.nbytes if payload is not None else event.payload_bytes
         return msgspec.structs.replace(event, envelope=envelope, payload_bytes=size, flaw=flaw), payload
 
@@ -95,7 +96,7 @@ class _Outcomes:
 
 
 def _lane(e: Envelope) -> tuple[int, int, int, int]:
-    return e.sender, e.incarnation, e.receiver, lane_of(e.body)
+    return e.sender, e.incarnation, e.receiver, e.body.lane
 
 
 def _decision_key(effect: Effect) -> tuple[Any, ...]:
@@ -108,7 +109,7 @@ def _decision_key(effect: Effect) -> tuple[Any, ...]:
 
 
 def _describe_divergence(record: Record, event: Event, effects: Sequence[Effect]) -> str:
-    here = f" ({event.flaw})" if isinstance(event, Received) and event.flaw else ""
+    here = f" ({event.flaw})" if isinstance(event, Received) and event.flaw is not None else ""
     pairs = zip(record.effects, effects, strict=False)
     taped = next((t for t, e in pairs if _decision_key(t) != _decision_key(e)), "another number of effects")
     return (

@@ -14,7 +14,6 @@ import msgspec
 
 from atoll.errors import TapeError
 from atoll.ids import SYNCER, WorkerId
-from atoll.protocol.causality import lane_of
 from atoll.protocol.vocabulary import Received, Send, Started
 from atoll.tape.format import Header, Record, Tape
 
@@ -71,7 +70,7 @@ class Woven:
             for effect in record.effects:
                 if isinstance(effect, Send):
                     e = effect.envelope
-                    sent[e.sender, e.incarnation, e.receiver, lane_of(e.body)] = e.seq
+                    sent[e.sender, e.incarnation, e.receiver, e.body.lane] = e.seq
             self.whole_records += 1
             yield reader.key, msgspec.structs.replace(record, number=self.whole_records)
         self.cut = readers[0].tape.cut
@@ -86,7 +85,7 @@ def _is_ready(record: Record | None, sent: dict[ChannelKey, int], taped: set[tup
     if record is None or not isinstance(record.event, Received):
         return True
     e = record.event.envelope
-    channel = (e.sender, e.incarnation, e.receiver, lane_of(e.body))
+    channel = (e.sender, e.incarnation, e.receiver, e.body.lane)
     here = e.sender == SYNCER or (e.sender, e.incarnation) in taped
     return not here or sent.get(channel, -1) >= e.seq
 

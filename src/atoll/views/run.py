@@ -173,7 +173,8 @@ class TokenCounts(msgspec.Struct, frozen=True):
 
 
 def tokens_of(fates: Fates) -> TokenCounts:
-    return TokenCounts(fates.trained, fates.merged, sum(fates.discarded.values()), fates.in_flight, fates.discarded)
+    by_reason = {reason.value: count for reason, count in fates.discarded.items()}
+    return TokenCounts(fates.trained, fates.merged, sum(fates.discarded.values()), fates.in_flight, by_reason)
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):

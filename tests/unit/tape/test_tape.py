@@ -14,6 +14,7 @@ from atoll.chaos import ChaosPlan, Clog, Corrupt, Kill, KillSyncer, Partition, P
 from atoll.config import PRESETS, Config, load
 from atoll.errors import ReplayDiverged, TapeError
 from atoll.ids import SYNCER
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import FixParticipants, InnerStep, Started, StepDone, Stored, Wait
 from atoll.sim.cluster import VirtualCluster
 from atoll.tape.format import Header, Record, Tape, TapeWriter
@@ -85,8 +86,8 @@ def test_header_records_and_footer_come_back_as_they_were_written(tmp_path: Path
     path, head = tmp_path / "a.tape", header(config_of("diloco"), plan=[{"fault": "kill", "at": 3.0}])
     written = [
         Record(1, 0, SYNCER, Started(0), ()),
-        Record(2, 17, 1, StepDone(100, 2, 99, 0.5), (InnerStep(2, 1, 3, 4), Wait("because"))),
-        Record(3, 18, SYNCER, Stored(1, "äö"), (FixParticipants(2, (0,), (0, 1), "all"),)),
+        Record(2, 17, 1, StepDone(100, 2, 99, 0.5), (InnerStep(2, 1, 3, 4), Wait(Reason(Why.VERSION_AWAITED, "because")))),
+        Record(3, 18, SYNCER, Stored(1, "äö"), (FixParticipants(2, (0,), (0, 1), Reason(Why.ALL_REPORTED, "äö")),)),
     ]
     with TapeWriter.create(path, head) as writer:
         for r in written:
@@ -274,7 +275,7 @@ def test_replay_of_a_missing_or_an_extra_effect_is_told_as_such(tmp_path: Path, 
     path = taped(tmp_path / "a.tape", config_of("decoupled", 4))
     records = list(Tape(path).records())
     chosen = next(r for r in records if r.worker == 1 and isinstance(r.event, StepDone))
-    effects = chosen.effects[:-1] if what == "missing" else (*chosen.effects, Wait("made up"))
+    effects = chosen.effects[:-1] if what == "missing" else (*chosen.effects, Wait(Reason(Why.VERSION_AWAITED, "made up")))
     (tmp_path / "b.tape").write_bytes(
         altered(path.read_bytes(), chosen.number, msgspec.structs.replace(chosen, effects=effects))
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from atoll.config import Config
 from atoll.executor.learner import TensorLearner
 from atoll.protocol.interface import Payload
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Effect, Event, LoadState, Message, RecordState, Send, StateTransfer
 from atoll.runtime.join.checks import settle_numbers
 from atoll.tasks.task import Task
@@ -45,11 +46,12 @@ class UserExecutor:
             group.update(own)
         return events
 
-    def inspect(self, body: Message, payload: Payload) -> str:
+    def inspect(self, body: Message, payload: Payload) -> Reason | None:
         """Learners may bring different optimisers. A state that does not fit costs the transfer only: the syncer then lets
         this learner begin from Theta, with an optimiser state of its own."""
         if isinstance(body, StateTransfer):
-            return _misfit(payload.content, self._tensors, self._inner.optimizer)
+            misfit = _misfit(payload.content, self._tensors, self._inner.optimizer)
+            return None if misfit is None else Reason(Why.POISONED, misfit)
         return self._inner.inspect(body, payload)
 
     def payload_for(self, send: Send) -> Payload | None:
@@ -62,8 +64,8 @@ def _choices(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _misfit(state: Any, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> str:
-    """Why a peer's state cannot be taken over; nothing, if it can."""
+def _misfit(state: Any, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> str | None:
+    """Why a peer's state cannot be taken over."""
     try:
         shapes = {name: tuple(tensor.shape) for name, tensor in state["tensors"].items()}
         groups = [(len(group["params"]), group.keys()) for group in state["optimizer"]["param_groups"]]
@@ -74,4 +76,4 @@ def _misfit(state: Any, tensors: Mapping[str, Tensor], optimizer: torch.optim.Op
     own = [len(group["params"]) for group in optimizer.param_groups]
     if [count for count, _ in groups] != own or not all(optimizer.defaults.keys() <= keys for _, keys in groups):
         return "the state of another optimiser"
-    return ""
+    return None

@@ -288,7 +288,7 @@ class LiveLearner:
         if data is not None:
             payload = await self._loop.run_in_executor(None, wire.from_buffer, envelope.body, data)
             flaw = self._executor.inspect(envelope.body, payload)
-            if flaw:
+            if flaw is not None:
                 raise RunFailed(f"{worker_name(envelope.sender)} sent what does not fit: {flaw}")
         if still() and not self._over:
             self.happen(Received(envelope, data.nbytes if data is not None else 0), payload)

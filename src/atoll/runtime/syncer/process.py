@@ -17,9 +17,10 @@ import msgspec
 from atoll.config import Config
 from atoll.errors import DataError, RunFailed
 from atoll.ids import SYNCER, LearnerId, OuterStep, nanos, worker_name
-from atoll.protocol.causality import BULK, may_overtake
-from atoll.protocol.interface import Payload, is_suspect
+from atoll.protocol.causality import may_overtake
+from atoll.protocol.interface import Payload
 from atoll.protocol.membership import LEFT, LOST
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.validity import objection
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -27,21 +28,17 @@ from atoll.protocol.vocabulary import (
     Connected,
     ConnectionLost,
     Contribution,
-    Decline,
+    Direction,
     Effect,
     Envelope,
     Event,
     Finished,
     FixParticipants,
-    Goodbye,
-    Hello,
-    Loaded,
+    Lane,
     Membership,
     Message,
     Received,
-    RecoveryFailed,
     Refuse,
-    Report,
     Send,
     Serve,
     Started,
@@ -62,7 +59,6 @@ rate_limited("grpc._cython.cygrpc")  # a peer that does not read makes it compla
 
 RETRY_SECONDS = 1.0
 """How often a full disk is tried again."""
-LEARNERS_WORDS = (Hello, Report, Contribution, Decline, Loaded, RecoveryFailed, Goodbye)
 UPLOAD_BYTES_MAX = 1 << 38
 FLAW_MAX = 300
 """Characters of what is wrong with a peer's words or bytes."""
@@ -244,11 +240,11 @@ class SyncerProcess:
         body = envelope.body
         payload, flaw = await self._loop.run_in_executor(None, _read, body, data)
         asked = False
-        while not flaw and not asked and (self._held_up or self._is_awaited(peer.learner, body)):
+        while flaw is None and not asked and (self._held_up or self._is_awaited(peer.learner, body)):
             asked = True
             flaw = await self._loop.run_in_executor(None, self._inspect, body, payload)
         if self._links.get(peer.learner) is peer:
-            self._driver.happen(Received(envelope, data.nbytes, flaw, is_suspect(flaw)), payload)
+            self._driver.happen(Received(envelope, data.nbytes, flaw), payload)
 
     def _possible(self, peer: _Peer, head: bytes, has_payload: bool) -> Envelope:
         """What no learner could say here is refused before it is an event: neither the machine nor the tape sees it."""
@@ -256,12 +252,13 @@ class SyncerProcess:
         if (envelope.sender, envelope.incarnation, envelope.receiver) != (peer.learner, peer.incarnation, SYNCER):
             raise DataError(f"a message of {worker_name(envelope.sender)}, incarnation {envelope.incarnation}")
         kind = type(envelope.body)
-        if kind not in LEARNERS_WORDS:
+        if kind.direction is not Direction.TO_SYNCER:
             raise DataError(f"{kind.__name__} is not for the syncer")
-        if has_payload != (kind in BULK):
+        if has_payload != (kind.lane is Lane.BULK):
             raise DataError(f"{kind.__name__} came {'with' if has_payload else 'without'} bytes")
-        if impossible := objection(self._config, envelope):
-            raise DataError(impossible)
+        impossible = objection(self._config, envelope)
+        if impossible is not None:
+            raise DataError(str(impossible))
         return envelope
 
     def _is_awaited(self, learner: LearnerId, body: Message) -> bool:
@@ -269,14 +266,14 @@ class SyncerProcess:
         not be learnt from whoever sends most."""
         assert isinstance(body, Contribution)
         round_ = self._home.machine.rounds.get(body.outer_step)
-        return round_ is not None and not round_.objection(learner, body)
+        return round_ is not None and round_.objection(learner, body) is None
 
-    def _inspect(self, body: Message, payload: Payload) -> str:
+    def _inspect(self, body: Message, payload: Payload) -> Reason | None:
         assert self._home.executor is not None
         try:
             return self._home.executor.inspect(body, payload)
         except Exception as error:  # of a peer's bytes: they cost the peer, never the syncer
-            return f"bytes that cannot be used: {error!r}"[:FLAW_MAX]
+            return Reason(Why.POISONED, f"bytes that cannot be used: {error!r}"[:FLAW_MAX])
 
     # ------------------------------------------------------------ effects
 
@@ -422,14 +419,14 @@ class _Peer:
         self.link.close(reason)
 
 
-def _read(body: Message, data: memoryview) -> tuple[Payload, str]:
+def _read(body: Message, data: memoryview) -> tuple[Payload, Reason | None]:
     """In another thread: what a peer's bytes hold, and what is wrong with them. Whatever that is costs the peer, never the
     syncer."""
     try:
         payload = wire.from_buffer(body, data)
         if payload.kind == "packet":
-            return payload, ""
+            return payload, None
         flaw = "plain numbers, not a packet"
     except Exception as error:
         flaw = f"bytes that cannot be read: {error}"[:FLAW_MAX]
-    return Payload("packet", data.nbytes, None), flaw
+    return Payload("packet", data.nbytes, None), Reason(Why.POISONED, flaw)

@@ -21,6 +21,7 @@ from atoll.executor.learner import TensorLearner
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER, Incarnation, WorkerId
 from atoll.protocol.interface import Executor, Payload
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
@@ -320,7 +321,7 @@ if torch.cuda.is_available():
     def test_run_on_the_device_is_the_run_on_the_host_up_to_rounding(which: str, build: Any) -> None:
         here, there = both(*PRESETS[which], **({"build": build} if build else {}))
         assert there.cluster.syncer.outer_step == 16 and not there.events(Poisoned)
-        assert {e.reason for e in there.effects(Recovered)} == {"joins"}
+        assert {e.reason for e in there.effects(Recovered)} == {Reason(Why.JOINS)}
         assert [e.body.fragment for e, _ in here.packets] == [e.body.fragment for e, _ in there.packets]
         lossy = which in ("decoupled", "decoupled with alpha", "streaming", "stochastic rounding") or "feedback" in which
         for name, value in here.theta().items():
@@ -388,7 +389,7 @@ if torch.cuda.is_available():
             assert isinstance(done[0], StepDone) and done[0].loss is not None and math.isfinite(done[0].loss)
             for p in range(len(announced)):
                 learner.execute(Keep(p, at + 1, NO_VERSION), Payload("fragment", 0, announced[p]))
-                learner.execute(Adopt(p, at + 1, 0.25, True, "due"), None)
+                learner.execute(Adopt(p, at + 1, 0.25, True, Reason(Why.DUE)), None)
                 learner.execute(Stage(p, at + 1, NO_VERSION, False), None)
             return [contribution(learner, p) for p in range(len(announced))]
 
