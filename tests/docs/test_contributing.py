@@ -1,0 +1,109 @@
+"""CONTRIBUTING.md's three recipes, followed word by word on a copy of the tree; how many files of src each of them touches."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from pages import ROOT
+
+GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf8")
+BLOCK = r"\n\n```\w*\n(?P<block>.*?)^```$"
+EDIT = re.compile(
+    r"^In `(?P<file>[^`]+)`, (?P<how>after|before|replace) `(?P<line>[^`]+)`,? (?:add|by):" + BLOCK, re.MULTILINE | re.DOTALL
+)
+NEW = re.compile(r"^Make `(?P<file>[^`]+)`:" + BLOCK, re.MULTILINE | re.DOTALL)
+COMMANDS = re.compile(r"^```\n(?P<block>atoll .*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Followed(NamedTuple):
+    folder: Path
+    touched: set[str]
+    """Files of src that were changed or made."""
+    output: str
+    """What the recipe's own commands printed."""
+
+
+def recipe(title: str) -> str:
+    found = re.search(rf"^### {title}\n(.*?)(?=^##|\Z)", GUIDE, re.MULTILINE | re.DOTALL)
+    assert found, f"CONTRIBUTING.md has no recipe {title!r}"
+    return found[1]
+
+
+def edited(text: str, how: str, line: str, block: str) -> str:
+    lines = text.splitlines(keepends=True)
+    at = [number for number, here in enumerate(lines) if here.strip() == line]
+    assert len(at) == 1, f"{line!r} is {len(at)} lines of the file, and the recipe means one"
+    first, last = {"before": (at[0], at[0]), "after": (at[0] + 1, at[0] + 1), "replace": (at[0], at[0] + 1)}[how]
+    return "".join([*lines[:first], block, *lines[last:]])
+
+
+def run_in(folder: Path, *command: str) -> str:
+    """With the copy's sources, and nothing of this tree's."""
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "NO_COLOR": "1", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def follow(title: str, folder: Path) -> Followed:
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(ROOT / "recipes", folder / "recipes")
+    steps, touched = recipe(title), set[str]()
+    for step in EDIT.finditer(steps):
+        path = folder / step["file"]
+        path.write_text(edited(path.read_text(encoding="utf8"), step["how"], step["line"], step["block"]), encoding="utf8")
+        touched.add(step["file"])
+    for step in NEW.finditer(steps):
+        path = folder / step["file"]
+        assert not path.exists()
+        path.write_text(step["block"], encoding="utf8")
+        touched.add(step["file"])
+    blocks = sum(1 for line in steps.splitlines() if line.startswith("```")) // 2
+    commands = [block["block"] for block in COMMANDS.finditer(steps)]
+    understood = len(EDIT.findall(steps)) + len(NEW.findall(steps)) + len(commands)
+    assert understood == blocks, "a block of the recipe is neither an edit nor a file nor commands"
+    run_in(folder, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), *sorted(touched))
+    lines = [line for block in commands for line in block.splitlines()]
+    output = "".join(run_in(folder, "-m", *shlex.split(line.partition(" #")[0])) for line in lines)
+    return Followed(folder, {name for name in touched if name.startswith("src/")}, output)
+
+
+@pytest.fixture(scope="module")
+def message(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    return follow("Add a message", tmp_path_factory.mktemp("message"))
+
+
+def test_a_message_touches_four_files_and_the_machine_handles_it(message: Followed) -> None:
+    assert len(message.touched) <= 4
+    assert "> syncer slowed" in message.output and "< learner1 slowed" in message.output
+    run_in(message.folder, "-c", """
+import msgspec
+from atoll.config import load
+from atoll.protocol.causality import Mailbox
+from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.syncer import SyncerMachine
+from atoll.protocol.vocabulary import Envelope, Hello, Received, Refuse, Slowed, Started
+
+machine, mailbox = SyncerMachine(load(preset_name="decoupled")), Mailbox(0, 0, 4)
+machine.on(Started(0), 0)
+held = (-1,) * machine.config.protocol.fragments
+for body in (Hello(held, 0, 0, True, (), 0, Reason(Why.JOINS)), Slowed(7, 10**9)):
+    sent = mailbox.seal(-1, body)
+    for codec in (msgspec.json, msgspec.msgpack):
+        assert codec.decode(codec.encode(sent), type=Envelope) == sent
+    assert not [effect for effect in machine.on(Received(sent, 0), 1) if isinstance(effect, Refuse)]
+assert machine.slowed == {0: 1}
+impossible = mailbox.seal(-1, Slowed(-1, 0))
+assert [effect for effect in machine.on(Received(impossible, 0), 2) if isinstance(effect, Refuse)]
+assert machine.slowed == {0: 1}
+""")  # fmt: skip
