@@ -12,7 +12,7 @@ from atoll.protocol.vocabulary import Goodbye, Membership, Received, Recovered, 
 from atoll.runtime.local.cluster import LocalCluster
 from atoll.runtime.local.forkserver import Child
 from atoll.runtime.local.summary import verdict
-from atoll.store.snapshots import found, verify
+from atoll.store.snapshots import list_snapshots, verify
 from atoll.tape.format import Record
 from atoll.tape.weave import open_run
 
@@ -82,7 +82,7 @@ def test_run_resumed_from_a_snapshot_with_other_numbers_of_learners(tmp_path: Pa
     config = small(2, total_steps=100, protocol={"snapshot_interval": 12})
     run(first, config)
     judge(first, config)
-    snapshots = found(first)
+    snapshots = list_snapshots(first)
     assert snapshots and snapshots[-1].complete and snapshots[-1].present == (0, 1)
     at = snapshots[-1].outer_step
     assert verify(first, at) == []

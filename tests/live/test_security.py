@@ -184,7 +184,7 @@ def test_address_that_others_can_reach_is_refused_without_keys(tmp_path: Path) -
 def test_second_syncer_in_the_same_directory_is_refused(island: Island) -> None:
     second = Process("syncer", *TINY, "--listen", "127.0.0.1:0", "--keys", island.keys, "--dir", island.directory)
     assert second.code() == 2
-    assert second.lines[-1] == f"atoll: directory {island.directory}: another syncer (pid {island.syncer.pid}) holds it"
+    assert second.lines[-1] == f"atoll: directory {island.directory}: another syncer (pid {island.syncer.pid}) uses it"
     assert island.syncer.is_alive
     assert (island.directory / "address").read_text() == island.address
 

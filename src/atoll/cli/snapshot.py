@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def snapshots_of(run: Path) -> list[SnapshotInfo]:
-    from atoll.store.snapshots import found
+    from atoll.store.snapshots import list_snapshots
 
     if not run.is_dir():
         raise UserError(f"run {run}: is no folder; give the one that `atoll train --out` or `atoll syncer --dir` named")
-    infos = found(run)
+    infos = list_snapshots(run)
     if not infos:
         raise UserError(f"run {run}: holds no snapshots; a recipe asks for them with protocol.snapshot_interval")
     return infos

@@ -1,18 +1,18 @@
-"""The syncer's disk, on a disk: one file for each version of each fragment, and only the newest in memory.
+"""The syncer's versions of fragments on disk: one file for each version, and only the newest in memory.
 
     versions/0003-000000042.safetensors    fragment 3 as of outer step 42
 
     theta, buffers                    always
-    announced                         where it is another tensor than theta, equal or not: a merge asks which
-    outer.momentum, outer.pending     where the outer optimiser keeps them
+    announced                         where it is another tensor object than theta, even an equal one: a merge compares them
+    outer.momentum, outer.pending     where the outer optimiser has them
     packet.codes, packet.scales       where announcements are differences
     inner/...                         the inner optimiser's tensors, data-parallel only
 
-Metadata `atoll` is JSON: whose version it is, the counts, and a SHA-256 of each tensor with its name; metadata `sha256` is
-that of the JSON. So one number stands for all of the file, and a single tensor can be read and still be checked.
+Metadata `atoll` is JSON: fragment and version, counts, and a SHA-256 of each tensor with its name; metadata `sha256` is the
+SHA-256 of that JSON. So one digest covers the whole file, and a single tensor can be read and checked by itself.
 
-A file never changes once it has its name, so a snapshot is a set of hard links. Files are written under a temporary name,
-synced and renamed; a crash leaves files that nobody knows of, which `retain` clears.
+A file never changes once it has its final name, so a snapshot is a set of hard links. Files are written under a temporary
+name, synced and renamed. `retain` deletes the files that a crash left behind.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NAME: Final = re.compile(r"(\d{4,})-(\d{9,})\.safetensors")
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: str
     fragment: _Natural
     fragments: _Natural
@@ -58,7 +58,7 @@ class _Facts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outer_count: _Natural | None
     codec: str | None
     numel: _Natural | None
-    """Elements that the packet stands for."""
+    """Number of elements that the packet encodes."""
     inner: str | None
     digests: dict[str, str]
 
@@ -80,11 +80,11 @@ def _encode(p: FragmentId, fragments: int, v: OuterStep, version: Version) -> tu
         structure, more = state.flatten(version.inner, "inner")
         inner = base64.b64encode(structure).decode("ascii")
         tensors |= more
-    facts = _Facts(
+    metadata = _Metadata(
         FORMAT, p, fragments, v, outer.count if outer else None, packet.codec if packet else None,
         packet.numel if packet else None, inner, {n: _tensor_sha256(n, t) for n, t in sorted(tensors.items())},
     )  # fmt: skip
-    text = msgspec.json.encode(facts)
+    text = msgspec.json.encode(metadata)
     root = hashlib.sha256(text).hexdigest()
     return state.tensor_chunks(tensors, {"atoll": text.decode(), "sha256": root}), root
 
@@ -99,51 +99,51 @@ def _label(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return f"{name} {dtype} {shape} ".encode()
 
 
-def _read_facts(stream: io.RawIOBase, size: int, path: Path) -> tuple[_Facts, dict[str, TensorEntry], str]:
-    entries, metadata = state.read_header(stream, size, str(path))
-    text, root = metadata.get("atoll", ""), metadata.get("sha256", "")
+def _read_metadata(stream: io.RawIOBase, size: int, path: Path) -> tuple[_Metadata, dict[str, TensorEntry], str]:
+    entries, header = state.read_header(stream, size, str(path))
+    text, root = header.get("atoll", ""), header.get("sha256", "")
     if hashlib.sha256(text.encode()).hexdigest() != root:
-        raise DataError(f"{path} is damaged, or no version of a fragment: its metadata do not have the SHA-256 they claim")
+        raise DataError(f"{path} is damaged, or not a version of a fragment: the SHA-256 of its metadata is wrong")
     try:
-        facts = msgspec.json.decode(text, type=_Facts)
+        metadata = msgspec.json.decode(text, type=_Metadata)
     except msgspec.MsgspecError as error:
         raise DataError(f"{path} was not written by this Atoll: {error}") from None
-    if facts.format != FORMAT or set(facts.digests) != set(entries):
-        raise DataError(f"{path} has format {facts.format!r}; this Atoll reads {FORMAT!r}")
-    if path.name != _file_name(facts.fragment, facts.version):
-        raise DataError(f"{path} holds version {facts.version} of fragment {facts.fragment}: it has another file's name")
-    return facts, entries, root
+    if metadata.format != FORMAT or set(metadata.digests) != set(entries):
+        raise DataError(f"{path} has format {metadata.format!r}; this Atoll reads {FORMAT!r}")
+    if path.name != _file_name(metadata.fragment, metadata.version):
+        raise DataError(f"{path} holds version {metadata.version} of fragment {metadata.fragment}: its name is another file's")
+    return metadata, entries, root
 
 
-def _load(path: Path, wanted: Callable[[str], bool]) -> tuple[_Facts, dict[str, Tensor]]:
-    """The tensors asked for, each checked."""
+def _load(path: Path, wanted: Callable[[str], bool]) -> tuple[_Metadata, dict[str, Tensor]]:
+    """The wanted tensors, each checked."""
 
-    def use(stream: io.RawIOBase, size: int) -> tuple[_Facts, dict[str, Tensor]]:
-        facts, entries, _ = _read_facts(stream, size, path)
+    def use(stream: io.RawIOBase, size: int) -> tuple[_Metadata, dict[str, Tensor]]:
+        metadata, entries, _ = _read_metadata(stream, size, path)
         start = stream.tell()
         tensors = {}
         for name, entry in entries.items():
             if wanted(name):
                 stream.seek(start + entry.data_offsets[0])
                 tensors[name] = state.read_tensor(stream, entry, str(path))
-                if _tensor_sha256(name, tensors[name]) != facts.digests[name]:
-                    raise DataError(f"{path} is damaged: tensor {name} does not have its SHA-256")
-        return facts, tensors
+                if _tensor_sha256(name, tensors[name]) != metadata.digests[name]:
+                    raise DataError(f"{path} is damaged: the SHA-256 of tensor {name} is wrong")
+        return metadata, tensors
 
-    loaded: tuple[_Facts, dict[str, Tensor]] = state.reading(path, use)
+    loaded: tuple[_Metadata, dict[str, Tensor]] = state.read_with(path, use)
     return loaded
 
 
 def version_sha256(path: Path) -> str:
-    """The number that stands for the file, from its header alone."""
-    return str(state.reading(path, lambda stream, size: _read_facts(stream, size, path)[2]))
+    """The digest that covers the file, read from its header alone."""
+    return str(state.read_with(path, lambda stream, size: _read_metadata(stream, size, path)[2]))
 
 
 def check_version(path: Path) -> str:
-    """The same, after reading every byte through a small buffer. DataError names the file and the tensor."""
+    """The same digest, after checking every byte through a small buffer. DataError names the file and the tensor."""
 
     def use(stream: io.RawIOBase, size: int) -> str:
-        facts, entries, root = _read_facts(stream, size, path)
+        metadata, entries, root = _read_metadata(stream, size, path)
         buffer = memoryview(bytearray(2**20))
         for name, entry in entries.items():
             sha = hashlib.sha256(_label(name, entry.torch_dtype, entry.shape))
@@ -153,76 +153,78 @@ def check_version(path: Path) -> str:
                 state.fill(stream, part, str(path))
                 sha.update(part)
                 left -= len(part)
-            if sha.hexdigest() != facts.digests[name]:
-                raise DataError(f"{path} is damaged: tensor {name} does not have its SHA-256")
+            if sha.hexdigest() != metadata.digests[name]:
+                raise DataError(f"{path} is damaged: the SHA-256 of tensor {name} is wrong")
         return root
 
-    return str(state.reading(path, use))
+    return str(state.read_with(path, use))
 
 
-def _version(path: Path, facts: _Facts, tensors: dict[str, Tensor]) -> Version:
+def _version(path: Path, metadata: _Metadata, tensors: dict[str, Tensor]) -> Version:
     try:
         theta = tensors["theta"]
         outer = inner = None
-        if facts.outer_count is not None:
-            outer = OuterState(tensors.get("outer.momentum"), tensors.get("outer.pending"), facts.outer_count)
-        if facts.inner is not None:
-            inner = state.rebuild(state.from_base64(facts.inner, str(path)), tensors, str(path))
-        return Version(theta, tensors["buffers"], outer, inner, tensors.get("announced", theta), _packet(facts, tensors))
+        if metadata.outer_count is not None:
+            outer = OuterState(tensors.get("outer.momentum"), tensors.get("outer.pending"), metadata.outer_count)
+        if metadata.inner is not None:
+            inner = state.rebuild(state.from_base64(metadata.inner, str(path)), tensors, str(path))
+        return Version(theta, tensors["buffers"], outer, inner, tensors.get("announced", theta), _packet(metadata, tensors))
     except KeyError as error:
         raise DataError(f"{path} was not written by this Atoll: tensor {error} is missing") from None
 
 
-def _packet(facts: _Facts, tensors: dict[str, Tensor]) -> Packet | None:
-    if facts.codec is None or facts.numel is None or "packet.codes" not in tensors:
+def _packet(metadata: _Metadata, tensors: dict[str, Tensor]) -> Packet | None:
+    if metadata.codec is None or metadata.numel is None or "packet.codes" not in tensors:
         return None
-    return Packet(facts.codec, facts.numel, tensors["packet.codes"], tensors.get("packet.scales"))
+    return Packet(metadata.codec, metadata.numel, tensors["packet.codes"], tensors.get("packet.scales"))
 
 
 def _file_name(p: FragmentId, v: OuterStep) -> str:
     return f"{p:04d}-{v:09d}.safetensors"
 
 
-# ---------------------------------------------------------------- all of them
+# ---------------------------------------------------------------- all files
 
 
 class DurableVersions:
-    """What survives a killed syncer; `executor.syncer.Disk` with files.
+    """A `VersionStore` that survives a killed syncer.
 
-    In memory: the newest version of each fragment without its packet, and a sixth of the fragments' older announcements.
+    In memory: the newest version of each fragment without its packet, and older announcements of a sixth of the fragments.
     """
 
     def __init__(self, directory: Path, fragments: int, *, read_only: bool = False) -> None:
-        """`read_only` for a snapshot's: those versions do not change."""
+        """`read_only`: for a snapshot, whose versions do not change."""
         self.directory = directory
         self._folder = directory / FOLDER
         self._read_only = read_only
         self._index: list[set[OuterStep]] = [set() for _ in range(fragments)]
-        self._top: dict[FragmentId, tuple[OuterStep, Version]] = {}
+        self._newest: dict[FragmentId, tuple[OuterStep, Version]] = {}
         self._older: OrderedDict[tuple[FragmentId, OuterStep], Tensor] = OrderedDict()
         self._older_max = fragments // 6
 
     @staticmethod
     def create(directory: Path, initial: Sequence[Version]) -> DurableVersions:
-        """A run's first versions. After a crash in here it may be called again; on top of a run it refuses. They are not held:
-        whoever merges reads them, and then frees in its own thread what it allocated there. torch's allocator on ARM gets
-        back what another thread frees only when the first allocates again, which a thread that was done here never does."""
+        """Store a run's first versions. After a crash in here it may be called again; a folder that holds a run is refused.
+
+        The versions do not stay in memory: the merging thread reads them, and so allocates and frees them itself. torch's
+        allocator on ARM reclaims memory that another thread freed only when the allocating thread allocates again, and a
+        thread that only starts the run never does."""
         disk = DurableVersions(directory, len(initial))
         disk._folder.mkdir(parents=True, exist_ok=True)
         if any(v > 0 for _, v in _scan(disk._folder)):
-            raise UserError(f"directory {directory} already holds a run's versions: open it, or choose another")
+            raise UserError(f"directory {directory}: holds a run's versions already; open it, or choose another")
         disk.put(0, dict(enumerate(initial)))
-        disk._top.clear()
+        disk._newest.clear()
         return disk
 
     @staticmethod
     def open(directory: Path, *, read_only: bool = False) -> DurableVersions:
-        """What lies there, unread: call `retain` with what the tape says was kept. A version is checked when it is read."""
+        """The versions found there, unread: call `retain` with those that the tape keeps. A version is checked when read."""
         found = _scan(directory / FOLDER)
         if not found:
             raise DataError(f"directory {directory} holds no versions of fragments")
-        anyone = directory / FOLDER / _file_name(*found[0])
-        fragments = int(state.reading(anyone, lambda stream, size: _read_facts(stream, size, anyone)[0].fragments))
+        any_file = directory / FOLDER / _file_name(*found[0])
+        fragments = int(state.read_with(any_file, lambda stream, size: _read_metadata(stream, size, any_file)[0].fragments))
         disk = DurableVersions(directory, fragments, read_only=read_only)
         for p, v in found:
             if p >= fragments:
@@ -245,11 +247,11 @@ class DurableVersions:
         return [sorted(versions) for versions in self._index]
 
     def at(self, p: FragmentId, v: OuterStep) -> Version:
-        """All of it. The newest shares its tensors with this disk and reads its packet; an older one is read anew, whole:
-        where one part is enough, `announced` and `packet` are cheaper."""
+        """The whole version. The newest shares its tensors with this store and reads its packet; an older one is read from its
+        file. `announced` and `packet` are cheaper where one part is enough."""
         self._require(p, v)
         if v == max(self._index[p]):
-            return replace(self._on_top(p, v), packet=self.packet(p, v))
+            return replace(self._newest_version(p, v), packet=self.packet(p, v))
         return _version(self.path(p, v), *_load(self.path(p, v), lambda name: True))
 
     def packet(self, p: FragmentId, v: OuterStep) -> Packet | None:
@@ -257,10 +259,10 @@ class DurableVersions:
         return _packet(*_load(self.path(p, v), lambda name: name.startswith("packet.")))
 
     def announced(self, p: FragmentId, v: OuterStep) -> Tensor:
-        """The anchor of a contribution: one tensor for all who ask while it is remembered."""
+        """The anchor of a contribution. Calls share one tensor while it is cached."""
         self._require(p, v)
         if v == max(self._index[p]):
-            return self._on_top(p, v).announced
+            return self._newest_version(p, v).announced
         if (p, v) not in self._older:
             _, tensors = _load(self.path(p, v), lambda name: name == "announced")
             if not tensors:
@@ -272,8 +274,8 @@ class DurableVersions:
         return self._older[p, v]
 
     def newest(self) -> list[Version]:
-        """Without packets: those would be another part of the model in memory. `at` has them."""
-        return [self._on_top(p, max(self._index[p])) for p in range(len(self._index))]
+        """Without packets, to save memory; `at` has them."""
+        return [self._newest_version(p, max(self._index[p])) for p in range(len(self._index))]
 
     def theta(self) -> tuple[list[Tensor], list[Tensor]]:
         newest = self.newest()
@@ -283,22 +285,22 @@ class DurableVersions:
         params, buffers = self.theta()
         return digest(params + buffers)
 
-    def _on_top(self, p: FragmentId, v: OuterStep) -> Version:
-        """Version v, which was the newest when it was asked for: another thread may put a newer one meanwhile, and its bytes
-        must not go under this one's name."""
-        top = self._top.get(p)
-        if top is None or top[0] != v:
-            facts, tensors = _load(self.path(p, v), lambda name: not name.startswith("packet."))
-            if facts.fragment != p or facts.fragments != len(self._index):
-                raise DataError(f"{self.path(p, v)} is of a run with {facts.fragments} fragments, not {len(self._index)}")
-            top = (v, _version(self.path(p, v), facts, tensors))
+    def _newest_version(self, p: FragmentId, v: OuterStep) -> Version:
+        """Version v, which was the newest at the call. Another thread may put a newer one meanwhile, and that must not be
+        returned as v."""
+        newest = self._newest.get(p)
+        if newest is None or newest[0] != v:
+            metadata, tensors = _load(self.path(p, v), lambda name: not name.startswith("packet."))
+            if metadata.fragment != p or metadata.fragments != len(self._index):
+                raise DataError(f"{self.path(p, v)} belongs to a run with {metadata.fragments} fragments, not {len(self._index)}")
+            newest = (v, _version(self.path(p, v), metadata, tensors))
             if v == max(self._index[p]):
-                self._top[p] = top
-        return top[1]
+                self._newest[p] = newest
+        return newest[1]
 
     def _require(self, p: FragmentId, v: OuterStep) -> None:
         if v not in self._index[p]:
-            raise DataError(f"{self.path(p, v)} is not kept: fragment {p} has versions {sorted(self._index[p])}")
+            raise DataError(f"{self.path(p, v)} is not stored: fragment {p} has versions {sorted(self._index[p])}")
 
     def _remember(self, p: FragmentId, v: OuterStep, announced: Tensor) -> None:
         self._older[p, v] = announced
@@ -308,7 +310,8 @@ class DurableVersions:
     # ------------------------------------------------------------ writing
 
     def put(self, t: OuterStep, versions: Mapping[FragmentId, Version]) -> None:
-        """All of them or none, durable when it returns. StorageFailed leaves everything as it was; try again then."""
+        """All of them or none, durable when it returns. StorageFailed leaves everything unchanged, and the call may be
+        repeated."""
         assert not self._read_only
         fresh = {p: versions[p] for p in sorted(versions)}
         with contextlib.ExitStack() as stack:
@@ -322,19 +325,20 @@ class DurableVersions:
                         raise DataError(f"{path} holds another version {t} of fragment {p} than the one to be stored")
                     continue
                 staged.append((state.stage(path, chunks), path))
-                stack.callback(state.discard, staged[-1][0])  # once renamed there is nothing left to discard
+                stack.callback(state.discard, staged[-1][0])  # after the rename this does nothing
                 size += sum(map(len, chunks))
             self._publish(staged, size)
         for p, version in fresh.items():
-            previous = self._top.get(p)
+            previous = self._newest.get(p)
             if previous is not None and previous[0] < t:
                 self._remember(p, previous[0], previous[1].announced)
             self._index[p].add(t)
             if t == max(self._index[p]):
-                self._top[p] = (t, replace(version, packet=None))
+                self._newest[p] = (t, replace(version, packet=None))
 
     def _publish(self, staged: Sequence[tuple[Path, Path]], size: int) -> None:
-        """Rename them all, then sync the directory once. Half of an outer step must not stay: commits are whole."""
+        """Rename all files, then sync the directory once. If that fails, no file of the outer step may stay: a commit is whole
+        or absent."""
         renamed: list[Path] = []
         try:
             for temporary, path in staged:
@@ -347,7 +351,7 @@ class DurableVersions:
             raise state.storage_failed(self._folder, size, error) from error
 
     def forget(self, p: FragmentId, v: OuterStep) -> None:
-        """Not synced: a file that comes back after a crash is cleared by `retain`."""
+        """Not synced: `retain` deletes a file that reappears after a crash."""
         assert not self._read_only
         if v not in self._index[p]:
             return
@@ -357,7 +361,7 @@ class DurableVersions:
         state.discard(self.path(p, v))
 
     def retain(self, kept: Sequence[Sequence[OuterStep]]) -> None:
-        """Make the directory what the tape says it is. Every listed file is read and checked before anything is deleted."""
+        """Keep exactly the versions that the tape lists. Every listed file is checked before any other is deleted."""
         assert not self._read_only
         if len(kept) != len(self._index) or not all(kept):
             raise DataError(f"directory {self._folder} has {len(self._index)} fragments, not {len(kept)} with a version each")
@@ -365,11 +369,11 @@ class DurableVersions:
         for name in sorted(names):
             check_version(self._folder / name)
         for path in self._folder.iterdir():
-            if path.name not in names and _NAME.fullmatch(path.name.removesuffix(PARTIAL)):  # a user's notes are not ours
+            if path.name not in names and _NAME.fullmatch(path.name.removesuffix(PARTIAL)):  # a user's own file stays
                 state.discard(path)
         state.sync_directory(self._folder)
         self._index = [set(versions) for versions in kept]
-        self._top = {p: top for p, top in self._top.items() if top[0] in self._index[p]}
+        self._newest = {p: newest for p, newest in self._newest.items() if newest[0] in self._index[p]}
         self._older.clear()
 
 
@@ -379,13 +383,13 @@ def _scan(folder: Path) -> list[tuple[FragmentId, OuterStep]]:
 
 
 def newest_step(directory: Path) -> OuterStep:
-    """By the files' names alone: cheap to ask again and again while a run goes on."""
+    """By the files' names alone, so that it can be polled while a run goes on."""
     return max((v for _, v in _scan(directory / FOLDER)), default=0)
 
 
 @contextlib.contextmanager
 def lock_directory(directory: Path) -> Iterator[None]:
-    """One syncer per directory. The kernel lets go when the process ends, however it ends; the file stays."""
+    """One syncer per directory. The kernel releases the lock when the process ends, even by a kill; the file stays."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / "lock").open("a+", encoding="ascii")
@@ -396,7 +400,7 @@ def lock_directory(directory: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            raise UserError(f"directory {directory}: another syncer (pid {file.read(20).strip() or '?'}) holds it") from None
+            raise UserError(f"directory {directory}: another syncer (pid {file.read(20).strip() or '?'}) uses it") from None
         file.truncate(0)
         file.write(str(os.getpid()))
         file.flush()

@@ -1,4 +1,4 @@
-"""Snapshots in memory, for virtual runs and replays; a live run's lie on disk (`snapshots.py`)."""
+"""Snapshots in memory, for virtual runs and replays; live runs have theirs on disk (`snapshots.py`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MemorySnapshot:
 
 
 class MemorySnapshots:
-    """Keeps the newest `keep` sealed snapshots. Parts of a snapshot that is over, or was never begun, are ignored."""
+    """Keeps the newest `keep` sealed snapshots. Parts of a snapshot that is sealed already, or was never begun, are ignored."""
 
     def __init__(self, versions: Any = None, keep: int = 2) -> None:
         self._versions = versions

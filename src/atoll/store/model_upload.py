@@ -1,7 +1,7 @@
-"""A model that only learners have: its fragments and initial weights as one of them brings them to the syncer.
+"""A user's model, whose code only learners have: its fragments and initial weights as a learner uploads them to the syncer.
 
 The syncer needs no code of the model. A fragment is a list of slots (names, shapes, dtypes, offsets), and merges are
-arithmetic on flat vectors. Everything brought is checked as if a stranger had sent it.
+arithmetic on flat vectors. The syncer does not trust an upload and checks all of it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SLOT = tuple(f.name for f in fields(Slot))
 
 
 def pack_model(layout: Layout, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Any]:
-    """Of a frozen part, which the layout's fingerprint may name, only the digest goes."""
+    """Of a frozen part, which the layout's fingerprint may name, only the digest is uploaded."""
     slots = [[_plain(slot) for slot in (*f.params, *f.buffers)] for f in layout.fragments]
     frozen = layout.fingerprint.partition(AND_FROZEN)[2]
     uploaded = {"pattern": layout.pattern, "slots": slots, "params": list(params), "buffers": list(buffers), "frozen": frozen}
@@ -42,16 +42,16 @@ def _plain(slot: Slot) -> list[Any]:
 
 
 def unpack_model(config: Config, data: memoryview) -> tuple[Layout, list[Tensor], list[Tensor]]:
-    """DataError says what is wrong with it."""
-    found = unpack_state(data, "offered model")
+    """DataError names what is wrong with the upload."""
+    found = unpack_state(data, "uploaded model")
     try:
         pattern, slots, params, buffers = (found[key] for key in ("pattern", "slots", "params", "buffers"))
         fragments = [_fragment(p, [_slot(row) for row in rows]) for p, rows in enumerate(slots)]
-        frozen = _frozen(found.get("frozen", ""))  # older Atolls say nothing of it
+        frozen = _frozen(found.get("frozen", ""))  # older learners do not send it
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"offered model: not understood ({error})") from None
+        raise DataError(f"uploaded model: not understood ({error})") from None
     if len(fragments) != config.protocol.fragments or not len(params) == len(buffers) == len(fragments):
-        raise DataError(f"offered model: {len(fragments)} fragments, and the run has {config.protocol.fragments}")
+        raise DataError(f"uploaded model: {len(fragments)} fragments, and the run has {config.protocol.fragments}")
     for fragment, theta, extra in zip(fragments, params, buffers, strict=True):
         _check_vector(fragment.id, theta, fragment.numel)
         _check_vector(fragment.id, extra, fragment.buffer_numel)
@@ -90,13 +90,13 @@ def _fragment(p: int, slots: list[Slot]) -> Fragment:
 
 def _check_vector(p: int, vector: Any, numel: int) -> None:
     if not isinstance(vector, Tensor) or vector.dtype != torch.float32 or vector.shape != (numel,):
-        raise DataError(f"offered model: fragment {p} must come as {numel} fp32 numbers")
+        raise DataError(f"uploaded model: fragment {p} must have {numel} fp32 numbers")
     if not bool(torch.isfinite(vector).all()):
-        raise DataError(f"offered model: fragment {p} holds NaN or Inf")
+        raise DataError(f"uploaded model: fragment {p} holds NaN or Inf")
 
 
 def named_tensors_of(layout: Layout, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The model's tensors by name, each in its dtype, from flat fragments: for a file, without the model's code."""
+    """The model's tensors by name, each in its dtype, from flat fragments: to write a file without the model's code."""
     pieces: dict[str, list[tuple[int, Tensor]]] = {}
     for fragment, flat, extra in zip(layout.fragments, params, buffers, strict=True):
         for slots, vector in ((fragment.params, flat), (fragment.buffers, extra)):

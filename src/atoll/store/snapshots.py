@@ -1,15 +1,15 @@
-"""Snapshots on disk: what a run is resumed from.
+"""Snapshots on disk, from which a run resumes.
 
     run/syncer/snapshots/<outer step>/        versions/ (hard links: see durable), machine.json, manifest.json
     run/learners/<id>/snapshots/<outer step>/ state.safetensors, machine.json, manifest.json
 
-Each worker writes its own: inner optimiser state never goes to the syncer. A snapshot grows in `<outer step>.open`, its
-manifest is written last, and then the directory gets its name. One that replaces another moves that to `.old` first. So
-after a crash anywhere, a directory with a bare number and a manifest is whole; the rest is finished, put back or removed
-by the next one to begin.
+Each worker writes its own part: inner optimiser state never goes to the syncer. A snapshot grows in `<outer step>.open`; its
+manifest is written last, and then the directory gets its final name. A snapshot that replaces another first moves that to
+`.old`. So after any crash, a directory with a bare number and a manifest is whole; the next snapshot to begin finishes,
+restores or removes the others.
 
-In a manifest the `sha256` of a version file is the one its own metadata carry, which covers all of it: known without
-reading the tensors, so that sealing does not keep the syncer from its rounds.
+In a manifest the `sha256` of a version file is the one in the file's own metadata, which covers the whole file. It is known
+without reading the tensors, so sealing does not delay the syncer's rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from atoll.store.tensor_files import (
     ByteChunk,
     discard,
     read_state,
-    reading,
+    read_with,
     storage_failed,
     sync_directory,
     write_file,
@@ -63,17 +63,17 @@ class Manifest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class SnapshotInfo:
-    """A snapshot of a run, looked at cheaply: sizes, no checksums."""
+    """A snapshot of a run, checked by sizes and not by checksums."""
 
     outer_step: OuterStep
     complete: bool
-    """Sealed by the syncer, and every file of the syncer's part is there with its size."""
+    """The syncer sealed it, and every file of the syncer's part exists with its size."""
     learners: tuple[LearnerId, ...]
-    """Whose state belongs to it."""
+    """Learners whose state belongs to it."""
     present: tuple[LearnerId, ...]
-    """Whose state is there, every file with its size."""
+    """Learners whose state exists, every file with its size."""
     bytes: int
-    """Of the files that are there. Versions shared by hard links count each time."""
+    """Total size of the existing files. Versions shared by hard links count each time."""
 
     @property
     def missing(self) -> tuple[LearnerId, ...]:
@@ -83,15 +83,15 @@ class SnapshotInfo:
 @dataclass(frozen=True, slots=True)
 class SyncerPart:
     disk: DurableVersions
-    """Read-only, and reads from the snapshot's own files when asked."""
-    syncer_state: bytes
+    """Read-only; reads the snapshot's own files on demand."""
+    machine_state: bytes
     manifest: Manifest
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerPart:
     state: Any
-    syncer_state: bytes
+    machine_state: bytes
     manifest: Manifest
 
 
@@ -110,18 +110,18 @@ def snapshot_dir(root: Path, snapshot: OuterStep) -> Path:
 # ---------------------------------------------------------------- the syncer writes
 
 
-def begin_syncer(root: Path, snapshot: OuterStep, disk: DurableVersions, syncer_state: bytes) -> None:
-    """All kept versions and the books, as they are now. Whatever was begun before and not sealed is abandoned."""
+def begin_syncer(root: Path, snapshot: OuterStep, disk: DurableVersions, machine_state: bytes) -> None:
+    """Record all kept versions and the machine's state. Snapshots that were begun before and not sealed are abandoned."""
     target = _open_dir(root, snapshot)
     with _removed_on_failure(target):
         _clear(root)
         target.mkdir(parents=True)
         link_versions(disk, target)
-        write_file(target / MACHINE_FILE, [syncer_state])
+        write_file(target / MACHINE_FILE, [machine_state])
 
 
 def add_syncer_file(root: Path, snapshot: OuterStep, name: str, chunks: Sequence[ByteChunk]) -> bool:
-    """More for an open snapshot: what was in flight when it began. False where it is over, or was never begun."""
+    """Add a file to an open snapshot: messages that were in flight when it began. False if it is sealed or was never begun."""
     target = _open_dir(root, snapshot)
     if not target.is_dir():
         return False
@@ -133,8 +133,8 @@ def seal_syncer(
     root: Path, snapshot: OuterStep, learners: Sequence[LearnerId], complete: bool, keep: int,
     *, run: str = "", config: Mapping[str, Any] | None = None,
 ) -> bool:  # fmt: skip
-    """Name it, or remove it where it is not complete; True where it stands. Not begun (or begun by a syncer that was killed,
-    and cleared since): nothing to seal."""
+    """Give a complete snapshot its name, and remove an incomplete one; True if it is sealed. A snapshot that was not begun (or
+    was begun by a killed syncer and removed since) cannot be sealed."""
     target = _open_dir(root, snapshot)
     if not target.is_dir():
         return False
@@ -148,8 +148,8 @@ def seal_syncer(
 
 
 def link_versions(disk: DurableVersions, directory: Path) -> None:
-    """All kept files of `disk` in `directory/versions` too: no bytes are copied where the file system has hard links.
-    A run is restored in the same way, from `load_syncer(...).disk` into its own directory."""
+    """Link all files of `disk` into `directory/versions`: no bytes are copied where the file system has hard links. The same
+    call restores a run, from `load_syncer(...).disk` into its own directory."""
     target = directory / FOLDER
     target.mkdir(parents=True, exist_ok=True)
     for p, versions in enumerate(disk.kept()):
@@ -163,7 +163,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except FileExistsError:
-        raise DataError(f"{target} is there already: versions are linked into an empty directory") from None
+        raise DataError(f"{target} exists already: versions are linked into an empty directory") from None
     except OSError:  # another file system, or one without links
         try:
             shutil.copyfile(source, target)
@@ -178,20 +178,20 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def write_learner(
-    root: Path, snapshot: OuterStep, state: Any, syncer_state: bytes, keep: int,
+    root: Path, snapshot: OuterStep, state: Any, machine_state: bytes, keep: int,
     *, run: str = "", config: Mapping[str, Any] | None = None, protect: Iterable[OuterStep] = (),
 ) -> None:  # fmt: skip
-    """A learner's part, whole when it returns. A learner is not told which snapshots the syncer sealed: name those it must
-    not drop in `protect`, or a row of abandoned ones would push out the last that can be resumed from."""
+    """Write a learner's part; it is whole when this returns. A learner does not learn which snapshots the syncer sealed.
+    `protect` names those that it must keep: otherwise several abandoned ones would displace the last usable one."""
     target = _open_dir(root, snapshot)
     with _removed_on_failure(target):
         _clear(root)
         target.mkdir(parents=True)
         sha256 = write_state(target / STATE, state)
-        write_file(target / MACHINE_FILE, [syncer_state])
+        write_file(target / MACHINE_FILE, [machine_state])
         files = {
             STATE: FileEntry((target / STATE).stat().st_size, sha256),
-            MACHINE_FILE: FileEntry(len(syncer_state), hashlib.sha256(syncer_state).hexdigest()),
+            MACHINE_FILE: FileEntry(len(machine_state), hashlib.sha256(machine_state).hexdigest()),
         }
         _publish(root, Manifest(snapshot, run, True, (), files, dict(config or {})))
     _prune(root, keep, {snapshot, *protect})
@@ -200,8 +200,8 @@ def write_learner(
 # ---------------------------------------------------------------- reading
 
 
-def found(run_dir: Path) -> list[SnapshotInfo]:
-    """Oldest first; the open one too, as incomplete."""
+def list_snapshots(run_dir: Path) -> list[SnapshotInfo]:
+    """Oldest first; an open one counts as incomplete."""
     infos = []
     snapshots = syncer_root(run_dir) / "snapshots"
     left = [int(name[1]) for name in map(_LEFT.fullmatch, _children(snapshots)) if name]
@@ -219,14 +219,14 @@ def found(run_dir: Path) -> list[SnapshotInfo]:
 
 
 def newest_usable(run_dir: Path, *, need_learners: bool = True) -> SnapshotInfo | None:
-    """The newest complete one with every learner's state; without `need_learners` the syncer's part is enough, and a
-    learner that has none recovers as a newcomer."""
-    usable = [info for info in found(run_dir) if info.complete and not (need_learners and info.missing)]
+    """The newest complete one with every learner's state. Without `need_learners` the syncer's part is enough, and a learner
+    without state recovers like a new one."""
+    usable = [info for info in list_snapshots(run_dir) if info.complete and not (need_learners and info.missing)]
     return usable[-1] if usable else None
 
 
 def verify(run_dir: Path, snapshot: OuterStep) -> list[str]:
-    """Every checksum of every part; each problem names its file. Empty: sound."""
+    """Check every checksum of every part; each problem names its file. Empty: no problem."""
     root = syncer_root(run_dir)
     manifest, _, problems = _sizes(snapshot_dir(root, snapshot))
     parts = [(snapshot_dir(root, snapshot), manifest)]
@@ -254,7 +254,7 @@ def load_learner_part(directory: Path) -> LearnerPart:
 
 def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
-    text = reading(path, lambda stream, size: stream.read(min(size, MANIFEST_BYTES_MAX)))
+    text = read_with(path, lambda stream, size: stream.read(min(size, MANIFEST_BYTES_MAX)))
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
     except msgspec.MsgspecError as error:
@@ -267,10 +267,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 def _read_machine_state(directory: Path, manifest: Manifest) -> bytes:
     path = directory / MACHINE_FILE
-    syncer_state: bytes = reading(path, lambda stream, size: stream.read())
-    if hashlib.sha256(syncer_state).hexdigest() != _entry(directory, manifest, MACHINE_FILE).sha256:
-        raise DataError(f"{path} is damaged: it does not have its SHA-256")
-    return syncer_state
+    machine_state: bytes = read_with(path, lambda stream, size: stream.read())
+    if hashlib.sha256(machine_state).hexdigest() != _entry(directory, manifest, MACHINE_FILE).sha256:
+        raise DataError(f"{path} is damaged: its SHA-256 is wrong")
+    return machine_state
 
 
 def _entry(directory: Path, manifest: Manifest, name: str) -> FileEntry:
@@ -280,7 +280,7 @@ def _entry(directory: Path, manifest: Manifest, name: str) -> FileEntry:
 
 
 def _sizes(directory: Path) -> tuple[Manifest | None, int, list[str]]:
-    """The manifest, bytes that are there, and problems that sizes alone show."""
+    """The manifest, the size of the existing files, and problems that sizes alone show."""
     if not directory.is_dir():
         return None, 0, [f"{directory} is missing"]
     try:
@@ -305,10 +305,10 @@ def _checksum_problems(directory: Path, name: str, entry: FileEntry) -> list[str
         if Path(name).parts[0] == FOLDER:
             actual = check_version(path)
         else:
-            actual = reading(path, lambda stream, size: hashlib.file_digest(stream, "sha256").hexdigest())
+            actual = read_with(path, lambda stream, size: hashlib.file_digest(stream, "sha256").hexdigest())
     except DataError as error:
         return [str(error)]
-    return [] if actual == entry.sha256 else [f"{path} is damaged: it does not have its SHA-256"]
+    return [] if actual == entry.sha256 else [f"{path} is damaged: its SHA-256 is wrong"]
 
 
 # ---------------------------------------------------------------- directories
@@ -344,7 +344,7 @@ def _entries(directory: Path) -> dict[str, FileEntry]:
         if path.parent.name == FOLDER:
             sha256 = version_sha256(path)
         else:
-            sha256 = reading(path, lambda stream, size: hashlib.file_digest(stream, "sha256").hexdigest())
+            sha256 = read_with(path, lambda stream, size: hashlib.file_digest(stream, "sha256").hexdigest())
         entries[str(path.relative_to(directory))] = FileEntry(path.stat().st_size, sha256)
     return entries
 
@@ -361,9 +361,9 @@ def _publish(root: Path, manifest: Manifest) -> None:
 
 
 def _clear(root: Path) -> None:
-    """What a crash left: sealed and not named yet, replaced and not removed yet, or just begun."""
+    """Finish, restore or remove what a crash left: complete but not renamed, replaced but not removed, or just begun."""
     snapshots = root / "snapshots"
-    # "open" before "old": a finished newcomer takes the name; only if there is none the replaced one gets it back.
+    # "open" before "old": a complete new snapshot takes the name; the replaced one gets it back only if there is none.
     for name in sorted((n for n in _children(snapshots) if _LEFT.fullmatch(n)), key=lambda n: n.endswith(".old")):
         left, target = snapshots / name, snapshots / name.partition(".")[0]
         whole = _sizes(left)
@@ -377,7 +377,7 @@ def _clear(root: Path) -> None:
 
 
 def _prune(root: Path, keep: int, protect: Iterable[OuterStep]) -> None:
-    """`protect` holds the one just written, so the last is never removed, whatever `keep` says."""
+    """`protect` holds the snapshot just written, so at least one always stays, even with `keep = 0`."""
     steps = _named(root)
     for step in steps[: max(0, len(steps) - keep)]:
         if step not in protect:
@@ -385,6 +385,6 @@ def _prune(root: Path, keep: int, protect: Iterable[OuterStep]) -> None:
 
 
 def _remove(directory: Path) -> None:
-    """The manifest goes first: a crash amid the files must not leave a directory that looks whole."""
+    """The manifest is deleted first, so that a crash in between does not leave a directory that looks whole."""
     discard(directory / MANIFEST)
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,14 +1,14 @@
-"""Values with tensors in them, as bytes and as files. No code in them: safetensors, read by safetensors' own tools too.
+"""Nested values with tensors, as bytes and as files. They contain no code; safetensors' own tools can read them too.
 
     offset  size  field
     0       8     n: length of the header, unsigned, little-endian
     8       n     JSON: {"__metadata__": {key: text}, name: {"dtype", "shape", "data_offsets"}, ...}, padded with spaces
-    8+n     ...   the tensors' bytes, one after the other, no gaps and nothing behind the last
+    8+n     ...   the tensors' bytes, one after the other, without gaps or trailing bytes
 
 A learner's state has metadata `format` and `structure`: msgpack in base64, the nested value with each tensor replaced by
-its name. Containers are arrays led by a letter, since msgpack keeps neither tuples nor keys that are integers:
-["l", ...] a list, ["t", ...] a tuple, ["d", key, value, ...] a dict, ["T", name] a tensor. A tensor that stands in
-several places is written once, and is one tensor again when read.
+its name. A container is an array that starts with a letter, because msgpack has no tuples and no integer keys:
+["l", ...] a list, ["t", ...] a tuple, ["d", key, value, ...] a dict, ["T", name] a tensor. A tensor that occurs in several
+places is written once, and is one tensor again when read.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from atoll.errors import ConfigError, DataError, RunFailed
 
 FORMAT: Final = "atoll-state-1"
 HEADER_MAX: Final = 64 * 2**20
-"""Room for half a million tensors. What arrives must not make the decoder build more than a few of these."""
+"""Room for half a million tensors. It bounds what a peer's bytes can make the decoder allocate."""
 DEPTH_MAX: Final = 32
 ELEMENTS_MAX: Final = 2**48
-"""Zero times anything is no bytes: without a bound of its own a shape could overflow torch's strides."""
+"""A shape with a 0 has no bytes; without this bound its other sizes could overflow torch's strides."""
 PARTIAL: Final = ".partial"
 ALLOWED: Final = "tensors, numbers, text, None, lists, tuples and dicts with integer or text keys"
 
@@ -52,16 +52,16 @@ _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 ByteChunk: TypeAlias = bytes | memoryview
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
-# Tensors are written as they lie in memory.
+# Tensors are written in the byte order of memory.
 assert sys.byteorder == "little", "Atoll's files are written on little-endian machines only"
 
 
 class StorageFailed(RunFailed):
-    """The medium did not take the bytes. What was there before is as it was; the same call may be tried again."""
+    """The bytes could not be written. What was stored before is unchanged, and the call may be repeated."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """A tensor in a header."""
+    """A tensor's entry in a header."""
 
     dtype: str
     shape: tuple[_Natural, ...]
@@ -76,7 +76,7 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 def flatten(value: Any, root: str) -> tuple[bytes, dict[str, Tensor]]:
-    """The structure and the tensors by name, their paths below `root`. Nothing is copied."""
+    """The structure, and the tensors by name, which is their path below `root`. Nothing is copied."""
     tensors: dict[str, Tensor] = {}
     known: dict[tuple[object, ...], str] = {}
 
@@ -104,7 +104,7 @@ def flatten(value: Any, root: str) -> tuple[bytes, dict[str, Tensor]]:
     def named(tensor: Tensor, path: str) -> str:
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided or tensor.device.type == "meta":
             raise ConfigError(f"{path} is a tensor of {tensor.dtype}, {tensor.layout}, {tensor.device}: it cannot be stored")
-        # Where two views begin at one address and have one shape they are one tensor. Empty ones have no address.
+        # Two views with the same address, shape and strides are one tensor. Empty ones have no address.
         where = tensor.data_ptr() if tensor.numel() else id(tensor)
         key = (tensor.device, where, tensor.dtype, tuple(tensor.shape), tensor.stride())
         if key not in known:
@@ -120,9 +120,9 @@ def flatten(value: Any, root: str) -> tuple[bytes, dict[str, Tensor]]:
 
 
 def rebuild(structure: bytes, tensors: dict[str, Tensor], what: str) -> Any:
-    """The value that was flattened; DataError if these bytes never came from `flatten`."""
+    """The value that was flattened; DataError for bytes that `flatten` did not make."""
     try:
-        return _grow(msgspec.msgpack.decode(structure), tensors, 0)
+        return _rebuild_node(msgspec.msgpack.decode(structure), tensors, 0)
     except (msgspec.MsgspecError, _Malformed, RecursionError, UnicodeDecodeError, TypeError) as error:
         raise DataError(f"{what}: its structure is damaged: {error}") from None
 
@@ -131,21 +131,21 @@ class _Malformed(Exception):
     pass
 
 
-def _grow(node: Any, tensors: dict[str, Tensor], depth: int) -> Any:
+def _rebuild_node(node: Any, tensors: dict[str, Tensor], depth: int) -> Any:
     if node is None or type(node) in (bool, int, float, str):
         return node
     if type(node) is not list or not node or type(node[0]) is not str or depth == DEPTH_MAX:
         raise _Malformed(f"a {type(node).__name__} at depth {depth}")
     match node[0]:
         case "l":
-            return [_grow(item, tensors, depth + 1) for item in node[1:]]
+            return [_rebuild_node(item, tensors, depth + 1) for item in node[1:]]
         case "t":
-            return tuple([_grow(item, tensors, depth + 1) for item in node[1:]])
+            return tuple([_rebuild_node(item, tensors, depth + 1) for item in node[1:]])
         case "d" if len(node) % 2 == 1:
             keys = node[1::2]
             if not all(type(key) in (int, str) for key in keys) or len(set(keys)) != len(keys):
                 raise _Malformed("a dict's keys")
-            return {key: _grow(item, tensors, depth + 1) for key, item in zip(keys, node[2::2], strict=True)}
+            return {key: _rebuild_node(item, tensors, depth + 1) for key, item in zip(keys, node[2::2], strict=True)}
         case "T" if len(node) == 2 and type(node[1]) is str and node[1] in tensors:
             return tensors[node[1]]
     raise _Malformed(f"a node {node[0][:20]!r} of {len(node)}")
@@ -155,14 +155,14 @@ def _grow(node: Any, tensors: dict[str, Tensor], depth: int) -> Any:
 
 
 def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The tensor's own memory where it is contiguous and on the CPU, else that of a copy."""
+    """The tensor's own memory if it is contiguous and on the CPU, otherwise that of a copy."""
     flat: memoryview = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return flat
 
 
 def tensor_chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[ByteChunk]:
-    """Header and tensors. They alias the tensors: write them before anything changes."""
-    # Wide elements first, as the safetensors library does: then every tensor is aligned in the file.
+    """Header and tensors. The chunks alias the tensors: write them before a tensor changes."""
+    # Wide elements first, as in the safetensors library, so that every tensor is aligned in the file.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
@@ -200,12 +200,12 @@ def fill(stream: io.RawIOBase, target: memoryview, what: str) -> None:
 
 
 def read_header(stream: io.RawIOBase, size: int, what: str) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Entries in the order of their bytes, and metadata. Lengths are checked before anything is allocated by them."""
+    """Entries in the order of their bytes, and metadata. Lengths are checked before memory is allocated for them."""
     prefix = bytearray(8)
     fill(stream, memoryview(prefix), what)
     length = int.from_bytes(prefix, "little")
     if length > min(HEADER_MAX, size - 8):
-        raise DataError(f"{what} is truncated or no safetensors: a header of {length} bytes in {size}")
+        raise DataError(f"{what} is truncated or not a safetensors file: a header of {length} bytes in {size}")
     text = bytearray(length)
     fill(stream, memoryview(text), what)
     try:
@@ -213,7 +213,7 @@ def read_header(stream: io.RawIOBase, size: int, what: str) -> tuple[dict[str, T
         metadata = msgspec.json.decode(parts.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
         entries = {name: msgspec.json.decode(raw, type=TensorEntry) for name, raw in parts.items()}
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise DataError(f"{what}: its header is no safetensors header: {error}") from None
+        raise DataError(f"{what}: the header is not a safetensors header: {error}") from None
     ordered = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
     at = 0
     for name, entry in ordered.items():
@@ -221,7 +221,7 @@ def read_header(stream: io.RawIOBase, size: int, what: str) -> tuple[dict[str, T
         if entry.dtype not in _DTYPES or len(entry.shape) > 32 or math.prod(max(1, n) for n in entry.shape) > ELEMENTS_MAX:
             raise DataError(f"{what}: tensor {name[:80]!r} has a dtype or shape this Atoll does not read")
         if start != at or end - start != math.prod(entry.shape) * entry.torch_dtype.itemsize:
-            raise DataError(f"{what}: tensor {name[:80]!r} does not lie where its header says")
+            raise DataError(f"{what}: tensor {name[:80]!r} has offsets that do not match its shape or its neighbours")
         at = end
     expected = 8 + length + at
     if expected != size:
@@ -234,7 +234,7 @@ def read_tensor(stream: io.RawIOBase, entry: TensorEntry, what: str) -> Tensor:
     if tensor.numel():
         fill(stream, tensor_bytes(tensor), what)
         if tensor.dtype == torch.bool and int(tensor.view(torch.uint8).max()) > 1:
-            raise DataError(f"{what}: a bool that is neither 0 nor 1")  # torch's kernels may do anything with it
+            raise DataError(f"{what}: a bool that is neither 0 nor 1")  # undefined behaviour in torch's kernels
     return tensor
 
 
@@ -242,14 +242,15 @@ def read_tensor(stream: io.RawIOBase, entry: TensorEntry, what: str) -> Tensor:
 
 
 def pack_state(state: Any) -> list[ByteChunk]:
-    """For the wire and for files. The chunks alias the state's tensors (on the CPU), so nothing is copied here; they must
-    be gone out before the state changes."""
+    """For the wire and for files. The chunks alias the state's tensors (on the CPU) and copy nothing; they must be written
+    before the state changes."""
     structure, tensors = flatten(state, "state")
     return tensor_chunks(tensors, {"format": FORMAT, "structure": base64.b64encode(structure).decode("ascii")})
 
 
 def unpack_state(data: bytes | bytearray | memoryview, what: str = "state") -> Any:
-    """Tensors of its own, one copy: `data` may go. DataError for bytes that `pack_state` did not make."""
+    """The value with tensors of its own: `data` is copied once and may be freed. DataError for bytes that `pack_state` did not
+    make."""
     view = memoryview(data).cast("B")
     return _read(_View(view), len(view), what)
 
@@ -266,12 +267,12 @@ def from_base64(text: str, what: str) -> bytes:
     try:
         return base64.b64decode(text.encode("ascii"), validate=True)
     except (binascii.Error, UnicodeEncodeError) as error:
-        raise DataError(f"{what}: its structure is no base64: {error}") from None
+        raise DataError(f"{what}: its structure is not base64: {error}") from None
 
 
 def refuse_unserialisable(optimizer: torch.optim.Optimizer) -> None:
-    """What is not plain data can neither reach a peer nor a snapshot. Sees what the optimiser holds now: call it at start for
-    the groups, and after the first step for the state, which torch makes then."""
+    """State that is not plain data cannot be sent to a peer or stored in a snapshot. The check covers what the optimiser holds
+    now: call it at start for the groups, and after the first step for the state, which torch creates then."""
     try:
         flatten(optimizer.state_dict(), "state_dict()")
     except ConfigError as error:
@@ -279,9 +280,10 @@ def refuse_unserialisable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    """`load_state_dict`, and then every tensor as it would be had the state been made here. torch casts state to its parameter's
-    dtype, which rounds the fp32 master weights of a bf16 parameter. And bytes have no strides: the moments of a channels_last
-    parameter come contiguous, while fused kernels walk both in raw memory. Nothing is shared with `saved`, a peer's perhaps."""
+    """`load_state_dict` with dtypes and strides as if the state had been created here. torch casts state to its parameter's
+    dtype, which rounds the fp32 master weights of a bf16 parameter. And stored bytes have no strides: the moments of a
+    channels_last parameter arrive contiguous, while fused kernels walk both in raw memory order. Nothing is shared with
+    `saved`, which may be a peer's."""
     optimizer.load_state_dict(copy.deepcopy(saved))
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -291,21 +293,21 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
 
 
 def _as_saved(parameter: Tensor, loaded: Any, saved: Any) -> Any:
-    """What was loaded for a parameter, with the dtypes of `saved`; what has the parameter's shape has its strides too."""
+    """A parameter's loaded state with the dtypes of `saved`; a tensor of the parameter's shape gets its strides too."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):
         if loaded.shape == parameter.shape and loaded.stride() != parameter.stride():
             return torch.empty_like(parameter, dtype=saved.dtype, device=loaded.device, requires_grad=False).copy_(saved)
         return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device, copy=True)
     if isinstance(loaded, dict) and isinstance(saved, dict):
-        for key in loaded.keys() & saved.keys() - {"step"}:  # which kernels want as torch made it: fp32, and not always here
+        for key in loaded.keys() & saved.keys() - {"step"}:  # stays as torch made it: fp32, maybe on the host
             loaded[key] = _as_saved(parameter, loaded[key], saved[key])
     elif isinstance(loaded, list | tuple) and isinstance(saved, list | tuple) and len(loaded) == len(saved):
         return type(loaded)(_as_saved(parameter, *pair) for pair in zip(loaded, saved, strict=True))
-    return saved if isinstance(saved, str) else loaded  # of a text, torch makes the description of a generator
+    return saved if isinstance(saved, str) else loaded  # torch turns a str into the repr of a generator
 
 
 def write_state(path: Path, state: Any) -> str:
-    """Atomically and durably; SHA-256 of the file."""
+    """Write atomically and durably; returns the SHA-256 of the file."""
     chunks = pack_state(state)
     sha = hashlib.sha256()
     for chunk in chunks:
@@ -317,20 +319,20 @@ def write_state(path: Path, state: Any) -> str:
 def read_state(path: Path, sha256: str | None = None) -> Any:
     def read(stream: io.RawIOBase, size: int) -> Any:
         if sha256 is not None:
-            # Twice through the file, the second time from the page cache: cheaper than a copy of the state in memory.
+            # Two passes over the file, the second from the page cache: cheaper than a copy of the state in memory.
             if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
                 raise DataError(f"{path} is damaged: its SHA-256 is not {sha256}")
             stream.seek(0)
         return _read(stream, size, str(path))
 
-    return reading(path, read)
+    return read_with(path, read)
 
 
 # ---------------------------------------------------------------- files
 
 
-def reading(path: Path, use: Callable[[io.RawIOBase, int], Any]) -> Any:
-    """`use(stream, size)` on a file; one that is missing or cannot be read is a DataError that names it."""
+def read_with(path: Path, use: Callable[[io.RawIOBase, int], Any]) -> Any:
+    """`use(stream, size)` on a file; DataError names a file that is missing or cannot be read."""
     try:
         with path.open("rb", buffering=0) as stream:
             return use(stream, os.fstat(stream.fileno()).st_size)
@@ -341,7 +343,7 @@ def reading(path: Path, use: Callable[[io.RawIOBase, int], Any]) -> Any:
 
 
 def write_file(path: Path, chunks: Sequence[ByteChunk]) -> None:
-    """All or nothing, and on the medium when it returns."""
+    """All or nothing, and on the disk when it returns."""
     temporary = stage(path, chunks)
     try:
         os.replace(temporary, path)
@@ -352,7 +354,7 @@ def write_file(path: Path, chunks: Sequence[ByteChunk]) -> None:
 
 
 def stage(path: Path, chunks: Sequence[ByteChunk]) -> Path:
-    """Write and sync under a temporary name beside `path`; renaming is the caller's."""
+    """Write and sync under a temporary name beside `path`; the caller renames it."""
     temporary = path.with_name(path.name + PARTIAL)
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -362,7 +364,7 @@ def stage(path: Path, chunks: Sequence[ByteChunk]) -> Path:
                 while len(rest):
                     count = os.write(handle, rest[: 2**30])
                     if not count:
-                        raise OSError(errno.EIO, "the medium takes no more bytes")
+                        raise OSError(errno.EIO, "the disk takes no more bytes")
                     rest = rest[count:]
             os.fsync(handle)
         finally:
@@ -378,7 +380,7 @@ def storage_failed(path: Path, size: int, error: OSError) -> StorageFailed:
 
 
 def sync_directory(directory: Path) -> None:
-    """A rename is durable only when its directory is."""
+    """A rename is durable only after its directory is synced."""
     handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -387,13 +389,13 @@ def sync_directory(directory: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove what may be left. If even that fails, the next start clears it."""
+    """Delete the file if it exists. If even that fails, the next start deletes it."""
     with contextlib.suppress(OSError):
         path.unlink(missing_ok=True)
 
 
 def free_bytes(directory: Path) -> int:
-    """What is free on the medium of `directory`; 0 where that cannot be told."""
+    """Free bytes on the disk of `directory`; 0 if unknown."""
     try:
         return shutil.disk_usage(directory).free
     except OSError:

@@ -1,4 +1,4 @@
-"""Versions of fragments, and where they lie: in memory here, for virtual runs and replays; on disk in `durable.py`."""
+"""Versions of fragments and their store: in memory here, for virtual runs and replays; on disk in `durable.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from atoll.tensors.outer import OuterState
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """A fragment as of one outer step. `announced` is what learners hold; it differs from Theta by the down codec's residual."""
+    """A fragment after one outer step. `announced` is what learners hold: Theta without the down codec's residual."""
 
     theta: Tensor
     buffers: Tensor
@@ -25,11 +25,11 @@ class Version:
     inner: dict[str, Any] | None
     announced: Tensor
     packet: Packet | None
-    """The announced difference to the version before; None where announcements are in full."""
+    """The announced difference to the previous version; None where announcements are in full."""
 
 
 class VersionStore(Protocol):
-    """Where the versions of fragments lie: `Disk` in memory, `durable.DurableDisk` on disk."""
+    """A store of versions: `MemoryVersions`, or `durable.DurableVersions` on disk."""
 
     def at(self, p: FragmentId, v: OuterStep) -> Version: ...
     def announced(self, p: FragmentId, v: OuterStep) -> Tensor: ...
@@ -43,7 +43,7 @@ class VersionStore(Protocol):
 
 
 class MemoryVersions:
-    """What survives a killed syncer. This one is memory, for virtual runs and replays; `durable.py` holds the real one."""
+    """For virtual runs and replays: it survives a syncer that is killed in virtual time."""
 
     def __init__(self, initial: Sequence[Version]) -> None:
         self.versions: list[dict[OuterStep, Version]] = [{0: version} for version in initial]
@@ -71,7 +71,7 @@ class MemoryVersions:
         return [versions[max(versions)] for versions in self.versions]
 
     def copy(self) -> MemoryVersions:
-        """As it is now: versions are values, so this costs no tensor."""
+        """The present versions. Versions are immutable, so no tensor is copied."""
         copy = MemoryVersions(())
         copy.versions = [dict(versions) for versions in self.versions]
         return copy
@@ -87,15 +87,15 @@ class MemoryVersions:
 def digest(tensors: Sequence[Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:
-        if tensor.is_cuda:  # a copy to the host each round would cost more than the round
-            sha.update(_folded(tensor).to_bytes(8, "little", signed=True))
+        if tensor.is_cuda:  # copying it to the host would cost more than the round
+            sha.update(_device_digest(tensor).to_bytes(8, "little", signed=True))
         else:
             sha.update(tensor.contiguous().numpy().data)
     return sha.hexdigest()
 
 
-def _folded(tensor: Tensor) -> int:
-    """All bits of a tensor in one number, worked out where it lies: each element times its own odd factor, modulo 2^64."""
+def _device_digest(tensor: Tensor) -> int:
+    """A digest of all bits of a tensor, computed on its device: the sum of each element times its own odd factor, mod 2^64."""
     bits = tensor.contiguous().view(torch.int32).to(torch.int64)
     factors = torch.arange(bits.numel(), device=tensor.device) * 2654435761 * 2 + 1
     return int((bits.reshape(-1) * factors).sum())

@@ -132,7 +132,7 @@ def test_create_may_be_repeated_but_not_on_top_of_a_run(disk: DurableVersions) -
     disk.path(1, 0).unlink()
     DurableVersions.create(disk.directory, [version(0), version(1)])
     disk.put(1, {0: version(5)})
-    with pytest.raises(UserError, match="already holds"):
+    with pytest.raises(UserError, match="versions already"):
         DurableVersions.create(disk.directory, [version(0), version(1)])
 
 
@@ -199,7 +199,7 @@ def test_damaged_truncated_or_foreign_file_is_named(disk: DurableVersions) -> No
         with pytest.raises(DataError, match=r"0000-000000000\.safetensors"):
             DurableVersions.open(disk.directory).at(0, 0)
     path.write_bytes(disk.path(1, 0).read_bytes())
-    with pytest.raises(DataError, match="another file's name"):
+    with pytest.raises(DataError, match="its name is another file's"):
         DurableVersions.open(disk.directory)
     path.unlink()
     with pytest.raises(DataError, match="no version of fragment 0"):
@@ -282,7 +282,7 @@ def test_killed_between_renames_the_run_goes_on_from_what_the_tape_knows(
 
 
 def test_second_syncer_is_refused_and_a_dead_one_holds_nothing(tmp_path: Path) -> None:
-    refusal = pytest.raises(UserError, match=rf"another syncer \(pid {os.getpid()}\) holds it")
+    refusal = pytest.raises(UserError, match=rf"another syncer \(pid {os.getpid()}\) uses it")
     with lock_directory(tmp_path), refusal, lock_directory(tmp_path):
         pytest.fail("two syncers")
     holder = "import fcntl, os, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); os._exit(9)"

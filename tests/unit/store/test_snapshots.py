@@ -18,9 +18,9 @@ from atoll.store.durable import DurableVersions
 from atoll.store.snapshots import (
     add_syncer_file,
     begin_syncer,
-    found,
     learner_root,
     link_versions,
+    list_snapshots,
     load_learner_part,
     load_syncer,
     newest_usable,
@@ -54,11 +54,11 @@ class Run:
         self.disk.put(step, {step % 2: version(step)})
         begin_syncer(self.syncer, step, self.disk, b'{"step": %d}' % step)
         for learner in self.learners:
-            write_learner(learner_root(self.directory, learner), step, state(learner, step), b"books", keep)
+            write_learner(learner_root(self.directory, learner), step, state(learner, step), b"state", keep)
         seal_syncer(self.syncer, step, self.learners, complete, keep, run="a7", config={"seed": 3})
 
     def steps(self) -> list[int]:
-        return [info.outer_step for info in found(self.directory)]
+        return [info.outer_step for info in list_snapshots(self.directory)]
 
 
 @pytest.fixture
@@ -71,14 +71,14 @@ def test_snapshot_comes_back_whole(run: Run) -> None:
     run.disk.put(12, {0: version(99)})  # the run goes on, and forgets what the snapshot keeps
     run.disk.forget(0, 0)
     part = load_syncer(snapshot_dir(run.syncer, 10))
-    assert part.disk.kept() == [[0, 10], [0]] and part.syncer_state == b'{"step": 10}'
+    assert part.disk.kept() == [[0, 10], [0]] and part.machine_state == b'{"step": 10}'
     assert torch.equal(part.disk.at(0, 10).theta, version(10).theta) and torch.equal(part.disk.at(0, 0).theta, version(0).theta)
     assert (part.manifest.run, part.manifest.learners, part.manifest.config) == ("a7", (0, 1), {"seed": 3})
     mine = load_learner_part(snapshot_dir(learner_root(run.directory, 1), 10))
-    assert mine.syncer_state == b"books" and torch.equal(mine.state["tensors"]["w"], torch.full((4,), 10.0))
+    assert mine.machine_state == b"state" and torch.equal(mine.state["tensors"]["w"], torch.full((4,), 10.0))
     assert mine.state["kept"][0][0] == 10
     assert verify(run.directory, 10) == []
-    (info,) = found(run.directory)
+    (info,) = list_snapshots(run.directory)
     assert (info.outer_step, info.complete, info.learners, info.present, info.missing) == (10, True, (0, 1), (0, 1), ())
     assert info.bytes > 3 * 400
     manifest = json.loads((snapshot_dir(run.syncer, 10) / "manifest.json").read_bytes())
@@ -108,7 +108,7 @@ def test_run_is_restored_by_linking_back(run: Run) -> None:
     run.disk.put(12, {0: version(99)})
     run.snapshot(13)
     part = load_syncer(snapshot_dir(run.syncer, 10))
-    with pytest.raises(DataError, match="there already"):
+    with pytest.raises(DataError, match="exists already"):
         link_versions(part.disk, run.syncer)
     shutil.rmtree(run.syncer / "versions")
     link_versions(part.disk, run.syncer)
@@ -151,7 +151,7 @@ def test_missing_learner_makes_an_older_snapshot_the_newest_usable(run: Run) -> 
     run.snapshot(10)
     run.snapshot(20)
     shutil.rmtree(snapshot_dir(learner_root(run.directory, 1), 20))
-    assert found(run.directory)[1].missing == (1,) and found(run.directory)[1].present == (0,)
+    assert list_snapshots(run.directory)[1].missing == (1,) and list_snapshots(run.directory)[1].present == (0,)
     usable, partly = newest_usable(run.directory), newest_usable(run.directory, need_learners=False)
     assert usable is not None and usable.outer_step == 10
     assert partly is not None and partly.outer_step == 20
@@ -160,7 +160,7 @@ def test_missing_learner_makes_an_older_snapshot_the_newest_usable(run: Run) -> 
 
 
 def test_nothing_there_is_no_snapshot(tmp_path: Path) -> None:
-    assert found(tmp_path) == [] and newest_usable(tmp_path) is None
+    assert list_snapshots(tmp_path) == [] and newest_usable(tmp_path) is None
     assert verify(tmp_path, 3) == [f"{tmp_path}/syncer/snapshots/3 is missing"]
 
 
@@ -245,7 +245,7 @@ def test_killed_at_every_operation_there_is_always_a_snapshot_to_resume_from(
                 except Killed:
                     finished = False
             begin_syncer(run.syncer, 30, run.disk, b"next")  # the next one clears what the crash left
-            whole = [info.outer_step for info in found(run.directory) if info.complete]
+            whole = [info.outer_step for info in list_snapshots(run.directory) if info.complete]
             assert whole and all(verify(run.directory, step) == [] for step in whole)
             left_over = set(os.listdir(run.syncer / "snapshots")) - {"30.open"}
             assert left_over == {str(step) for step in whole}
@@ -271,7 +271,7 @@ class _NoCleanup:
 def test_unsealed_remainder_is_ignored_and_cleared_by_the_next(run: Run) -> None:
     run.snapshot(10)
     begin_syncer(run.syncer, 20, run.disk, b"")
-    assert [(info.outer_step, info.complete) for info in found(run.directory)] == [(10, True), (20, False)]
+    assert [(info.outer_step, info.complete) for info in list_snapshots(run.directory)] == [(10, True), (20, False)]
     usable = newest_usable(run.directory)
     assert usable is not None and usable.outer_step == 10
     begin_syncer(run.syncer, 30, run.disk, b"")
@@ -290,7 +290,7 @@ def test_full_disk_leaves_nothing_of_the_new_one_and_the_old_one_whole(run: Run,
         with pytest.raises(StorageFailed, match=r"state\.safetensors.*No space"):
             write_learner(root, 20, state(0, 20), b"", 2)
         with pytest.raises(StorageFailed, match=r"machine\.json.*No space"):
-            begin_syncer(run.syncer, 20, run.disk, b"books")
+            begin_syncer(run.syncer, 20, run.disk, b"state")
     assert os.listdir(root / "snapshots") == ["10"] and run.steps() == [10] and verify(run.directory, 10) == []
     run.snapshot(20)
     assert run.steps() == [10, 20]

@@ -74,4 +74,4 @@ def sealed_beside(directory: Path, run: str) -> set[OuterStep]:
 def learner_state_of(part: Path) -> tuple[OuterStep, LearnerState]:
     """Where a learner stood, from its part of a snapshot."""
     found = load_learner_part(part)
-    return found.manifest.snapshot, msgspec.json.decode(found.syncer_state, type=LearnerState)
+    return found.manifest.snapshot, msgspec.json.decode(found.machine_state, type=LearnerState)

@@ -27,7 +27,7 @@ def refuse_unfit(part: Path, config: Config) -> SyncerState:
     found = load_syncer(part)
     if found.manifest.config:
         refuse_changed(found.manifest.config, config)
-    syncer_state = msgspec.json.decode(found.syncer_state, type=SyncerState)
+    syncer_state = msgspec.json.decode(found.machine_state, type=SyncerState)
     if len(syncer_state.kept) != config.protocol.fragments:
         raise UserError(
             f"snapshot {part}: has {len(syncer_state.kept)} fragments and the recipe {config.protocol.fragments}; "
