@@ -194,7 +194,7 @@ def crafted(structure: bytes = b"\xc0", data: bytes = b"", **entries: Any) -> by
         (crafted(a={"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}), "truncated"),
         (crafted(a={"dtype": "F32", "shape": [-1], "data_offsets": [0, 0]}), "header"),
         (crafted(a={"dtype": "X", "shape": [], "data_offsets": [0, 4]}, data=b"abcd"), "dtype"),
-        (crafted(a={"dtype": "I32", "shape": [], "data_offsets": [4, 8]}, data=b"abcdefgh"), "lie"),
+        (crafted(a={"dtype": "I32", "shape": [], "data_offsets": [4, 8]}, data=b"abcdefgh"), "offsets"),
         (crafted(a={"dtype": "BOOL", "shape": [], "data_offsets": [0, 1]}, data=b"\x07"), "bool"),
         (b"\xff" * 8 + b"{}", "truncated"),
         (b"\x02" + b"\0" * 7 + b"{}", "format"),
