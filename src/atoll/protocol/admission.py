@@ -17,7 +17,7 @@ from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import LEFT as FATE_LEFT
 from atoll.protocol.ledger import LOST as FATE_LOST
 from atoll.protocol.ledger import Ledger
-from atoll.protocol.membership import JOINING, Change, Member, Roster
+from atoll.protocol.membership import JOINING, Member, Roster, StandingChange
 from atoll.protocol.pulse import Pulse
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.versions import Versions
@@ -74,7 +74,7 @@ class Admission:
         self._ledger.trained(learner, body.tokens)
         self._versions.restart_channel(member, body.held)
         self.forget_joining(member)
-        stand(self._effects, member, Change.HELLO, body.reason)
+        stand(self._effects, member, StandingChange.HELLO, body.reason)
         member.joined_at, member.join_reason = self._effects.now, body.reason
         if body.needs_state:
             self._begin_recovery(member)
@@ -166,7 +166,7 @@ class Admission:
         member.counted = member.reported
         member.position = 0
         member.heard_at = self._effects.now
-        stand(self._effects, member, Change.ENTERED, Reason(Why.ENTERED, f"stands at outer step {outer_step}"))
+        stand(self._effects, member, StandingChange.ENTERED, Reason(Why.ENTERED, f"stands at outer step {outer_step}"))
         self._versions.announce_missing(member)
         self.top_up(member)
         self._effects.send(member.learner, Enter(member.session, outer_step))
@@ -182,7 +182,7 @@ class Admission:
         member.connected = False
         member.lost_at = self._effects.now
         self.forget_joining(member)
-        stand(self._effects, member, Change.LOST, reason)
+        stand(self._effects, member, StandingChange.LOST, reason)
         self._replace_source(member.learner)
 
     def mark_all_lost(self, reason: Reason) -> None:
@@ -191,17 +191,17 @@ class Admission:
             member.connected = False
             member.lost_at = self._effects.now
             self.forget_joining(member)
-            stand(self._effects, member, Change.LOST, reason)
+            stand(self._effects, member, StandingChange.LOST, reason)
 
     def await_back(self, learners: Iterable[LearnerId]) -> None:
         """Learners of a snapshot: lost until they are back, with time to come."""
         for learner in learners:
             member = self._roster.admit(learner)
-            stand(self._effects, member, Change.LOST, Reason(Why.RESUMED))
+            stand(self._effects, member, StandingChange.LOST, Reason(Why.RESUMED))
             member.lost_at = self._effects.now + nanos(self._config.limits.start_wait_seconds)
 
     def mark_left(self, member: Member, reason: Reason) -> None:
-        stand(self._effects, member, Change.LEFT, reason)
+        stand(self._effects, member, StandingChange.LEFT, reason)
         member.connected = False  # its incarnation is over: nothing it says counts any more, nothing is sent to it
         self._ledger.closed(member.learner, FATE_LEFT)
         self.release_leases(member)
@@ -209,12 +209,12 @@ class Admission:
         self._replace_source(member.learner)
 
     def mark_silent(self, member: Member, reason: Reason) -> None:
-        stand(self._effects, member, Change.UNHEARD, reason)
+        stand(self._effects, member, StandingChange.UNHEARD, reason)
         self._replace_source(member.learner)
 
     def recover(self, member: Member, reason: Reason) -> None:
         self.forget_joining(member)
-        stand(self._effects, member, Change.RECOVER, reason)
+        stand(self._effects, member, StandingChange.RECOVER, reason)
         self._effects.send(member.learner, Recover(reason))
         self._replace_source(member.learner)
 
@@ -246,7 +246,7 @@ class Admission:
         member.tried = set()
 
 
-def stand(effects: Effects, member: Member, change: Change, reason: Reason) -> None:
+def stand(effects: Effects, member: Member, change: StandingChange, reason: Reason) -> None:
     before = member.standing
     member.move(change)
     if member.standing != before:

@@ -73,7 +73,7 @@ from atoll.protocol.vocabulary import (
 from atoll.rules import Schedule, learner_overlap
 
 
-class Phase(StrEnum):
+class LearnerPhase(StrEnum):
     JOINING = "joining"
     BOUNDARY = "boundary"
     TRAINING = "training"
@@ -93,9 +93,9 @@ class Turn(StrEnum):
     END = "end"
 
 
-JOINING, BOUNDARY, TRAINING, WAITING, DONE = Phase
+JOINING, BOUNDARY, TRAINING, WAITING, DONE = LearnerPhase
 
-NEXT: dict[tuple[Phase, Turn], Phase] = {
+NEXT: dict[tuple[LearnerPhase, Turn], LearnerPhase] = {
     (JOINING, Turn.ENTER): BOUNDARY,
     (BOUNDARY, Turn.TRAIN): TRAINING,
     (TRAINING, Turn.STEP_DONE): BOUNDARY,
@@ -119,7 +119,7 @@ class LearnerMachine:
         self.schedule = Schedule(config)
         self._effects = Effects(Mailbox(learner, incarnation, config.learners))
         self._fragments = p.fragments
-        self.phase: Phase = JOINING
+        self.phase: LearnerPhase = JOINING
         self._connected = self._has_state = False
         self._session = 0
         self._entering: Enter | None = None

@@ -21,7 +21,7 @@ from atoll.protocol.vocabulary import NO_VERSION, Standing
 JOINING, IN_SYNC, SILENT, LOST, LEFT = Standing
 
 
-class Change(StrEnum):
+class StandingChange(StrEnum):
     """What moves a member from one standing to another."""
 
     ENTERED = "entered"
@@ -32,17 +32,17 @@ class Change(StrEnum):
     LEFT = "left"
 
 
-NEXT: dict[tuple[Standing, Change], Standing] = {
-    (JOINING, Change.ENTERED): IN_SYNC,
-    (SILENT, Change.ENTERED): IN_SYNC,
-    (IN_SYNC, Change.ENTERED): IN_SYNC,
-    (IN_SYNC, Change.UNHEARD): SILENT,
-    **{(s, Change.RECOVER): JOINING for s in (JOINING, IN_SYNC, SILENT)},
-    **{(s, Change.HELLO): JOINING for s in (JOINING, IN_SYNC, SILENT, LOST, LEFT)},
-    **{(s, Change.LOST): LOST for s in (JOINING, IN_SYNC, SILENT, LOST)},
-    **{(s, Change.LEFT): LEFT for s in (JOINING, IN_SYNC, SILENT)},
-    (LEFT, Change.LOST): LEFT,
-    (LEFT, Change.LEFT): LEFT,
+NEXT: dict[tuple[Standing, StandingChange], Standing] = {
+    (JOINING, StandingChange.ENTERED): IN_SYNC,
+    (SILENT, StandingChange.ENTERED): IN_SYNC,
+    (IN_SYNC, StandingChange.ENTERED): IN_SYNC,
+    (IN_SYNC, StandingChange.UNHEARD): SILENT,
+    **{(s, StandingChange.RECOVER): JOINING for s in (JOINING, IN_SYNC, SILENT)},
+    **{(s, StandingChange.HELLO): JOINING for s in (JOINING, IN_SYNC, SILENT, LOST, LEFT)},
+    **{(s, StandingChange.LOST): LOST for s in (JOINING, IN_SYNC, SILENT, LOST)},
+    **{(s, StandingChange.LEFT): LEFT for s in (JOINING, IN_SYNC, SILENT)},
+    (LEFT, StandingChange.LOST): LEFT,
+    (LEFT, StandingChange.LEFT): LEFT,
 }
 
 
@@ -120,7 +120,7 @@ class Member:
         self.join_reason = Reason(Why.JOINS)
         self.seen: OuterStep = 0
 
-    def move(self, change: Change) -> None:
+    def move(self, change: StandingChange) -> None:
         to = NEXT.get((self.standing, change))
         if to is None:
             raise PeerViolation(f"learner {self.learner} is {self.standing}: {change} makes no sense")

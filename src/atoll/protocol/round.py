@@ -20,7 +20,7 @@ from atoll.protocol.vocabulary import Contribution, Share
 from atoll.rules import Policy, contribution_weight
 
 
-class Phase(StrEnum):
+class RoundPhase(StrEnum):
     GATHERING = "gathering"
     GRACE = "grace"
     PULLING = "pulling"
@@ -28,7 +28,7 @@ class Phase(StrEnum):
     STORING = "storing"
 
 
-class Step(StrEnum):
+class RoundStep(StrEnum):
     """What moves a round from one phase to the next."""
 
     QUORUM_MET = "quorum_met"
@@ -38,16 +38,16 @@ class Step(StrEnum):
     TURN = "turn"
 
 
-GATHERING, GRACE, PULLING, READY, STORING = Phase
+GATHERING, GRACE, PULLING, READY, STORING = RoundPhase
 
-NEXT: dict[tuple[Phase, Step], Phase] = {
-    (GATHERING, Step.QUORUM_MET): GRACE,
-    (GRACE, Step.QUORUM_LOST): GATHERING,
-    (GRACE, Step.FIXED): PULLING,
-    (PULLING, Step.ALL_IN): READY,
-    (PULLING, Step.QUORUM_LOST): GATHERING,
-    (READY, Step.QUORUM_LOST): GATHERING,
-    (READY, Step.TURN): STORING,
+NEXT: dict[tuple[RoundPhase, RoundStep], RoundPhase] = {
+    (GATHERING, RoundStep.QUORUM_MET): GRACE,
+    (GRACE, RoundStep.QUORUM_LOST): GATHERING,
+    (GRACE, RoundStep.FIXED): PULLING,
+    (PULLING, RoundStep.ALL_IN): READY,
+    (PULLING, RoundStep.QUORUM_LOST): GATHERING,
+    (READY, RoundStep.QUORUM_LOST): GATHERING,
+    (READY, RoundStep.TURN): STORING,
 }
 
 IN_FLIGHT = (PULLING, READY, STORING)
@@ -76,7 +76,7 @@ class Round:
         self.outer_step = outer_step
         self.due = due
         self.policy = policy
-        self.phase: Phase = GATHERING
+        self.phase: RoundPhase = GATHERING
         self.opened_at = now
         self.quorum_at: Nanos = 0
         self.grace_until: Nanos = 0
@@ -91,13 +91,13 @@ class Round:
         """Their incarnation ended while this round was being stored: their tokens have met their fate already."""
         self.accepted: dict[FragmentId, dict[LearnerId, Contribution]] = {}
 
-    def move(self, step: Step) -> None:
+    def move(self, step: RoundStep) -> None:
         to = NEXT.get((self.phase, step))
         assert to is not None, f"round {self.outer_step} is {self.phase}: {step} makes no sense"
         self.phase = to
 
     def fix(self, participants: tuple[LearnerId, ...], now: Nanos) -> None:
-        self.move(Step.FIXED)
+        self.move(RoundStep.FIXED)
         self.fixed_at = now
         self.participants = participants
         self.awaited = {m: set(self.due) for m in participants} if self.due else {}
@@ -142,13 +142,13 @@ class Round:
             self._settle()
 
     def regather(self, now: Nanos) -> None:
-        self.move(Step.QUORUM_LOST)
+        self.move(RoundStep.QUORUM_LOST)
         self.opened_at = now
         self.participants, self.awaited, self.accepted = (), {}, {}
 
     def _settle(self) -> None:
         if not self.awaited:
-            self.move(Step.ALL_IN)
+            self.move(RoundStep.ALL_IN)
 
 
 def shares_of(weighting: str, accepted: Mapping[LearnerId, Contribution]) -> tuple[Share, ...]:
@@ -186,6 +186,6 @@ class Rounds(dict[OuterStep, Round]):
         rounds in flight would never be opened again, and stays to gather after this one."""
         for later in sorted((t for t in self if t > outer_step), reverse=True):
             if self[later].phase == GRACE:
-                self[later].move(Step.QUORUM_LOST)
+                self[later].move(RoundStep.QUORUM_LOST)
             if self[later].phase == GATHERING and later == self.last(outer_step):
                 del self[later]

@@ -19,7 +19,7 @@ from atoll.protocol.ledger import Fates, Ledger
 from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
 from atoll.protocol.pulse import Pulse
 from atoll.protocol.reasons import Reason, Why
-from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, Step, shares_of
+from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, RoundStep, shares_of
 from atoll.protocol.snapshot import Snapshot, marker_of
 from atoll.protocol.validity import StepMost, claims_too_much, hello_claims, objection, report_claims
 from atoll.protocol.versions import Versions
@@ -329,11 +329,11 @@ class SyncerMachine:
         quorum = self._quorum(round_)
         if len(self._fresh) < quorum or not self._may_start(round_):
             if round_.phase == GRACE:
-                round_.move(Step.QUORUM_LOST)
+                round_.move(RoundStep.QUORUM_LOST)
             return False
         now = self._effects.now
         if round_.phase == GATHERING:
-            round_.move(Step.QUORUM_MET)
+            round_.move(RoundStep.QUORUM_MET)
             round_.quorum_at = now
             round_.grace_until = now + self.pulse.grace(round_)
         everybody = len(self._fresh) == len(self.roster.in_sync())
@@ -386,7 +386,7 @@ class SyncerMachine:
         round_ = self.rounds.get(self.outer_step + 1)
         if round_ is None or round_.phase != READY:
             return False
-        round_.move(Step.TURN)
+        round_.move(RoundStep.TURN)
         if not round_.due:
             self._commit(round_)  # the tape alone makes an empty round durable
             return True

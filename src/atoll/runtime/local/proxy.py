@@ -26,10 +26,10 @@ from atoll.errors import PlanError, UserError
 from atoll.ids import SYNCER, WorkerId, worker_name
 from atoll.transport.keys import split_address
 
-Direction: TypeAlias = Literal["up", "down"]
-Directions: TypeAlias = Literal["up", "down", "both"]
+LinkDirection: TypeAlias = Literal["up", "down"]
+LinkDirections: TypeAlias = Literal["up", "down", "both"]
 LinkFault: TypeAlias = Partition | Clog | Corrupt
-_EACH: Final[dict[Directions, tuple[Direction, ...]]] = {"up": ("up",), "down": ("down",), "both": ("up", "down")}
+_EACH: Final[dict[LinkDirections, tuple[LinkDirection, ...]]] = {"up": ("up",), "down": ("down",), "both": ("up", "down")}
 
 CHUNK_BYTES: Final = 64 * 1024
 DAMAGE_FROM_BYTES: Final = 64  # shorter chunks are pings and window updates: damage there says nothing about data
@@ -171,7 +171,7 @@ def _reset(writer: asyncio.StreamWriter) -> None:
 class ActivePartition:
     """A partition under way."""
 
-    directions: Directions
+    directions: LinkDirections
     noticed: bool = False
     timer: asyncio.TimerHandle | None = None
 
@@ -181,7 +181,7 @@ class Proxy:
 
     def __init__(self) -> None:
         self.connections = 0  # accepted so far, refused ones included
-        self._ways: dict[Direction, _Way] = {"up": _Way(), "down": _Way()}
+        self._ways: dict[LinkDirection, _Way] = {"up": _Way(), "down": _Way()}
         self._links: set[_Link] = set()
         self._splits: list[ActivePartition] = []
         self._server: asyncio.Server | None = None
@@ -234,15 +234,15 @@ class Proxy:
         link.task = asyncio.create_task(link.run(self._ways["up"], self._ways["down"], self._target))
         link.task.add_done_callback(lambda _: self._links.discard(link))
 
-    def hold(self, directions: Directions = "both") -> None:
+    def hold(self, directions: LinkDirections = "both") -> None:
         for direction in _EACH[directions]:
             self._ways[direction].hold()
 
-    def release(self, directions: Directions = "both") -> None:
+    def release(self, directions: LinkDirections = "both") -> None:
         for direction in _EACH[directions]:
             self._ways[direction].release()
 
-    def partition(self, directions: Directions = "both", detect_seconds: float = 3.0) -> ActivePartition:
+    def partition(self, directions: LinkDirections = "both", detect_seconds: float = 3.0) -> ActivePartition:
         """Hold, and break and refuse everything once `detect_seconds` have passed. What it returns names it to `heal`:
         overlapping partitions need not end in the order they began."""
         split = ActivePartition(directions)
@@ -261,7 +261,7 @@ class Proxy:
             split.timer.cancel()
         self.release(split.directions)
 
-    def corrupt_next(self, direction: Direction, damage: Damage | None = None) -> None:
+    def corrupt_next(self, direction: LinkDirection, damage: Damage | None = None) -> None:
         """Flip a byte in the middle of the next chunk of at least 64 bytes, whatever connection it is on. As in the
         simulator, a second call before that changes nothing more, and a connection that is cut takes it along."""
         self._ways[direction].damage = damage or Damage()
@@ -327,7 +327,7 @@ class Faults:
         for end in list(self._ongoing):
             end()
 
-    def _ways(self, a: WorkerId, b: WorkerId) -> list[tuple[Proxy, Direction]]:
+    def _ways(self, a: WorkerId, b: WorkerId) -> list[tuple[Proxy, LinkDirection]]:
         """The proxies on the link, each with the direction that leads from a to b."""
         try:
             if SYNCER in (a, b):
