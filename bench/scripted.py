@@ -35,7 +35,7 @@ from atoll.config import Config, from_builtins, to_toml
 from atoll.config.models import SIZES
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Contribution, Effect, Event, InnerStep, Message, Received, Send, StepDone
-from atoll.runtime.learner.address import Address, ask_for_place
+from atoll.runtime.learner.address import Address, request_place
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.loop import LoopThread
 from atoll.tasks.task import layout_for
@@ -118,7 +118,7 @@ def run_learners(options: argparse.Namespace) -> None:
     packets: list[Packet] | None = None
     low, high = options.step * (1 - options.jitter), options.step * (1 + options.jitter)
     for learner in range(options.first, options.first + options.count):
-        placement = loop.run(ask_for_place(address, learner, chance))
+        placement = loop.run(request_place(address, learner, chance))
         if packets is None:
             packets = packets_of(from_builtins(placement.config))
         learners.append(ScriptedLearner(

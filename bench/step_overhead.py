@@ -36,7 +36,7 @@ from atoll.config import Config, load
 from atoll.executor.environment import code_version, cpu_capability, use_threads
 from atoll.executor.learner import TensorLearner
 from atoll.protocol.vocabulary import FixParticipants, InnerStep, StepDone, Stored
-from atoll.runtime.learner.address import Address, ask_for_place
+from atoll.runtime.learner.address import Address, request_place
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.snapshots import LearnerSnapshots
 from atoll.runtime.loop import LoopThread
@@ -86,7 +86,7 @@ class Bench:
         self._cluster = cluster
         address = Address(syncer=cluster.address, token=read_token(cluster.token).reveal(), listen="127.0.0.1:0")
         self._loop = LoopThread()
-        placement = self._loop.run(ask_for_place(address, 0, random.Random(0)))
+        placement = self._loop.run(request_place(address, 0, random.Random(0)))
         config = settings(batch_size)
         task = language_task(config)
         self._snapshots = LearnerSnapshots(folder, placement.run, config)

@@ -273,7 +273,7 @@ def test_parameter_unfrozen_after_join_is_refused_at_the_first_step_a_frozen_not
         model[2].bias.requires_grad_(False)
         assert train(learner, model, optimizer)
         model[0].bias.requires_grad_(True)
-        with pytest.raises(ConfigError, match=r"parameter 0\.bias was frozen at atoll\.join and trains now.*before atoll\.join"):
+        with pytest.raises(ConfigError, match=r"parameter 0\.bias was frozen in atoll\.join and trains now.*before atoll\.join"):
             train(learner, model, optimizer)
 
 
@@ -286,7 +286,7 @@ def test_learner_with_another_model_is_refused_and_the_first_trains_on(start: Ca
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with syncer.join(model, optimizer) as learner:
         with (
-            pytest.raises(ConfigError, match="not the one this run trains"),
+            pytest.raises(ConfigError, match="not the one that this run trains"),
             syncer.join(other, torch.optim.SGD(other.parameters(), lr=0.01)),
         ):
             pass
@@ -472,21 +472,21 @@ def test_what_cannot_be_a_learner_is_refused_before_anybody_is_dialled() -> None
         (DistributedDataParallel(model), sgd, {}, "several ranks to a learner are not supported yet"),
         (model, object(), {}, "takes a torch.optim.Optimizer"),
         ("gpt2", sgd, {}, "takes a torch.nn.Module"),
-        (model_of(), sgd, {}, "not of the model"),
-        (model, some, {}, "parameter 0.weight trains and is not in the optimizer"),
+        (model_of(), sgd, {}, "parameters that the model has not"),
+        (model, some, {}, "parameter 0.weight requires grad and is not in the optimizer"),
         (model, Callables(model.parameters(), "start"), {}, "Callables cannot be stored or sent.*rule"),
         (meta, torch.optim.SGD(meta.parameters()), {}, "meta device"),
         (mixed, torch.optim.SGD(mixed.parameters()), {}, "on one device"),
-        (model, sgd, {"syncer": "syncer.example:7077"}, "beyond this machine.*keys"),
+        (model, sgd, {"syncer": "syncer.example:7077"}, "not a loopback address.*keys"),
         (model, sgd, {"syncer": "nowhere"}, "syncer"),
-        (model, sgd, {"listen": "0.0.0.0:1"}, "listen 0.0.0.0:1: goes beyond"),
+        (model, sgd, {"listen": "0.0.0.0:1"}, "listen 0.0.0.0:1: is not a loopback"),
         (model, sgd, {"token": None}, "no token"),
         (model, sgd, {"token": Path("/no/such/file")}, "/no/such/file"),
     ]
-    for brought, optimizer, options, sentence in refused:
+    for refused_model, optimizer, options, sentence in refused:
         arguments: dict[str, Any] = {"syncer": "127.0.0.1:1", "token": "t"} | options
         with pytest.raises(UserError, match=sentence):
-            atoll.join(arguments.pop("syncer"), brought, optimizer, **arguments)
+            atoll.join(arguments.pop("syncer"), refused_model, optimizer, **arguments)
 
 
 def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ import grpc
 import pytest
 
 from atoll.errors import UserError
-from atoll.runtime.learner.address import Address, ask_for_place
+from atoll.runtime.learner.address import Address, request_place
 from atoll.runtime.syncer.places import Placement
 from atoll.transport import ClientCredentials, Refused, client_credentials, dial
 from atoll.transport.keys import SYNCER_NAME, Credentials, JoinTokens, load_learner, make_keys, session_key
@@ -117,8 +117,8 @@ class Island:
         """As `atoll learner` does at first, once."""
         if isinstance(credentials, str):
             credentials = shown_as(load_learner(self.keys, credentials))
-        address = Address(self.address, self.token if token is None else token, run, credentials, patience_seconds=0.0)
-        return asyncio.run(ask_for_place(address, wants, random.Random(0)))
+        address = Address(self.address, self.token if token is None else token, run, credentials, join_timeout_seconds=0.0)
+        return asyncio.run(request_place(address, wants, random.Random(0)))
 
     def connect(self, placement: Placement, **changes: str) -> None:
         """As `atoll learner` does when it has a place."""
@@ -175,8 +175,8 @@ def test_address_that_others_can_reach_is_refused_without_keys(tmp_path: Path) -
         "atoll: --listen 0.0.0.0:0: others can reach it; give --keys DIR (see `atoll keys`), or say --insecure"
     ]
     assert learner.lines == [
-        "atoll: --syncer 10.255.255.1:7077: goes beyond this machine; "
-        "give --keys, a folder that `atoll keys` made, or say --insecure"
+        "atoll: --syncer 10.255.255.1:7077: is not a loopback address; "
+        "give --keys, a folder that `atoll keys` made, or --insecure"
     ]
     assert not (tmp_path / "syncer").exists()
 

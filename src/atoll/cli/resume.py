@@ -25,7 +25,7 @@ def _refuse_nothing_left(settings: Config, where: Path, outer_step: int) -> None
 def snapshot_to_resume(run: Path, wanted: int | None, settings: Config) -> tuple[Path, int]:
     """A learner whose part is missing joins the resumed run as a newcomer; what is there must be sound. Nobody is taken further
     back than the newest without being asked: a damaged one is told, one that was never finished is not the newest."""
-    from atoll.runtime.syncer.resume import refuse_unfit
+    from atoll.runtime.syncer.resume import load_resumable_state
 
     infos = snapshots_of(run)
     complete = [info.outer_step for info in infos if info.complete]
@@ -42,7 +42,7 @@ def snapshot_to_resume(run: Path, wanted: int | None, settings: Config) -> tuple
         instead = f"give --snapshot {others[-1]} to go on from that one" if others else "there is no other"
         raise UserError(f"run {run}: snapshot {chosen} is damaged: {damaged[0]}; {instead}")
     _refuse_nothing_left(settings, run, chosen)
-    refuse_unfit(_syncer_part(run, chosen), settings)
+    load_resumable_state(_syncer_part(run, chosen), settings)
     return run, chosen
 
 

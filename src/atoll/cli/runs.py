@@ -177,12 +177,12 @@ def cluster_summary(
 ) -> Summary:  # fmt: skip
     from atoll.runtime.local.cluster import LocalCluster
     from atoll.runtime.local.summary import verdict
-    from atoll.runtime.syncer.resume import doubts, refuse_other_data
+    from atoll.runtime.syncer.resume import refuse_other_data, resume_warnings
 
     task = built(settings, allowed, progress.say)
     if resume is not None:
         refuse_other_data(_syncer_part(*resume), task)
-        for doubt in doubts(_syncer_part(*resume), settings, task):
+        for doubt in resume_warnings(_syncer_part(*resume), settings, task):
             progress.say(f"warning: {doubt}")
         for line in what_is_resumed(*resume):
             progress.say(line)

@@ -33,7 +33,7 @@ def run_syncer(
     from atoll.executor.environment import use_threads
     from atoll.runtime.syncer.directory import Home
     from atoll.runtime.syncer.process import SyncerProcess
-    from atoll.runtime.syncer.resume import TAPE, refuse_unfit
+    from atoll.runtime.syncer.resume import TAPE, load_resumable_state
     from atoll.store.snapshots import read_manifest
     from atoll.transport import server_credentials
     from atoll.transport.keys import is_loopback, load_server
@@ -48,7 +48,7 @@ def run_syncer(
         credentials = server_credentials(found.certificate, found.key, found.ca)
     if resume is not None and not (directory / TAPE).exists():  # the same command again goes on from its tape, not from there
         _refuse_nothing_left(settings, resume, read_manifest(resume).snapshot)
-        refuse_unfit(resume, settings)
+        load_resumable_state(resume, settings)
     use_threads(threads)
     say = logging.getLogger("atoll.syncer").warning
     task = None if settings.model.name == CUSTOM else built(settings, allowed, say)

@@ -1,11 +1,11 @@
-"""Data-parallel training by torch itself: the baseline, under the same launcher, data and report as everything else.
+"""Data-parallel training by torch itself: the baseline, with the same launcher, data and report as the other presets.
 
-`DistributedDataParallel`, one process a rank, rank r on stream r. What it trains is what the virtual `ddp` preset trains
-(gradient mean over ranks, the merged gradient clipped, the inner optimiser's step); only the order of summation differs.
+`DistributedDataParallel`, one process per rank, rank r on stream r. It computes what the virtual `ddp` preset computes (mean
+gradient over ranks, clipping of the merged gradient, the inner optimiser's step); only the order of summation differs.
 
-The parent and a rank talk through the rank's own pipes. Up its stdout come one JSON line a step and one at the end. Its
-stdin brings one byte when every rank is done, so nobody closes a socket that another still reads; and it ends when the
-parent dies, however that dies, and the rank with it.
+The parent and a rank communicate through the rank's pipes. A rank writes one JSON line per step and one at the end to its
+stdout. Its stdin delivers one byte when every rank is done, so no rank closes a socket that another still reads. Its stdin
+closes when the parent dies in any way, and then the rank exits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from atoll.config import Config, to_toml
 from atoll.errors import AtollError, ConfigError, RunFailed, UserError
 from atoll.ids import LearnerId
-from atoll.runtime.ddp.rank import USERS_FAULT, main
+from atoll.runtime.ddp.rank import USER_ERROR, main
 from atoll.runtime.ddp.report import DdpOutcome, HeldoutReport, Job, RankReport, StepFold, Stepped, outcome_of
 from atoll.tape.folder import refuse_used
 from atoll.tape.heldout import HeldoutPoint, append_point, points_in
@@ -36,23 +36,11 @@ Progress = Callable[[int, float | None], None]
 
 
 
-
-
-
-
-
-
-
-
-
-# ---------------------------------------------------------------- the parent
-
-
 def run_ddp(
     config: Config, directory: Path, *, threads: int, device: str = "cpu", allowed: Sequence[str] = (),
     progress: Progress | None = None, on_point: Callable[[HeldoutPoint], None] = lambda point: None,
 ) -> DdpOutcome:  # fmt: skip
-    """Train `config` by one process a learner and return when all have ended. `progress(steps done, mean train loss)`."""
+    """Trains `config` with one process per learner and returns when all have ended. `progress(steps done, mean train loss)`."""
     check_supported(config)
     devices, backend = devices_for(device, config.learners)
     _prepare(directory, config, Job(threads, backend, devices, tuple(allowed)))
@@ -62,12 +50,12 @@ def run_ddp(
         reports = _follow(ranks, directory, fold, progress, on_point)
     (directory / "rendezvous").unlink(missing_ok=True)
     if len({report.theta_sha256 for report in reports}) > 1:
-        raise RunFailed("ddp: the ranks ended with different models, so an all-reduce did not do its work")
+        raise RunFailed("ddp: the ranks ended with different models, so an all-reduce failed")
     return outcome_of(config, backend, fold, reports, points_in(directory))
 
 
 def check_supported(config: Config) -> None:
-    """Whatever the virtual preset can do and torch's data-parallel cannot is refused by its key."""
+    """Refuses, by key, what the virtual preset supports and DistributedDataParallel does not."""
     p, sizes = config.protocol, config.data.samples_by_learner
     for key, value, right, sentence in (
         ("protocol.contribution", p.contribution, "gradient", "DistributedDataParallel averages gradients; use --preset ddp"),
@@ -84,16 +72,16 @@ def check_supported(config: Config) -> None:
 
 
 def devices_for(device: str, count: int) -> tuple[tuple[str, ...], str]:
-    """Each rank's device. `cuda` goes round the GPUs; ranks that share one cannot talk by nccl, and use gloo."""
+    """Each rank's device. `cuda` assigns the GPUs in turn; ranks that share one cannot use nccl and use gloo."""
     kind, _, index = device.partition(":")
     if device == "cpu":
         return ("cpu",) * count, "gloo"
     if kind != "cuda" or not (device == "cuda" or index.isdecimal()):
         raise UserError(f"device {device!r}: must be cpu, cuda or cuda:N")
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if there <= (int(index) if index else 0):
-        raise UserError(f"device {device!r}: torch {torch.__version__} finds {there} CUDA devices on this machine")
-    devices = tuple(device if index else f"cuda:{rank % there}" for rank in range(count))
+    available = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if available <= (int(index) if index else 0):
+        raise UserError(f"device {device!r}: torch {torch.__version__} finds {available} CUDA devices on this machine")
+    devices = tuple(device if index else f"cuda:{rank % available}" for rank in range(count))
     return devices, "nccl" if len(set(devices)) == count else "gloo"
 
 
@@ -101,7 +89,7 @@ def _prepare(directory: Path, config: Config, job: Job) -> None:
     refuse_used(directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with (directory / "ddp.json").open("xb") as file:  # of two that start together one is told, here
+        with (directory / "ddp.json").open("xb") as file:  # of two that start at once, one fails here
             file.write(msgspec.json.encode(job))
         (directory / "config.toml").write_text(to_toml(config), encoding="utf8")
     except OSError as error:
@@ -110,7 +98,7 @@ def _prepare(directory: Path, config: Config, job: Job) -> None:
 
 @contextlib.contextmanager
 def _started(directory: Path, rank: LearnerId) -> Iterator[subprocess.Popen[bytes]]:
-    """A rank in a process group of its own: Ctrl-C reaches the parent alone, which ends the ranks itself."""
+    """A rank in its own process group: Ctrl-C reaches only the parent, which ends the ranks itself."""
     command = [sys.executable, "-m", __spec__.name, str(directory), str(rank)]
     try:
         with (directory / f"rank-{rank}.err").open("wb") as errors:
@@ -133,7 +121,7 @@ def _follow(
     ranks: Sequence[subprocess.Popen[bytes]], directory: Path, fold: StepFold, progress: Progress | None,
     on_point: Callable[[HeldoutPoint], None],
 ) -> list[RankReport]:  # fmt: skip
-    """Read what the ranks say until all have ended well; the first that does not ends the run."""
+    """Reads the ranks' lines until all have ended successfully; the first failure ends the run."""
     rests = [b""] * len(ranks)
     reports: dict[LearnerId, RankReport] = {}
     with selectors.DefaultSelector() as selector:
@@ -152,17 +140,17 @@ def _follow(
                     continue
                 *lines, rests[rank] = (rests[rank] + chunk).split(b"\n")
                 for line in lines:
-                    said = msgspec.json.decode(line, type=Stepped | HeldoutReport | RankReport)
-                    if isinstance(said, RankReport):
-                        reports[rank] = said
-                    elif isinstance(said, HeldoutReport):
-                        append_point(directory, said.point)
-                        on_point(said.point)
-                    elif (loss := fold.add(said)) is not None and progress is not None:
+                    report = msgspec.json.decode(line, type=Stepped | HeldoutReport | RankReport)
+                    if isinstance(report, RankReport):
+                        reports[rank] = report
+                    elif isinstance(report, HeldoutReport):
+                        append_point(directory, report.point)
+                        on_point(report.point)
+                    elif (loss := fold.add(report)) is not None and progress is not None:
                         progress(fold.steps, loss)
                 if len(reports) == len(ranks) and rank in reports:
                     _release(ranks)
-            if failed:  # killed by a signal is a cause; an error in Python may be a lost peer's echo
+            if failed:  # a signal comes first: a Python error in one rank may only follow from the loss of another
                 raise _failure(directory, *min(failed))
     return [reports[rank] for rank in sorted(reports)]
 
@@ -170,43 +158,19 @@ def _follow(
 def _release(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
     for process in ranks:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died in this moment, and its stdout will say so
+        with contextlib.suppress(BrokenPipeError):  # it died just now; its closed stdout will show that
             process.stdin.write(b".")
 
 
 def _failure(directory: Path, code: int, rank: LearnerId) -> AtollError:
     with (directory / f"rank-{rank}.err").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - STDERR_BYTES))
-        said = [line.strip() for line in file.read().decode("utf8", "replace").splitlines() if line.strip()]
-    if code == USERS_FAULT and said:
-        return UserError(said[-1])
+        lines = [line.strip() for line in file.read().decode("utf8", "replace").splitlines() if line.strip()]
+    if code == USER_ERROR and lines:
+        return UserError(lines[-1])
     how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    last = f"; its last words: {' | '.join(said[-STDERR_LINES:])}" if said else " without a word"
+    last = f"; its last words: {' | '.join(lines[-STDERR_LINES:])}" if lines else " without a word"
     return RunFailed(f"ddp: rank {rank} {how}, and data-parallel training cannot go on without it{last}")
-
-
-
-
-
-
-
-
-# ---------------------------------------------------------------- one rank
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 

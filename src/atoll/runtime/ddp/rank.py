@@ -38,50 +38,49 @@ from atoll.tensors.access import named_tensors, read_buffers, read_params, write
 from atoll.tensors.merge import merge_buffers
 from atoll.workload.data.seeds import generator
 
-PATIENCE = timedelta(minutes=30)
-"""A dead rank is noticed by the parent at once; this ends a run whose ranks live and do not move."""
+TIMEOUT = timedelta(minutes=30)
+"""The parent notices a dead rank at once; this ends a run whose ranks are alive and make no progress."""
 
-
-USERS_FAULT = 2
+USER_ERROR = 2
 
 
 class _Clock:
-    """Of a rank. It stands still while rank 0 looks at the held-out loss and the others wait: that is no part of training."""
+    """A rank's clock. It is paused while rank 0 evaluates the held-out loss and the others wait: that is not training time."""
 
     def __init__(self) -> None:
-        self._aside: Nanos = 0
+        self._paused: Nanos = 0
 
     def now(self) -> Nanos:
-        return time.monotonic_ns() - self._aside
+        return time.monotonic_ns() - self._paused
 
     @contextlib.contextmanager
-    def standing(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         began = time.monotonic_ns()
         yield
-        self._aside += time.monotonic_ns() - began
+        self._paused += time.monotonic_ns() - began
 
 
 class _AllReduce:
-    """Torch's own all-reduce, with a clock on it. On CUDA the host runs ahead, so the stream's events are asked."""
+    """Torch's all-reduce, timed. On CUDA the host runs ahead, so the times come from events on the stream."""
 
     def __init__(self, device: torch.device, clock: _Clock) -> None:
         self._clock = clock
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else None
-        self._handed: Nanos = 0
+        self._gradients_ready: Nanos = 0
         self.gradient_bytes = 0
 
     def start(self, bucket: Any) -> torch.futures.Future[Tensor]:
         assert dist.group.WORLD is not None
         self.gradient_bytes += bucket.buffer().nbytes
-        self._handed = self._clock.now()  # buckets come in order: the last one's time stays
+        self._gradients_ready = self._clock.now()  # buckets come in order, so the last one's time remains
         if self._events:
             self._events[0].record()
         return allreduce_hook(dist.group.WORLD, bucket)
 
-    def settle(self) -> tuple[Nanos, Nanos]:
-        """After the backward pass: when this rank's gradients were ready, and when everybody's were reduced."""
+    def finish(self) -> tuple[Nanos, Nanos]:
+        """After the backward pass: when this rank's gradients were ready, and when the all-reduce was done."""
         if not self._events:
-            return self._handed, self._clock.now()
+            return self._gradients_ready, self._clock.now()
         self._events[1].record()
         self._events[1].synchronize()
         now = self._clock.now()
@@ -93,17 +92,17 @@ def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO)
     model = task.build().to(device)
     loss_first = task.evaluate(model) if rank == 0 else None
     tensors = named_tensors(model)
-    # As the syncer of the virtual preset does, the optimiser steps on fp32; bf16 weights are the cast of it.
+    # As on the virtual preset's syncer, the optimiser steps in fp32; bf16 weights are cast from that.
     masters = {n: nn.Parameter(t.detach().float()) for n, t in tensors.items() if t.requires_grad and t.dtype != torch.float32}
     theta = tensors | masters
     optimizer = build_optimizer(config, {n: t for n, t in theta.items() if t.requires_grad}, task.layout.fragments)
     clock = _Clock()
     reduction = _AllReduce(device, clock)
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # its new name is not in torch 2.11
+    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 lacks the name that it recommends
         parallel = DistributedDataParallel(model, broadcast_buffers=False)
     parallel.register_comm_hook(reduction, lambda state, bucket: state.start(bucket))
     tokens, waited, gathered = 0, 0, 0
-    _meet(device)  # the clock starts for all alike
+    _barrier(device)  # all ranks start their clocks together
     first = ended = clock.now()
     for step in range(config.total_steps):
         began, total = ended, 0.0
@@ -116,7 +115,7 @@ def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO)
                 loss = task.loss(parallel, to_device(batch, device))
                 (loss / part if count > 1 else loss).backward()
             total += float(loss.detach()) / part
-        ready, reduced = reduction.settle()
+        ready, reduced = reduction.finish()
         if not math.isfinite(total):
             raise NotFinite(f"the train loss of rank {rank} in step {step + 1}")
         for name, master in masters.items():
@@ -128,12 +127,12 @@ def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO)
                 tensors[name].copy_(master)
         gathered += _merge_buffers(task, tensors)
         waited, ended = waited + reduced - ready, clock.now()
-        _say(channel, Stepped(step, began, ready, reduced, ended, total))
+        _report(channel, Stepped(step, began, ready, reduced, ended, total))
         if config.data.heldout_every and (step + 1) % config.data.heldout_every == 0 and step + 1 < config.total_steps:
-            with clock.standing():
+            with clock.paused():
                 if rank == 0:
-                    _say(channel, HeldoutReport(HeldoutPoint(step + 1, task.evaluate(model))))
-                _meet(device)
+                    _report(channel, HeldoutReport(HeldoutPoint(step + 1, task.evaluate(model))))
+                _barrier(device)
     params = [read_params(theta, fragment).cpu() for fragment in task.layout.fragments]
     buffers = [read_buffers(theta, fragment).cpu() for fragment in task.layout.fragments]
     sent = round(reduction.gradient_bytes * 2 * (config.learners - 1) / config.learners) + gathered
@@ -144,27 +143,27 @@ def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO)
     ), model  # fmt: skip
 
 
-def _meet(device: torch.device) -> None:
-    """Everybody is here when it returns, on the GPU too."""
-    dist.all_reduce(meeting := torch.zeros(1, device=device))
-    meeting.item()
+def _barrier(device: torch.device) -> None:
+    """Returns when all ranks, and their GPUs, have reached it."""
+    dist.all_reduce(token := torch.zeros(1, device=device))
+    token.item()
 
 
 def _merge_buffers(task: Task, tensors: Mapping[str, Tensor]) -> int:
-    """Statistics of batch norm, merged after each step as the syncer of the virtual preset does. Returns the bytes sent."""
+    """Merges batch-norm statistics after each step, as the virtual preset's syncer does. Returns the bytes sent."""
     ranks, sent = task.config.learners, 0
     for fragment in task.layout.fragments:
         if fragment.buffers:
             own = read_buffers(tensors, fragment)
-            everybodys = [torch.empty_like(own) for _ in range(ranks)]
-            dist.all_gather(everybodys, own)
-            write_buffers(tensors, fragment, merge_buffers(everybodys, [1.0] * ranks, fragment))
+            gathered = [torch.empty_like(own) for _ in range(ranks)]
+            dist.all_gather(gathered, own)
+            write_buffers(tensors, fragment, merge_buffers(gathered, [1.0] * ranks, fragment))
             sent += own.numel() * own.element_size() * (ranks - 1)
     return sent
 
 
-def _say(channel: BinaryIO, word: Stepped | HeldoutReport | RankReport) -> None:
-    channel.write(msgspec.json.encode(word) + b"\n")
+def _report(channel: BinaryIO, report: Stepped | HeldoutReport | RankReport) -> None:
+    channel.write(msgspec.json.encode(report) + b"\n")
 
 
 def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
@@ -174,11 +173,11 @@ def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
     task = task_for(config, job.allowed)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # All ranks are of this machine: the loopback needs no name to resolve. A file needs no port that is free.
+    # All ranks are on this machine: the loopback needs no name resolution, and a file store needs no free port.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     store = dist.FileStore(str(directory / "rendezvous"), config.learners)  # type: ignore[attr-defined]
     dist.init_process_group(
-        job.backend, store=store, rank=rank, world_size=config.learners, timeout=PATIENCE,
+        job.backend, store=store, rank=rank, world_size=config.learners, timeout=TIMEOUT,
         device_id=device if job.backend == "nccl" else None,
     )  # fmt: skip
     report, model = _train(task, rank, device, channel)
@@ -186,11 +185,11 @@ def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
         write_tokenizer_file(directory, task)
         save_weights(directory / "theta.safetensors", named_tensors(model))
     (directory / f"rank-{rank}.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
-    _say(channel, report)
+    _report(channel, report)
 
 
 def main() -> int:
-    """`python -m atoll.runtime.ddp.launch RUN_DIR RANK`, for the parent alone."""
+    """`python -m atoll.runtime.ddp.launch RUN_DIR RANK`; only the parent calls it."""
     released = threading.Event()
 
     def watch() -> None:
@@ -200,12 +199,12 @@ def main() -> int:
 
     threading.Thread(target=watch, daemon=True).start()
     channel = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever a library prints belongs to the words for people
+    os.dup2(2, 1)  # a library's prints go to stderr
     try:
         _rank(Path(sys.argv[1]), int(sys.argv[2]), channel)
-    except (AtollError, OSError) as error:  # a full disk is told by its file: these are the last words that are passed on
+    except (AtollError, OSError) as error:  # OSError: a full disk. The parent passes the last line of stderr on
         sys.stderr.write(f"{error}\n")
-        return USERS_FAULT if isinstance(error, UserError) else 1
+        return USER_ERROR if isinstance(error, UserError) else 1
     released.wait()
     dist.destroy_process_group()
     return 0

@@ -1,4 +1,4 @@
-"""What a rank of data-parallel training reports, and what a run of them adds up to."""
+"""The reports of data-parallel ranks, and the outcome of a run."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from atoll.views.run import Summary, TokenCounts
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What a rank needs beside the config; `ddp.json` in the run's folder, so a run says how it was run."""
+    """What a rank needs beside the config. Written as `ddp.json` to the run's folder, which records how the run was started."""
 
     threads: int
     backend: str
     devices: tuple[str, ...]
     allowed: tuple[str, ...] = ()
-    """Code of the user's own that may be imported as the model."""
+    """User code that may be imported as the model."""
 
 
 class Stepped(msgspec.Struct, frozen=True, tag=True):
-    """One step of one rank, by the machine's monotonic clock, which all its processes share."""
+    """One step of one rank, by the machine's monotonic clock, which all processes share."""
 
     step: int
     began: Nanos
     ready: Nanos
-    """The rank's last gradients went to the all-reduce; from here to `reduced` it had nothing left to compute."""
+    """When the rank's last gradients went to the all-reduce; from then to `reduced` it computed nothing."""
     reduced: Nanos
     ended: Nanos
     loss: float
 
 
 class HeldoutReport(msgspec.Struct, frozen=True, tag=True):
-    """Rank 0, on the way."""
+    """A held-out point of rank 0 during training."""
 
     point: HeldoutPoint
 
@@ -52,7 +52,7 @@ class RankReport(msgspec.Struct, frozen=True, tag=True):
     stepping_seconds: float
     waited_seconds: float
     bytes_sent: int
-    """By a ring: 2(M-1)/M of the gradients' bytes each step, and as many received. Initial weights are not counted."""
+    """As of a ring: 2(M-1)/M of the gradients' bytes per step, and as many received. Initial weights are not counted."""
     theta_sha256: str
     loss_first: float | None
     loss_final: float | None
@@ -61,10 +61,10 @@ class RankReport(msgspec.Struct, frozen=True, tag=True):
 
 @dataclass(frozen=True)
 class DdpOutcome:
-    """Goodput: the share of the ranks' time in which they did not wait. Uptime: of time in which not all of them did.
+    """Goodput: the share of the ranks' time in which they did not wait. Uptime: the share of time in which not all waited.
 
-    Waiting is the time from a rank's own last gradient to the all-reduce's result: for slower ranks and for the wire,
-    less what the backward pass hid. On CUDA it is taken on the GPU's stream.
+    Waiting is the time from a rank's own last gradient to the all-reduce's result: for slower ranks and for the network, less
+    what the backward pass hid. On CUDA it is measured on the GPU's stream.
     """
 
     goodput: float
@@ -78,14 +78,14 @@ class DdpOutcome:
     loss_final: float | None
     theta_sha256: str
     seconds: float
-    """From the first step's begin to the last one's end; building, evaluating and saving are outside."""
+    """From the start of the first step to the end of the last, without building, evaluation and saving."""
     backend: str
     ranks: tuple[RankReport, ...]
     points: tuple[HeldoutPoint, ...] = ()
 
 
 class StepFold:
-    """Steps of all ranks, as they come in. Ranks are never further apart than one step: an all-reduce needs everybody."""
+    """Collects the steps of all ranks. Ranks are never more than one step apart: an all-reduce needs all of them."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -95,17 +95,17 @@ class StepFold:
         self.last: Nanos = 0
         self.all_waiting: Nanos = 0
 
-    def add(self, said: Stepped) -> float | None:
+    def add(self, step: Stepped) -> float | None:
         """The mean train loss of a step that this line completes."""
-        self.first = said.began if self.first is None else min(self.first, said.began)
-        self.last = max(self.last, said.ended)
-        steps = self._open.setdefault(said.step, [])
-        steps.append(said)
+        self.first = step.began if self.first is None else min(self.first, step.began)
+        self.last = max(self.last, step.ended)
+        steps = self._open.setdefault(step.step, [])
+        steps.append(step)
         if len(steps) < self._count:
             return None
-        del self._open[said.step]
+        del self._open[step.step]
         self.steps += 1
-        # Waits of different steps cannot overlap: nobody begins to wait for the next before this one's end.
+        # Waits of different steps cannot overlap: no rank begins to wait for the next step before this one ends.
         self.all_waiting += max(0, min(s.reduced for s in steps) - max(s.ready for s in steps))
         return sum(s.loss for s in steps) / self._count
 
@@ -125,7 +125,7 @@ def outcome_of(
 
 
 def summary_of(config: Config, outcome: DdpOutcome, run_dir: Path) -> Summary:
-    """What a rank computed is merged in the same step: nothing is discarded and nothing is in flight at the end."""
+    """All work is merged in its own step: nothing is discarded, and nothing is in flight at the end."""
     return Summary(
         preset=config.preset, learners=config.learners, seed=config.seed, total_steps=config.total_steps,
         goodput=round(outcome.goodput, 6), uptime=round(outcome.uptime, 6), waited_seconds=round(outcome.waited_seconds, 6),

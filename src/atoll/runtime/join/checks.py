@@ -1,5 +1,4 @@
-"""What a user brings into a run: a model and an optimiser of their own. Looked at once, at the door, and refused there with
-a sentence; then held by hands that leave the user's choices alone."""
+"""Checks of a user's model and optimiser in `atoll.join`: what cannot be a learner is refused there, in one sentence."""
 
 from __future__ import annotations
 
@@ -12,12 +11,10 @@ from atoll.config import CUSTOM, Config
 from atoll.errors import ConfigError
 from atoll.store.tensor_files import refuse_unserialisable
 
-# ---------------------------------------------------------------- at the door
-
 
 def unwrapped_model(model: nn.Module) -> nn.Module:
-    """A compiled model shares its tensors with the plain one and only renames them: a learner that compiles and one that
-    does not must be able to train the same run."""
+    """A compiled model shares its tensors with the plain one and only renames them. Learners with and without compilation must
+    be able to train the same run."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: atoll.join takes a torch.nn.Module")
     inner = getattr(model, "_orig_mod", model)
@@ -35,8 +32,8 @@ def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
 
 
 def refuse_many_ranks(model: nn.Module) -> None:
-    """Each rank would be a learner of its own, and adopt at moments of its own: the ranks would drift apart. By name, so
-    that nobody imports torch.distributed to refuse what only torch.distributed makes."""
+    """Each rank would be a learner that adopts at its own times, so the ranks would diverge. Wrappers are found by class name:
+    this needs no import of torch.distributed's or DeepSpeed's classes."""
     kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
     wrapped = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
     if wrapped:
@@ -63,24 +60,24 @@ def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
     return device
 
 
-def refuse_strange_optimizer(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-    """What trains must be what travels: a parameter that one of them knows and the other does not would silently drift."""
+def refuse_mismatched_optimizer(model: nn.Module, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    """The trained parameters must be the exchanged ones: a parameter in only one of the two would silently diverge."""
     held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
     strange = {id(tensor) for tensor in held} - {id(tensor) for tensor in model.parameters()}
     if strange:
-        raise ConfigError(f"the optimizer holds {len(strange)} parameters that are not of the model: join with the whole model")
+        raise ConfigError(f"the optimizer has {len(strange)} parameters that the model has not; join with the whole model")
     addresses = {tensor.data_ptr() for tensor in held}  # tied weights may be two objects on one memory
     for name, tensor in tensors.items():
         if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.data_ptr() not in addresses:
             raise ConfigError(
-                f"parameter {name} trains and is not in the optimizer: add it, or freeze it with requires_grad_(False)"
+                f"parameter {name} requires grad and is not in the optimizer; add it, or freeze it with requires_grad_(False)"
             )
     refuse_untransferable(optimizer)
 
 
 def refuse_untransferable(optimizer: torch.optim.Optimizer) -> None:
-    """A learner that recovers is given a peer's optimiser state, as plain values and tensors, never as code."""
-    settle_numbers(optimizer)
+    """A recovering learner receives a peer's optimiser state as plain values and tensors, never as code."""
+    use_plain_floats(optimizer)
     refuse_unserialisable(optimizer)
 
 
@@ -88,32 +85,21 @@ def refuse_unfit_run(config: Config) -> None:
     p = config.protocol
     if config.model.name != CUSTOM:
         raise ConfigError(
-            f"key model.name = {config.model.name!r}: this run builds its model itself, join it with `atoll learner`; for a "
-            f"model of your own the syncer's recipe says model.name = 'custom'"
+            f"key model.name = {config.model.name!r}: this run builds its own model; join it with `atoll learner`, or set "
+            f"model.name = 'custom' in the syncer's recipe to train yours"
         )
     if p.contribution == "gradient":
         raise ConfigError(
-            "key protocol.contribution = 'gradient': data-parallel steps with the recipe's optimiser on the syncer, not with "
-            "yours; choose a preset that averages weights"
+            "key protocol.contribution = 'gradient': data-parallel training steps with the recipe's optimiser on the syncer, "
+            "not with yours; choose a preset that averages weights"
         )
     if p.freeze_not_due:
-        raise ConfigError("key protocol.freeze_not_due = true: a loop of your own decides itself what it trains; set it to false")
+        raise ConfigError("key protocol.freeze_not_due = true: your own loop chooses what it trains; set it to false")
 
 
-# ---------------------------------------------------------------- hands
-
-
-
-
-
-
-def settle_numbers(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler that computes with numpy leaves numpy's kind of float behind, which no message knows: same value, plain."""
+def use_plain_floats(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler that computes with numpy leaves numpy floats behind, which messages cannot carry."""
     for group in optimizer.param_groups:
         for key, value in group.items():
             if isinstance(value, float) and type(value) is not float:
                 group[key] = float(value)
-
-
-
-

@@ -13,13 +13,13 @@ from atoll.executor.learner import TensorLearner
 from atoll.protocol.interface import Payload
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Effect, Event, LoadState, Message, RecordState, Send, StateTransfer
-from atoll.runtime.join.checks import settle_numbers
+from atoll.runtime.join.checks import use_plain_floats
 from atoll.tasks.task import Task
 from atoll.tensors.layout import Layout
 
 
 def task_of(config: Config, layout: Layout) -> Task:
-    """A loop of the user's own draws, trains and evaluates by itself: of a workbench only the layout is left."""
+    """A user's own loop draws data, trains and evaluates by itself, so only the task's layout is used."""
 
     def never(*_: Any) -> NoReturn:
         raise AssertionError("a loop of the user's own trains itself")
@@ -28,8 +28,8 @@ def task_of(config: Config, layout: Layout) -> Task:
 
 
 class UserExecutor:
-    """A TensorLearner's hands on what a user brought. A peer gives its optimiser's state, never its learning rate or other
-    choices: those are the user's, and a scheduler's."""
+    """A TensorLearner on a user's model and optimiser. A peer's optimiser state is taken over without its learning rate and
+    other options: the user and a scheduler set those."""
 
     def __init__(self, inner: TensorLearner, tensors: Mapping[str, Tensor]) -> None:
         self._inner = inner
@@ -37,7 +37,7 @@ class UserExecutor:
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         if isinstance(effect, RecordState):
-            settle_numbers(self._inner.optimizer)
+            use_plain_floats(self._inner.optimizer)
         if not isinstance(effect, LoadState):
             return self._inner.execute(effect, payload)
         chosen = [_choices(group) for group in self._inner.optimizer.param_groups]
@@ -47,8 +47,8 @@ class UserExecutor:
         return events
 
     def inspect(self, body: Message, payload: Payload) -> Reason | None:
-        """Learners may bring different optimisers. A state that does not fit costs the transfer only: the syncer then lets
-        this learner begin from Theta, with an optimiser state of its own."""
+        """Learners may have different optimisers. A state that does not fit costs only the transfer: this learner then starts
+        from Theta, with a fresh optimiser state."""
         if isinstance(body, StateTransfer):
             misfit = _misfit(payload.content, self._tensors, self._inner.optimizer)
             return None if misfit is None else Reason(Why.POISONED, misfit)
@@ -56,7 +56,7 @@ class UserExecutor:
 
     def payload_for(self, send: Send) -> Payload | None:
         if isinstance(send.envelope.body, StateTransfer):
-            settle_numbers(self._inner.optimizer)
+            use_plain_floats(self._inner.optimizer)
         return self._inner.payload_for(send)
 
 

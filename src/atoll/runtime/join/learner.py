@@ -1,13 +1,13 @@
-"""`atoll.join`: a training loop of anybody's own becomes a learner. Three lines of it change.
+"""`atoll.join`: a user's training loop becomes a learner. Three lines of it change.
 
     with atoll.join("syncer.example:7077", model, optimizer) as learner:
         for batch in learner.shard(dataset):
             loss = compute(model, batch); loss.backward(); optimizer.step(); optimizer.zero_grad()
             learner.step(tokens=batch.numel(), loss=loss)
 
-The loop stays the user's: model, optimiser, precision, schedule and data. Weights and buffers are changed in place, and only
-inside `step` (and once inside `with`, when Theta is taken over). What happens there is what happens at every learner's
-step boundary: the same machine decides, the same hands carry it out, in the caller's thread.
+Model, optimiser, precision, schedule and data stay the user's. Weights and buffers are changed in place, and only inside `step`
+(and once inside `with`, when Theta is loaded). `step` does what every learner does at a step boundary: the same machine decides
+and the same executor acts, in the caller's thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from atoll.protocol.vocabulary import InnerStep, StepDone
 from atoll.runtime.join import checks
 from atoll.runtime.join.executor import UserExecutor, task_of
 from atoll.runtime.join.upload import agree_on_model
-from atoll.runtime.learner.address import Address, address_of, ask_for_place, own_directory
+from atoll.runtime.learner.address import Address, address_of, own_directory, request_place
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.snapshots import LearnerSnapshots
 from atoll.runtime.loop import LoopThread
@@ -51,7 +51,7 @@ from atoll.workload.data.deal import Deal
 log = logging.getLogger("atoll.learner")
 
 SKIPS_MAX: Final = 100
-"""Optimiser steps in a row that a gradient scaler may skip. It halves its scale each time: so many are no overflow any more."""
+"""Optimiser steps in a row that a gradient scaler may skip. It halves its scale each time, so more are not due to overflow."""
 
 
 def join(
@@ -59,27 +59,27 @@ def join(
     keys: str | Path | None = None, name: str | None = None, run: str = "", wants: int = -1, out: str | Path | None = None,
     listen: str = "127.0.0.1:0", advertise: str = "", insecure: bool = False,
 ) -> Learner:  # fmt: skip
-    """A learner of the run at `syncer`, to be entered by `with`. Raises UserError where this loop cannot be one.
+    """A learner of the run at `syncer`, to be used in a `with` statement. Raises UserError if this loop cannot be one.
 
-    `token`: the join token, or the Path of a file that holds it; by default the one in `keys`, else ATOLL_TOKEN.
-    `keys`: folder with certificates, made by `atoll keys`; by default ATOLL_KEYS. `name`: whose certificate of it.
-    `run`: join only this run. `wants`: the learner id to ask for. `out`: where tape and snapshots go.
-    `listen`: where peers that recover are served, "" serves nobody; `advertise`: what they are told to dial.
-    `insecure`: talk in the clear to another machine.
+    `token`: the join token, or the Path of a file with it; by default the one in `keys`, else ATOLL_TOKEN.
+    `keys`: the folder with certificates that `atoll keys` made; by default ATOLL_KEYS. `name`: the certificate to use.
+    `run`: join only this run. `wants`: the learner id to ask for. `out`: the folder for tape and snapshots.
+    `listen`: where recovering peers are served, "" for nowhere; `advertise`: the address that they dial.
+    `insecure`: allow an unencrypted connection to another machine.
     """
     plain = checks.unwrapped_model(model)
     inner = checks.unwrapped_optimizer(optimizer)
     checks.refuse_many_ranks(plain)
     tensors = named_tensors(plain)
     checks.device_of(tensors)
-    checks.refuse_strange_optimizer(plain, tensors, inner)
+    checks.refuse_mismatched_optimizer(plain, tensors, inner)
     folder = Path(keys) if keys is not None else None
     address = address_of(syncer, token, folder, name, run, listen, advertise, insecure)
     return Learner(address, plain, inner, wants=wants, out=Path(out) if out is not None else None)
 
 
 class Learner:
-    """Made by `join`, alive inside `with`. All of it is for the one thread that trains."""
+    """Made by `join`, usable inside `with`. Only the training thread may call it."""
 
     def __init__(
         self, address: Address, model: nn.Module, optimizer: torch.optim.Optimizer, *, wants: int = -1, out: Path | None = None
@@ -100,13 +100,13 @@ class Learner:
         self._began = 0
         self._step_nanos = 0
         self._completed = 0
-        self._inside = 0
+        self._nesting = 0
         self._skipped = 0
         self._attached = False
         self._checked = False
-        self._counted = _Counted()
+        self._counts = _StepCounts()
 
-    # ------------------------------------------------------------ where the run stands
+    # ------------------------------------------------------------ progress of the run
 
     @property
     def over(self) -> bool:
@@ -115,13 +115,12 @@ class Learner:
 
     @property
     def outer_step(self) -> OuterStep:
-        """The run's, as far as this learner had heard of it at its last step."""
+        """The run's outer step, as this learner knew it at its last step."""
         return self._outer_step
 
     @property
     def progress(self) -> float:
-        """0 to 1: how much of the run is done. A schedule that follows it is the same for all learners, fast or slow, and
-        for one that comes late."""
+        """The share of the run that is done, 0 to 1. A schedule that follows it is the same for fast, slow and late learners."""
         return 1.0 if self._current is None else min(1.0, self._outer_step / self.config.total_steps)
 
     @property
@@ -131,41 +130,41 @@ class Learner:
     # ------------------------------------------------------------ steps
 
     def step(self, tokens: int = 0, loss: Tensor | float | None = None, samples: int | None = None) -> bool:
-        """Call it after every `optimizer.step()`, or `scaler.step(optimizer)`. Weights may change in here.
+        """Call it after every `optimizer.step()`, or `scaler.step(optimizer)`. It may change weights.
 
-        `tokens` and `samples` are what the step was taken over: a learner weighs in a merge by them. True: it counted. False:
-        the scaler skipped the step (its gradients overflowed), so nothing was trained and nothing is reported, or the run
-        is over.
+        `tokens` and `samples` are the data of this step; a learner's weight in a merge follows from them. Returns True if the
+        step counted. False: the scaler skipped the step (its gradients overflowed), so nothing was trained or reported; or the
+        run is over.
         """
         if self._attached:
-            raise UserError("learner.step: this learner is attached, its optimiser reports by itself; call learner.count instead")
+            raise UserError("learner.step: this learner is attached, so its optimiser reports steps; call learner.count instead")
         self.count(tokens, loss, samples)
         return self._boundary()
 
     def count(self, tokens: int = 0, loss: Tensor | float | None = None, samples: int | None = None) -> None:
-        """Adds to what the next completed step is reported with: for micro-batches, and for loops that are not yours."""
+        """Adds to the counts of the next completed step: for micro-batches, and for trainers that own the loop."""
         if tokens < 0 or (samples or 0) < 0:
             raise UserError(f"learner.count: tokens = {tokens}, samples = {samples}: neither can be negative")
-        self._counted.add(int(tokens), loss, samples)
+        self._counts.add(int(tokens), loss, samples)
 
     def attach(self) -> None:
-        """From now on every completed optimiser step reports itself, with what was `count`ed: for trainers that own the loop.
-        Weights then change at the end of `optimizer.step()`, which a trainer's loop cannot tell from the step itself."""
+        """From now on every completed optimiser step is reported automatically, with the counts of `count`: for trainers that
+        own the loop. Weights then change at the end of `optimizer.step()`; to a trainer's loop this is part of the step."""
         self._attached = True
 
     def leave(self, reason: str = "asked to leave") -> None:
-        """Go on until what was trained is merged (at most limits.leave_seconds), then be `over`. Asked twice: at once. May be
-        called by a signal handler."""
+        """Trains on until its work is merged (at most limits.leave_seconds), then is `over`. A second call leaves at once. A
+        signal handler may call it."""
         self._live.leave(reason)
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        self._inside += 1
+        self._nesting += 1
 
     def _step_ended(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """A scaler that finds Inf does not call the optimiser at all; a fused one is called, and skips by this flag. An
-        optimiser that calls its parent's step brings us here twice: the step is done when the outermost is."""
-        self._inside -= 1
-        if self._inside > 0:
+        """A scaler that finds Inf does not call the optimiser; a fused optimiser is called and skips by this flag. An optimiser
+        that calls its parent's `step` runs this hook twice: the step is done when the outermost call is."""
+        self._nesting -= 1
+        if self._nesting > 0:
             return
         found = getattr(optimizer, "found_inf", None)
         if found is None or not bool(found):
@@ -174,8 +173,8 @@ class Learner:
             self._boundary()
 
     def _boundary(self) -> bool:
-        completed, self._completed, self._inside = self._completed, 0, 0
-        counted, self._counted = self._counted, _Counted()
+        completed, self._completed, self._nesting = self._completed, 0, 0
+        counts, self._counts = self._counts, _StepCounts()
         if self.over:
             self._current = None
             return False
@@ -189,12 +188,12 @@ class Learner:
             self._check_first_step()
         self._refuse_unfrozen()
         self._step_nanos = time.monotonic_ns() - self._began
-        self._live.step_done(StepDone(counted.tokens, counted.samples, self._step_nanos, counted.mean_loss()))
+        self._live.step_done(StepDone(counts.tokens, counts.samples, self._step_nanos, counts.mean_loss()))
         self._take_next()
         return True
 
     def _take_next(self) -> None:
-        """Waits only where the preset is defined to; that is not this step's time."""
+        """Waits only if the preset requires it; that time is not part of the step."""
         self._current = self._live.next_step()
         self._began = time.monotonic_ns()
         if self._current is not None:
@@ -204,28 +203,28 @@ class Learner:
         self._skipped += 1
         if self._skipped > SKIPS_MAX:
             raise RunFailed(
-                f"no optimiser step completed in {SKIPS_MAX} tries: either optimizer.step() is not called before "
-                f"learner.step(), or the gradients hold NaN or Inf whatever the scale"
+                f"no optimiser step completed in {SKIPS_MAX} attempts: either optimizer.step() is not called before "
+                f"learner.step(), or the gradients are NaN or Inf at every scale"
             )
 
     def _check_first_step(self) -> None:
-        """What could not be seen at the door: optimisers make their state in the first step, and trainers move models."""
+        """Checks that `join` could not make: optimisers create their state in the first step, and trainers move models."""
         self._checked = True
         checks.refuse_untransferable(self._optimizer)
         now, device = named_tensors(self._model), self._device
         for name, tensor in self._tensors.items():
             if now.get(name) is not tensor or tensor.device != device:
                 raise ConfigError(
-                    f"{name} was replaced or moved after atoll.join: bring the model to its device and dtype first, then join"
+                    f"{name} was replaced or moved after atoll.join: move the model to its device and dtype first, then join"
                 )
 
     def _refuse_unfrozen(self) -> None:
-        """Fragments were cut at the door. What was frozen then is in none: it would train here and never travel."""
+        """Fragments were cut in `join`, without the frozen parameters: one that is unfrozen later would train here only."""
         for name, tensor in self._frozen.items():
             if tensor.requires_grad:
                 raise ConfigError(
-                    f"parameter {name} was frozen at atoll.join and trains now, which would stay on this learner: unfreeze it "
-                    f"before atoll.join, on every learner, or leave it frozen"
+                    f"parameter {name} was frozen in atoll.join and trains now, but is not exchanged: unfreeze it before "
+                    f"atoll.join, on every learner, or leave it frozen"
                 )
 
     # ------------------------------------------------------------ data
@@ -233,24 +232,24 @@ class Learner:
     def shard(
         self, dataset: Any, batch_size: int | None = None, collate: Callable[[list[Any]], Any] = default_collate
     ) -> Iterator[Any]:
-        """Batches of this learner's share until the run is over: no other learner is given the same, and a learner that is
-        lost has its share given to others. `inner.accumulate` of the recipe is how many batches make one step. A step that
-        a scaler skipped is tried again with the same batches."""
+        """Batches of this learner's share until the run is over. No other learner gets the same batches, and the share of a lost
+        learner goes to others. One step takes `inner.accumulate` batches. A step that a scaler skipped is repeated with the same
+        batches."""
         deal, size = self._deal(dataset), batch_size or self.config.data.batch_size
         if size < 1:
             raise UserError(f"learner.shard: batch_size = {batch_size}: must be at least 1")
         return self._batches(dataset, deal, size, collate)
 
     def subset(self, dataset: Any) -> Subset[Any]:
-        """This learner's share as a dataset, for data loaders with workers and trainers that bring their own: disjoint from
-        the shares of others with ids below the recipe's `learners`, but fixed, whoever comes and goes."""
+        """This learner's share as a dataset, for data loaders with workers and for trainers with their own loaders. It is
+        disjoint from the shares of the other ids below the recipe's `learners`, and fixed: it does not follow the membership."""
         return Subset(dataset, self._deal(dataset).hand(self.id, 0).tolist())
 
     def _deal(self, dataset: Any) -> Deal:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise DataError(
-                f"a {type(dataset).__name__} has no length and no [index], so its samples cannot be dealt out: shard it yourself "
-                f"by learner.id and loop `while not learner.over`"
+                f"a {type(dataset).__name__} has no length and no [index], so its samples cannot be divided: shard it by "
+                f"learner.id and loop `while not learner.over`"
             )
         return Deal(len(dataset), self.config.seed, self.config.learners)
 
@@ -260,30 +259,30 @@ class Learner:
             skipped = self._skipped
             for micro in range(count):
                 indices = deal.batch(step.stream, step.batch * count + micro, size)
-                self._counted.dealt += len(indices)
+                self._counts.dealt += len(indices)
                 yield collate([dataset[i] for i in indices])
                 if self._current is not step and micro + 1 < count and not self.over:
                     raise UserError(
-                        f"an optimiser step after {micro + 1} batches: the recipe's inner.accumulate = {count} batches make one"
+                        f"an optimiser step after {micro + 1} batches: one step is inner.accumulate = {count} batches"
                     )
             if self._current is step and self._attached:
                 self._skip()
             elif self._current is step and self._skipped == skipped:
                 raise UserError(
-                    "another batch was asked for before learner.step(): call it after each optimizer.step(); to accumulate "
+                    "the loop took another batch before learner.step(): call it after each optimizer.step(); to accumulate "
                     "gradients over several batches, set inner.accumulate in the syncer's recipe"
                 )
 
-    # ------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------ joining and leaving
 
     def __enter__(self) -> Learner:
-        """Returns with Theta in the model, ready for the first step: that is joining, not waiting."""
+        """Returns with Theta in the model, ready for the first step."""
         self._frozen = frozen_parameters(self._model)
-        frozen = frozen_digest(self._model)  # before a place is asked for: a big one takes longer than a place is kept free
+        frozen = frozen_digest(self._model)  # before the request: a large model takes longer than a place stays reserved
         with contextlib.ExitStack() as stack:
             loop = LoopThread()
             stack.callback(loop.stop)
-            placement: Placement = loop.run(ask_for_place(self._address, self._wants, random.Random()))
+            placement: Placement = loop.run(request_place(self._address, self._wants, random.Random()))
             self.config = from_builtins(placement.config)
             checks.refuse_unfit_run(self.config)
             layout = layout_for(self.config, self._model)
@@ -303,7 +302,7 @@ class Learner:
             self._live = LiveLearner(self._address, placement, executor, tape=tape, loop=loop.loop)
             self._live.start()
             stack.callback(self._live.close)
-            stack.push(self._go)
+            stack.push(self._leave_on_exit)
             log.info("learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
             self._take_next()
             stack.callback(self._optimizer.register_step_pre_hook(self._step_begins).remove)
@@ -314,9 +313,9 @@ class Learner:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._at_exit.__exit__(kind, error, trace)
 
-    def _go(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """After an exception at once: nobody knows what the weights are now. Else what is staged may still be pulled; but no
-        step boundary comes any more, so there is nothing to wait for beyond the rounds that are in flight."""
+    def _leave_on_exit(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """After an exception it leaves at once, because the weights may be in any state. Otherwise staged copies may still be
+        pulled; but no step boundary follows, so it waits no longer than for the rounds in flight."""
         live, self._current = self._live, None
         if live.over:
             return
@@ -339,8 +338,8 @@ class Learner:
             again.join()
 
 
-class _Counted:
-    """What is known of the step that is being trained."""
+class _StepCounts:
+    """Counts and losses of the current step."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -360,7 +359,7 @@ class _Counted:
         return self.dealt if self._samples is None else self._samples
 
     def mean_loss(self) -> float | None:
-        """Read from the device only here, once a step. NaN is no number to report: the weights will tell, and be refused."""
+        """Reads from the device only here, once per step. NaN is not reported: the weights show it, and are refused."""
         if not self._losses:
             return None
         mean = sum(float(loss) for loss in self._losses) / len(self._losses)
@@ -368,7 +367,7 @@ class _Counted:
 
 
 def _new_tape(directory: Path, placement: Placement, config: Config, device: torch.device) -> TapeWriter:
-    """Without tensors: a loop of the user's own replays its decisions only."""
+    """Without tensors: for a user's own loop only the decisions can be replayed."""
     header = Header(
         config=msgspec.to_builtins(config), code_version=code_version(), data_fingerprint="",
         threads=torch.get_num_threads(), dtype=config.model.dtype, device=str(device), torch_version=str(torch.__version__),

@@ -1,4 +1,4 @@
-"""How a loop of the user's own finds its way into a run: address, token and certificates, and the model it brings."""
+"""Uploads a user's model to the syncer, or checks that it equals the one uploaded before."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ UPLOAD_BYTES_PER_SECOND_LEAST: Final = 1e6
 async def agree_on_model(
     address: Address, placement: Placement, layout: Layout, tensors: Mapping[str, Tensor], frozen: str
 ) -> None:
-    """The first learner brings the model's shapes and weights. Whoever else thought to be the first is told what was there
-    before, so the answer is what counts, for both. `frozen` is the digest of what does not travel."""
+    """The first learner uploads the model's shapes and weights. If two learners upload at once, the syncer answers both with the
+    digest of the first, so both compare with the answer. `frozen` is the digest of the parameters that are not exchanged."""
     digest = placement.layout
     if placement.needs_model:
         params = [read_params(tensors, fragment).cpu() for fragment in layout.fragments]
@@ -38,18 +38,18 @@ async def agree_on_model(
     travels, _, frozen_there = digest.partition(AND_FROZEN)
     if travels != layout.fingerprint:
         raise ConfigError(
-            "the model here is not the one this run trains: another learner brought one whose tensors have other names, shapes "
-            "or dtypes; build the same model, or start a run of its own"
+            "the model here is not the one that this run trains: its tensors have other names, shapes or dtypes; build the same "
+            "model, or start another run"
         )
-    if frozen and not frozen_there:  # an older Atoll brought the model, or keeps it: nobody could come back to such a run
+    if frozen and not frozen_there:  # uploaded by an older Atoll; an error would keep learners out of that run for good
         log.warning(
-            "this run was not told of its model's frozen part (requires_grad=False), so it is not compared: see to it that it is "
-            "the same on every learner"
+            "this run has no digest of its model's frozen part (requires_grad=False), so it is not compared: make sure that it "
+            "is the same on every learner"
         )
     elif frozen != frozen_there:
         raise ConfigError(
-            "the frozen part of the model here (requires_grad=False) is not the one this run trains with, and it does not "
-            "travel; load the same weights, in the same dtype, into the frozen part on every learner, before atoll.join"
+            "the frozen part of the model here (requires_grad=False) differs from that of this run, and it is not exchanged; "
+            "load the same weights, in the same dtype, into the frozen part on every learner, before atoll.join"
         )
 
 
@@ -60,11 +60,7 @@ async def upload_model(address: Address, placement: Placement, data: Sequence[An
     seconds = UPLOAD_SECONDS + sum(memoryview(part).nbytes for part in data) / UPLOAD_BYTES_PER_SECOND_LEAST
     try:
         return await upload(address.syncer, "Upload", metadata, data, address.credentials, seconds)
-    except Refused as no:
-        raise UserError(f"syncer {address.syncer}: refuses this model: {no.reason}") from None
+    except Refused as refusal:
+        raise UserError(f"syncer {address.syncer}: refuses this model: {refusal.reason}") from None
     except LinkFailed as error:
-        raise RunFailed(f"syncer {address.syncer}: the model could not be brought: {error}") from None
-
-
-
-
+        raise RunFailed(f"syncer {address.syncer}: the model could not be uploaded: {error}") from None

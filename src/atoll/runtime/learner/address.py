@@ -1,4 +1,4 @@
-"""How a learner finds its run: addresses, token and certificates, and the place the syncer gives it."""
+"""How a learner reaches its run: addresses, token, certificates, and the request for a place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ log = logging.getLogger("atoll.learner")
 
 @dataclass(frozen=True)
 class Address:
-    """How to reach the syncer, and how to be reached by peers that recover."""
+    """How to reach the syncer, and how recovering peers reach this learner."""
 
     syncer: str
     token: str
@@ -39,37 +39,37 @@ class Address:
     peer_credentials: ClientCredentials | None = None
     server_credentials: ServerCredentials | None = None
     listen: str = ""
-    """Where peers are served; empty: they are not, and recover from others."""
+    """Where recovering peers are served; empty: nowhere, and they recover from other learners."""
     advertise: str = ""
-    """What peers are told to dial; by default where we listen."""
+    """The address that peers dial; by default `listen`."""
     connections: int = 1
-    patience_seconds: float = 60.0
-    """How long to knock at first."""
-    give_up_seconds: float = 3600.0
-    """How long to train on without a syncer."""
+    join_timeout_seconds: float = 60.0
+    """How long to try to join."""
+    reconnect_timeout_seconds: float = 3600.0
+    """How long to go on training without a connection to the syncer."""
 
 
-async def ask_for_place(address: Address, wants: int, rng: random.Random) -> Placement:
-    """Knock until the syncer answers. A refusal that will not change is the user's to mend."""
-    backoff, said = Backoff(rng), ""
-    deadline = asyncio.get_running_loop().time() + address.patience_seconds
+async def request_place(address: Address, wants: int, rng: random.Random) -> Placement:
+    """Tries until the syncer answers. A final refusal is an error for the user."""
+    backoff, last_reason = Backoff(rng), ""
+    deadline = asyncio.get_running_loop().time() + address.join_timeout_seconds
     metadata = {"token": address.token} | ({"run": address.run} if address.run else {})
     request = msgspec.msgpack.encode(JoinRequest(wants=wants))
     while True:
         try:
             reply = await call(address.syncer, "Join", metadata, request, address.credentials)
             return msgspec.msgpack.decode(reply, type=Placement)
-        except Refused as no:
-            if not no.retry:
-                raise UserError(f"syncer {address.syncer}: refuses this learner: {no.reason}") from None
-            why = no.reason
+        except Refused as refusal:
+            if not refusal.retry:
+                raise UserError(f"syncer {address.syncer}: refuses this learner: {refusal.reason}") from None
+            why = refusal.reason
         except LinkFailed as error:
             why = str(error)
         if asyncio.get_running_loop().time() > deadline:
             raise UserError(f"syncer {address.syncer}: cannot be joined: {why}")
-        if why != said:
+        if why != last_reason:
             log.info("knocking at %s: %s", address.syncer, why)
-            said = why
+            last_reason = why
         await asyncio.sleep(backoff.next())
 
 
@@ -78,7 +78,7 @@ def own_directory(out: Path | None, placement: Placement) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {directory}: cannot be made a directory ({error.strerror})") from None
+        raise UserError(f"--out {directory}: the directory cannot be made ({error.strerror}); choose another") from None
     return directory
 
 
@@ -86,8 +86,8 @@ def address_of(
     syncer: str, token: str | Path | None, keys: Path | None, name: str | None, run: str, listen: str, advertise: str,
     insecure: bool, *, connections: int = 1, dash: str = "",
 ) -> Address:  # fmt: skip
-    """The environment speaks where an argument does not: a loop that runs in many places names neither in its source.
-    `dash` is how the caller spells its arguments: "--" on a command line."""
+    """ATOLL_KEYS and ATOLL_TOKEN are the defaults of `keys` and `token`, so that a script that runs at many sites need not
+    contain them. `dash` is how the caller spells its arguments: "--" on a command line."""
     if keys is None and os.environ.get("ATOLL_KEYS"):
         keys = Path(os.environ["ATOLL_KEYS"])
     for argument, value in (("syncer", syncer), ("listen", listen), ("advertise", advertise)):
@@ -99,7 +99,7 @@ def address_of(
     for argument, value in (("syncer", syncer), ("listen", listen)):
         if value and not is_loopback(value) and keys is None and not insecure:
             raise UserError(
-                f"{dash}{argument} {value}: goes beyond this machine; give {dash}keys, a folder that `atoll keys` made, or say "
+                f"{dash}{argument} {value}: is not a loopback address; give {dash}keys, a folder that `atoll keys` made, or "
                 f"{dash}insecure"
             )
     if listen and is_loopback(listen) and not is_loopback(syncer) and not advertise:

@@ -50,14 +50,8 @@ from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, dial
 
 log = logging.getLogger("atoll.learner")
 
-STOOD_SECONDS = 0.5
+STABLE_SECONDS = 0.5
 """A connection that lasted no longer was cut for what was said on it, and the next one will be too."""
-
-
-
-
-
-
 
 
 class LiveLearner:
@@ -86,8 +80,8 @@ class LiveLearner:
         self._rng = random.Random(f"{placement.run} {placement.learner} {placement.incarnation}")
         self._peers = Peers(self, address, placement, self._rng)
         self._limits = LinkLimits(connections=address.connections, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
-        self._turn = threading.Condition()
-        self._keeper: asyncio.Task[None] | None = None
+        self._condition = threading.Condition()
+        self._connection_task: asyncio.Task[None] | None = None
         self._next: InnerStep | None = None
         self._over = False
         self._error: Exception | None = None
@@ -102,9 +96,9 @@ class LiveLearner:
 
     def next_step(self) -> InnerStep | None:
         """The next inner step to take. None: the run is over, or this learner has left."""
-        with self._turn:
+        with self._condition:
             while self._next is None and not self._over:
-                self._turn.wait()
+                self._condition.wait()
             step, self._next = self._next, None
             if self._error is not None:
                 raise self._error
@@ -133,7 +127,7 @@ class LiveLearner:
         if link is None:
             return "not connected"
         up, down = link.bulk_bytes_per_second_up, link.bulk_bytes_per_second_down
-        shown = [f"{way} {rate / 1e6:.1f} MB/s" for way, rate in (("up", up), ("down", down)) if rate is not None]
+        shown = [f"{direction} {rate / 1e6:.1f} MB/s" for direction, rate in (("up", up), ("down", down)) if rate is not None]
         return ", ".join(shown) or "no transfer long enough to measure a rate"
 
     def _wait_for(self, work: Coroutine[Any, Any, None]) -> None:
@@ -147,9 +141,9 @@ class LiveLearner:
             self._end(None)
 
     def _end(self, error: Exception | None) -> None:
-        with self._turn:
+        with self._condition:
             self._over, self._error = True, error
-            self._turn.notify_all()
+            self._condition.notify_all()
         self._loop.call_soon_threadsafe(self._link_down.set)
 
     def _deadline(self) -> None:
@@ -164,9 +158,9 @@ class LiveLearner:
             case Send():
                 self._send(effect)
             case InnerStep():
-                with self._turn:
+                with self._condition:
                     self._next = effect
-                    self._turn.notify_all()
+                    self._condition.notify_all()
             case Refuse(peer=peer, reason=reason, disconnect=True):
                 log.warning("refused what %s said: %s", worker_name(peer), reason)
                 if peer == SYNCER and self._link is not None:
@@ -195,17 +189,17 @@ class LiveLearner:
 
     async def _start(self) -> None:
         await self._peers.start()
-        self._keeper = self._loop.create_task(self._keep_connected())
-        self._keeper.add_done_callback(self._keeper_ended)
+        self._connection_task = self._loop.create_task(self._keep_connected())
+        self._connection_task.add_done_callback(self._connection_task_ended)
 
-    def _keeper_ended(self, task: asyncio.Task[None]) -> None:
+    def _connection_task_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._end(error if isinstance(error, Exception) else RunFailed(str(error)))
 
     async def _keep_connected(self) -> None:
         """Dial, stay, and when the connection is gone dial again: the learner trains on meanwhile."""
-        backoff, said = Backoff(self._rng), ""
+        backoff, last_reason = Backoff(self._rng), ""
         away_since = self._loop.time()
         while not self._over:
             self._link_down.clear()
@@ -214,26 +208,26 @@ class LiveLearner:
                     self._address.syncer, self, peer="syncer", metadata=self._metadata(), limits=self._limits,
                     credentials=self._address.credentials,
                 )  # fmt: skip
-            except Refused as no:
-                if not no.retry:
-                    raise RunFailed(f"the syncer refuses this learner: {no.reason}") from None
-                why = no.reason
+            except Refused as refusal:
+                if not refusal.retry:
+                    raise RunFailed(f"the syncer refuses this learner: {refusal.reason}") from None
+                why = refusal.reason
             except LinkFailed as error:
                 why = str(error)
             else:
                 since = self._loop.time()
                 await self._link_down.wait()
                 away_since = self._loop.time()
-                if away_since - since > STOOD_SECONDS:
+                if away_since - since > STABLE_SECONDS:
                     backoff.reset()
                 elif not self._over:  # cut at once: a syncer that finds fault with what it hears must not be stormed
                     await asyncio.sleep(backoff.next())
                 continue
-            if self._loop.time() - away_since > self._address.give_up_seconds:
-                raise RunFailed(f"no syncer for {self._address.give_up_seconds:.0f} s: {why}")
-            if why != said:
+            if self._loop.time() - away_since > self._address.reconnect_timeout_seconds:
+                raise RunFailed(f"no syncer for {self._address.reconnect_timeout_seconds:.0f} s: {why}")
+            if why != last_reason:
                 log.info("not connected: %s", why)
-                said = why
+                last_reason = why
             await asyncio.sleep(backoff.next())
 
     def _metadata(self) -> dict[str, str]:
@@ -257,11 +251,11 @@ class LiveLearner:
             return
         if link.closed_here or self._over:
             self._queue.cancel()
-            self._is_lost(link, reason)
+            self._connection_lost(link, reason)
         else:
-            self._queue.finish(lambda: self._is_lost(link, reason))
+            self._queue.finish(lambda: self._connection_lost(link, reason))
 
-    def _is_lost(self, link: Link, reason: str) -> None:
+    def _connection_lost(self, link: Link, reason: str) -> None:
         if link is not self._link:
             return
         self._link = None
@@ -277,9 +271,9 @@ class LiveLearner:
         message = wire.from_head(head)
         body = message.envelope.body
         if isinstance(body, Ticket):
-            self._peers.learn_address(body.peer, message.address, body.ticket, message.key, body.patience)
+            self._peers.add_ticket(body.peer, message.address, body.ticket, message.key, body.patience)
         elif isinstance(body, Serve):
-            self._peers.expect(body.ticket, body.newcomer, message.key)
+            self._peers.allow_ticket(body.ticket, body.newcomer, message.key)
         await self.take(message.envelope, data, lambda: link is self._link)
 
     async def take(self, envelope: Any, data: memoryview | None, still: Callable[[], bool]) -> None:
@@ -300,9 +294,9 @@ class LiveLearner:
         self._over = True
         self._link_down.set()
         self._timer.stop()
-        if self._keeper is not None:
-            self._keeper.cancel()
-            await asyncio.gather(self._keeper, return_exceptions=True)
+        if self._connection_task is not None:
+            self._connection_task.cancel()
+            await asyncio.gather(self._connection_task, return_exceptions=True)
         if self._link is not None:
             try:
                 async with asyncio.timeout(GOODBYE_SECONDS):
@@ -316,7 +310,3 @@ class LiveLearner:
         if self._queue is not None:
             self._queue.cancel()
         await self._peers.stop()
-
-
-
-

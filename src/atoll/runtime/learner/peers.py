@@ -1,7 +1,7 @@
-"""Learner to learner: serving a peer's recovery, and asking a peer for its state. Both need a ticket of the syncer.
+"""Learner to learner: serves a peer's recovery, and requests a peer's state. Both need a ticket from the syncer.
 
-A newcomer dials the address that came with its ticket and shows the ticket's key; the peer was told of the same key by
-the syncer. Nobody else is answered.
+A newcomer dials the address that came with its ticket and presents the ticket's key; the syncer sent the same key to the
+peer. All other connections are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("atoll.learner")
 
 STATE_BYTES_MAX = 1 << 44
-"""Weights, anchors and moments of any model there is. A syncer's ticket vouches for who sends it."""
+"""Larger than the weights, anchors and moments of any model. A syncer's ticket authenticates the sender."""
 
 
 class PeerListener(Protocol):
@@ -52,7 +52,7 @@ class Peers:
     async def start(self) -> None:
         self._loop = asyncio.get_running_loop()
         if self._address.listen:
-            # a newcomer sends a request of a few bytes; what it is sent is a whole state
+            # a newcomer sends a request of a few bytes and receives a whole state
             limits = LinkLimits(payload_bytes_max=1 << 20, queue_bytes_max=STATE_BYTES_MAX)
             self._server = Server(self, self._admit, limits, self._address.server_credentials)
             bound = await self._server.start(self._address.listen)
@@ -68,14 +68,14 @@ class Peers:
         if self._server is not None:
             await self._server.stop(1.0)
 
-    # ------------------------------------------------------------ what the syncer says
+    # ------------------------------------------------------------ tickets from the syncer
 
-    def expect(self, ticket: int, newcomer: LearnerId, key: str) -> None:
+    def allow_ticket(self, ticket: int, newcomer: LearnerId, key: str) -> None:
         self._keys[ticket] = (newcomer, key)
         if len(self._keys) > 64:
             self._keys.popitem(last=False)
 
-    def learn_address(self, peer: LearnerId, address: str, ticket: int, key: str, patience: Nanos) -> None:
+    def add_ticket(self, peer: LearnerId, address: str, ticket: int, key: str, patience: Nanos) -> None:
         self._tickets[peer] = (address, ticket, key, patience)
 
     # ------------------------------------------------------------ sending, from any thread
@@ -98,11 +98,11 @@ class Peers:
                 before.cancel()
             self._dialling[peer] = self._loop.create_task(self._dial(peer, head))
         else:
-            self._learner.happen(ConnectionLost(peer, "nobody answers"))
+            self._learner.happen(ConnectionLost(peer, "there is no connection and no ticket"))
 
     async def _dial(self, peer: LearnerId, head: bytes) -> None:
         address, ticket, key, patience = self._tickets[peer]
-        why = "it serves no peers"
+        why = "this peer does not serve others"
         backoff, until = Backoff(self._rng), self._loop.time() + patience / SECOND
         while address:
             try:
@@ -114,9 +114,9 @@ class Peers:
                 )  # fmt: skip
                 link.send(head)
                 return
-            except Refused as no:
-                why = no.reason
-                if not no.retry:
+            except Refused as refusal:
+                why = refusal.reason
+                if not refusal.retry:
                     break
             except LinkFailed as error:
                 why = str(error)
@@ -144,7 +144,7 @@ class Peers:
         if before is not None:
             before.link.close("replaced by a newer connection")
             before.cancel()
-        self._links[peer] = MessageQueue(link, self._take, lambda error: self._bad(link, error))
+        self._links[peer] = MessageQueue(link, self._take, lambda error: self._reject(link, error))
 
     def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:
         queue = self._links.get(int(link.peer))
@@ -158,7 +158,7 @@ class Peers:
         if link.closed_here:
             queue.cancel()
             self._lost(queue, reason)
-        else:  # a state that came whole is worth reading, whatever became of whoever sent it
+        else:  # a state that arrived in full is used even if its sender is gone
             queue.finish(lambda: self._lost(queue, reason))
 
     def _lost(self, queue: MessageQueue, reason: str) -> None:
@@ -170,11 +170,11 @@ class Peers:
     async def _take(self, link: Link, head: bytes, data: memoryview | None) -> None:
         envelope = wire.from_head(head).envelope
         if envelope.sender != int(link.peer) or not isinstance(envelope.body, StateRequest | StateTransfer):
-            raise DataError(f"{type(envelope.body).__name__} of worker {envelope.sender} is not for a peer")
+            raise DataError(f"{type(envelope.body).__name__} from worker {envelope.sender} is not a message between learners")
         queue = self._links.get(int(link.peer))
         await self._learner.take(envelope, data, lambda: queue is not None and self._links.get(int(link.peer)) is queue)
 
-    def _bad(self, link: Link, error: BaseException) -> None:
-        """What a peer sends may cost its connection, never this learner."""
+    def _reject(self, link: Link, error: BaseException) -> None:
+        """Bad data from a peer ends its connection, never this learner."""
         log.warning("peer %s: refused: %s", link.peer, error)
         link.close(f"refused: {error}")

@@ -1,4 +1,4 @@
-"""A learner's process: ask the syncer for a place and the whole config, build what is trained, and train."""
+"""A learner's process: requests a place and the whole config from the syncer, builds the task, and trains."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from atoll.executor.learner import TensorLearner
 from atoll.executor.virtual_run import checked_device
 from atoll.ids import SECOND
 from atoll.protocol.vocabulary import Resumed, StepDone
-from atoll.runtime.learner.address import Address, ask_for_place, own_directory
+from atoll.runtime.learner.address import Address, own_directory, request_place
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.snapshots import LearnerSnapshots, learner_state_of
 from atoll.runtime.loop import LoopThread
@@ -35,7 +35,7 @@ from atoll.tasks.task import Task
 
 log = logging.getLogger("atoll.learner")
 
-SAY_EVERY_SECONDS = 10.0
+LOG_EVERY_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class WorkerOptions:
     resume: Path | None = None
     """This learner's part of a snapshot."""
     obey_stdin: bool = False
-    """A launcher holds the other end: it says `slow FACTOR`, and when it is gone so are we."""
+    """A launcher holds the other end: it sends `slow FACTOR`, and the learner leaves when the pipe closes."""
 
 
 def run_worker(options: WorkerOptions) -> None:
@@ -58,7 +58,7 @@ def run_worker(options: WorkerOptions) -> None:
     device = checked_device(options.device)
     loop = LoopThread()
     try:
-        placement: Placement = loop.run(ask_for_place(options.address, options.wants, random.Random()))
+        placement: Placement = loop.run(request_place(options.address, options.wants, random.Random()))
         config = from_builtins(placement.config)
         log.info("learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
         task = task_for_placement(config, placement, options.allowed)
@@ -70,7 +70,7 @@ def run_worker(options: WorkerOptions) -> None:
         resumed = Resumed(*learner_state_of(options.resume)) if options.resume is not None else None
         live = LiveLearner(options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop)
         try:
-            _train(live, executor, Brake(options.obey_stdin, lambda: live.leave("its launcher is gone")))
+            _train(live, executor, Slowdown(options.obey_stdin, lambda: live.leave("its launcher is gone")))
         finally:
             live.close()
             snapshots.close()
@@ -80,14 +80,14 @@ def run_worker(options: WorkerOptions) -> None:
 
 def task_for_placement(config: Config, placement: Placement, allowed: Collection[str]) -> Task:
     if config.model.name == CUSTOM:
-        raise UserError("this run's model is brought by its learners: join it from your own loop with atoll.join(...)")
+        raise UserError("model.name = 'custom': this run trains a user's model; join it from your own loop with atoll.join(...)")
     task = task_for(config, allowed)
     if task.layout.fingerprint != placement.layout:
-        raise UserError("the model built here has other tensors than the syncer's: install the same atoll and torch")
+        raise UserError("the model built here has other tensors than the syncer's; install the same atoll and torch")
     if task.tokenizer is not None and placement.tokenizer not in ("", task.tokenizer.fingerprint):
         raise UserError(
-            f"{said(config.data)} gives another tokenizer here than at the syncer, so tokens would mean something else: "
-            "bring the same text or file to both"
+            f"{said(config.data)} gives another tokenizer here than at the syncer, so the same ids would mean other tokens; "
+            "use the same text or file on both machines"
         )
     if task.fingerprint != placement.data_fingerprint:
         log.warning("the data here is not the syncer's (another Python or corpus): training goes on, replay will not")
@@ -102,8 +102,8 @@ def _header(placement: Placement, config: Config, task: Task, device: torch.devi
     )  # fmt: skip
 
 
-class Brake:
-    """What a launcher's chaos does to a learner's speed: every step takes `factor` times as long."""
+class Slowdown:
+    """The launcher's chaos plan slows a learner: every step takes `factor` times as long."""
 
     def __init__(self, obey_stdin: bool, orphaned: Callable[[], None]) -> None:
         self.factor = 1.0
@@ -119,13 +119,13 @@ class Brake:
                 self.factor = float(value)
         self._orphaned()
 
-    def hold(self, nanos: int) -> None:
+    def delay(self, nanos: int) -> None:
         if self.factor > 1.0:
             self._never.wait((self.factor - 1.0) * nanos / SECOND)
 
 
-def _train(live: LiveLearner, executor: TensorLearner, brake: Brake) -> None:
-    """Report, adopt what is due, inner step; for ever. The first two are the machine's, between two steps."""
+def _train(live: LiveLearner, executor: TensorLearner, slowdown: Slowdown) -> None:
+    """Report, adopt what is due, inner step, repeat. The machine does the first two between steps."""
 
     def asked(number: int, frame: FrameType | None) -> None:
         live.leave(f"asked to stop by {signal.Signals(number).name}")
@@ -133,14 +133,14 @@ def _train(live: LiveLearner, executor: TensorLearner, brake: Brake) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, asked)
     live.start()
-    said_at = time.monotonic()
+    logged_at = time.monotonic()
     while (step := live.next_step()) is not None:
         began = time.monotonic_ns()
         (done,) = executor.execute(step, None)
         assert isinstance(done, StepDone)
-        brake.hold(time.monotonic_ns() - began)
+        slowdown.delay(time.monotonic_ns() - began)
         live.step_done(msgspec.structs.replace(done, nanos=time.monotonic_ns() - began))
-        if time.monotonic() - said_at > SAY_EVERY_SECONDS:
-            said_at = time.monotonic()
+        if time.monotonic() - logged_at > LOG_EVERY_SECONDS:
+            logged_at = time.monotonic()
             loss = f"loss {done.loss:.4f}" if done.loss is not None else ""
             log.info("local step %d, outer step %d, %s; %s", step.local_step, step.outer_step, loss, live.rates())

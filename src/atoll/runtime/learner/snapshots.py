@@ -1,4 +1,4 @@
-"""A live learner's part of snapshots, written by a thread of its own."""
+"""A live learner's part of snapshots, written in its own thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atoll.store.snapshots import load_learner_part, read_manifest, syncer_root,
 
 
 class LearnerSnapshots:
-    """`put_learner` is given a copy of the state, taken at a step boundary; writing it holds nobody up."""
+    """`put_learner` receives a copy of the state from a step boundary; training does not wait while it is written."""
 
     def __init__(self, directory: Path, run: str, config: Config, resume: Path | None = None) -> None:
         self._directory = directory
@@ -27,12 +27,12 @@ class LearnerSnapshots:
         self._config = config
         self._resume = resume
         if resume is not None and (was := read_manifest(resume).config):
-            refuse_changed(was, config)  # the syncer was asked the same of its own part, and cannot see which this one is
+            refuse_changed(was, config)  # the syncer checks only its own part, and does not see this one
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writing: Future[None] | None = None
 
     def put_learner(self, snapshot: OuterStep, learner: LearnerId, learner_state: LearnerState, state: Any) -> None:
-        """A disk slower than the snapshots are asked for must not fill the memory with copies."""
+        """Skips a snapshot while the previous one is being written: a slow disk must not fill memory with copies."""
         if self._writing is not None and not self._writing.done():
             log.warning("snapshot %d: this learner's part is given up: the one before is still being written", snapshot)
             return
@@ -43,7 +43,7 @@ class LearnerSnapshots:
             keep = self._config.limits.snapshots_kept + 1  # the syncer may abandon the newest
             write_learner(
                 self._directory, snapshot, state, msgspec.json.encode(learner_state), keep, run=self._run,
-                config=msgspec.to_builtins(self._config), protect=sealed_beside(self._directory, self._run),
+                config=msgspec.to_builtins(self._config), protect=sealed_snapshots(self._directory, self._run),
             )  # fmt: skip
         except (AtollError, OSError) as error:
             log.error("snapshot %d: this learner's part is given up: %s", snapshot, error)
@@ -56,15 +56,15 @@ class LearnerSnapshots:
         self._thread.shutdown(wait=True)
 
 
-def sealed_beside(directory: Path, run: str) -> set[OuterStep]:
-    """Which snapshots the syncer keeps, for a learner that shares a run's folder with it: its parts of those are never pruned,
-    however many were abandoned since, and they are no more than the syncer's own limit. A learner elsewhere is not told, and
-    keeps the newest; without its part it joins a resumed run as a newcomer."""
+def sealed_snapshots(directory: Path, run: str) -> set[OuterStep]:
+    """The snapshots that the syncer keeps, for a learner in the same run folder. Its parts of those are never pruned, however
+    many snapshots were abandoned since; the syncer's own limit bounds them. A learner elsewhere does not see them and keeps its
+    newest parts; without its part it joins a resumed run as a newcomer."""
     if directory.absolute().parent.name != "learners":
         return set()
     sealed = set()
     for path in (syncer_root(directory.absolute().parents[1]) / "snapshots").glob("[0-9]*/manifest.json"):
-        with suppress(AtollError):  # one that is being removed, or is damaged: not to be resumed from
+        with suppress(AtollError):  # being removed, or damaged: a run cannot resume from it
             manifest = read_manifest(path.parent)
             if manifest.run == run and path.parent.name == str(manifest.snapshot):
                 sealed.add(manifest.snapshot)
@@ -72,6 +72,6 @@ def sealed_beside(directory: Path, run: str) -> set[OuterStep]:
 
 
 def learner_state_of(part: Path) -> tuple[OuterStep, LearnerState]:
-    """Where a learner stood, from its part of a snapshot."""
+    """The outer step and the state of a learner, from its part of a snapshot."""
     found = load_learner_part(part)
     return found.manifest.snapshot, msgspec.json.decode(found.machine_state, type=LearnerState)

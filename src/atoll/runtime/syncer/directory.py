@@ -1,12 +1,12 @@
-"""A syncer's directory, opened: its tape, versions, places and machine. One syncer at a time (a lock), and everything a
-killed one needs to go on is here.
+"""A syncer's open directory: its tape, versions, places and machine. A lock admits one syncer at a time. The directory holds
+everything that a restarted syncer needs.
 
-    run.tape          every event and what was decided; fsynced before anything is announced
+    run.tape          every event and its decisions; fsynced before anything is announced
     versions/         Theta, outer state and announced bytes, a file for each version of each fragment
     snapshots/        the syncer's part of snapshots
-    start/            what a resumed run began with
-    model.upload       a model that a learner brought
-    places.jsonl      which incarnations were given away        run.secret, token.key, token   private
+    start/            the versions that a resumed run started from
+    model.upload      the model that the first learner uploaded
+    places.jsonl      the incarnations given out so far        run.secret, token.key, token   private
     address           where it listens
 """
 
@@ -32,7 +32,7 @@ from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
 from atoll.runtime.clock import Clock, wall
 from atoll.runtime.syncer.places import Places, new_run_id, write_private
-from atoll.runtime.syncer.resume import TAPE, doubts, refuse_other_data, refuse_unfit
+from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other_data, resume_warnings
 from atoll.runtime.syncer.snapshots import SyncerSnapshots
 from atoll.store.durable import DurableVersions, lock_directory
 from atoll.store.model_upload import named_tensors_of, unpack_model
@@ -57,8 +57,7 @@ class Home:
         self, directory: Path, config: Config, task: Task | None, *, keys: Path | None = None,
         resume: Path | None = None, plan: Sequence[dict[str, object]] = (),
     ) -> None:  # fmt: skip
-        """`bench` is None for a custom model: learners have its code, we do not. `resume` is the syncer's part of a
-        snapshot."""
+        """`task` is None for a custom model, whose code only the learners have. `resume` is the syncer's part of a snapshot."""
         assert (task is None) == (config.model.name == CUSTOM)
         self.directory = directory
         self.config = config
@@ -71,7 +70,7 @@ class Home:
         self.executor: TensorSyncer | None = None
         self._locks = contextlib.ExitStack()
         self._locks.enter_context(lock_directory(directory))
-        self._books: SyncerState | None = None
+        self._restored: SyncerState | None = None
         self._starts = 0
         self._task = task
         if resume is not None:
@@ -80,12 +79,13 @@ class Home:
             self._reopen()
         else:
             self._create(resume, list(plan))
-        self.places = Places(directory, self.run, self._tokens(keys), config.limits.members_max, self._is_here, time.monotonic())
+        members_max, now = config.limits.members_max, time.monotonic()
+        self.places = Places(directory, self.run, self._tokens(keys), members_max, self._is_connected, now)
 
     # ------------------------------------------------------------ opening
 
     def _clear_false_start(self) -> None:
-        """A resumed run that failed before its first event (a port in use) has not begun: begin it anew."""
+        """A resumed run that failed before its first event (a port in use) has not begun: its files are removed."""
         if self.tape_path.exists():
             if any(not isinstance(r.event, Started) for r in Tape(self.tape_path).records()):
                 return
@@ -96,9 +96,9 @@ class Home:
     def _create(self, resume: Path | None, plan: list[dict[str, object]]) -> None:
         self.run, self.epoch = new_run_id(), wall()
         if resume is not None:
-            self._books = self._take_snapshot(resume)
+            self._restored = self._load_snapshot(resume)
         elif self._task is not None:
-            self._furnish(DurableVersions.create(self.directory, initial_versions(self._task)))
+            self._build_executor(DurableVersions.create(self.directory, initial_versions(self._task)))
         (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf8")
         if self._task is not None:
             write_tokenizer_file(self.directory, self._task)
@@ -112,24 +112,24 @@ class Home:
         self.tape.sync()
         self.clock = Clock(self.epoch)
 
-    def _take_snapshot(self, part: Path) -> SyncerState:
-        syncer_state = refuse_unfit(part, self.config)
+    def _load_snapshot(self, part: Path) -> SyncerState:
+        syncer_state = load_resumable_state(part, self.config)
         if self._task is not None:
             refuse_other_data(part, self._task)
-        for doubt in doubts(part, self.config, self._task):
-            log.warning(doubt)
+        for warning in resume_warnings(part, self.config, self._task):
+            log.warning(warning)
         snapshot = load_syncer(part)
         if self._task is None:
             uploaded = part / UPLOAD_FILE
             if not uploaded.exists():
-                raise DataError(f"snapshot {part}: holds no {UPLOAD_FILE}, which a custom model needs")
+                raise DataError(f"snapshot {part}: has no {UPLOAD_FILE}, which a custom model needs; choose another snapshot")
             (self.directory / UPLOAD_FILE).write_bytes(uploaded.read_bytes())
             self.layout, _, _ = unpack_model(self.config, memoryview(uploaded.read_bytes()))
         link_versions(snapshot.disk, self.directory)
         link_versions(snapshot.disk, self.directory / "start")
         disk = DurableVersions.open(self.directory)
         self._check_sizes(disk)
-        self._furnish(disk)
+        self._build_executor(disk)
         return syncer_state
 
     def _check_sizes(self, disk: DurableVersions) -> None:
@@ -142,10 +142,10 @@ class Home:
                 )
 
     def _reopen(self) -> None:
-        """Feed the tape to the machine: that is the state. What lies on disk besides is made to agree with it."""
+        """Feeds the tape to the machine, which gives the state. The other files are made to agree with it."""
         tape = Tape(self.tape_path)
         self.run, self.epoch = tape.header.run, tape.header.epoch
-        if from_builtins(tape.header.config) != self.config:  # as values: JSON knows no tuples, so plain ones never match
+        if from_builtins(tape.header.config) != self.config:  # decoded: JSON has no tuples, so raw dicts never match
             raise UserError(
                 f"directory {self.directory}: holds run {self.run} with another config; give the same recipe or another folder"
             )
@@ -169,16 +169,16 @@ class Home:
         if self.layout is not None:
             disk = DurableVersions.open(self.directory)
             disk.retain(self.machine.versions.all_kept_versions())
-            self._furnish(disk)
+            self._build_executor(disk)
 
-    def _furnish(self, disk: DurableVersions) -> None:
+    def _build_executor(self, disk: DurableVersions) -> None:
         assert self.layout is not None
         self.disk = disk
         snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
         self.executor = TensorSyncer(self.config, self.layout.fragments, disk, snapshots)
 
     def _tokens(self, keys: Path | None) -> JoinTokens:
-        """From `atoll keys`, or the run's own."""
+        """The secret of `atoll keys`, or the run's own."""
         if keys is not None and (keys / "token.key").exists():
             return JoinTokens.load(keys)
         path = self.directory / "token.key"
@@ -191,10 +191,10 @@ class Home:
     # ------------------------------------------------------------ while it runs
 
     def first_events(self) -> list[Event]:
-        restored = [Restored(self._books)] if self._books is not None else []
+        restored = [Restored(self._restored)] if self._restored is not None else []
         return [Started(self._starts), *restored]
 
-    def _is_here(self, learner: int) -> bool:
+    def _is_connected(self, learner: int) -> bool:
         member = self.machine.roster.get(learner)
         return member is not None and member.connected
 
@@ -203,7 +203,7 @@ class Home:
         return self.layout.fingerprint if self.layout is not None else ""
 
     def payload_bytes_max(self) -> int:
-        """Nobody may send more than a fragment in full."""
+        """The largest honest payload is one fragment in full."""
         if self.layout is None:
             return 1 << 20
         return 4096 + max(8 * f.numel + 4 * f.buffer_numel for f in self.layout.fragments)
@@ -215,15 +215,15 @@ class Home:
             Version(theta, extra, initial_state(rule, theta.numel()) if rule else None, None, theta, None)
             for theta, extra in zip(params, buffers, strict=True)
         ]
-        shutil.rmtree(self.directory / "versions", ignore_errors=True)  # of a model whose bringing was cut short
-        # The offer last: killed between the two, the syncer has no model yet and the next learner brings it again.
+        shutil.rmtree(self.directory / "versions", ignore_errors=True)  # of an upload that was interrupted
+        # The upload file is last: a syncer killed in between has no model yet, and the next learner uploads it again.
         disk = DurableVersions.create(self.directory, versions)
         write_file(self.directory / UPLOAD_FILE, [bytes(data)])
         self.layout = layout
-        self._furnish(disk)
+        self._build_executor(disk)
 
     def write_address(self, address: str) -> None:
-        """Whole or not at all: a launcher may be waiting for it."""
+        """Atomically: a launcher may be waiting for this file."""
         write_file(self.directory / "address", [address.encode()])
 
     def close(self, *, complete: bool) -> None:

@@ -1,8 +1,8 @@
-"""The syncer's door: who may join, under which id and incarnation, and what a learner is told when it is let in.
+"""Admission to a run: which processes may join, under which id and incarnation, and what an admitted learner receives.
 
-A token lets a process in once. It is then given a place (learner, incarnation) and a key for it, which it shows with
-every connection; the key is a function of the run's secret, so a syncer that comes back knows it again. Places are
-written down before they are given away: no two processes ever hold the same incarnation.
+A token admits a process once. The process then gets a place (learner, incarnation) and a key for it, which it presents with
+every connection. The key is a function of the run's secret, so a restarted syncer recognises it. A place is on disk before it
+is given out: no two processes ever have the same incarnation.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from atoll.transport import Refused
 from atoll.transport.keys import JoinTokens, random_token_secret, session_key, session_ok
 
 peer_log = rate_limited("atoll.syncer.peers")
-"""What peers make us say."""
+"""For lines that peers cause: rate limited."""
 
 PROTOCOL = 2
-"""Two ends that disagree on the words must not talk."""
-FRESH_SECONDS = 15.0
-"""A place given away, or whose process was here, is kept for it so long."""
+"""The version of the messages; both ends must have the same."""
+RESERVED_SECONDS = 15.0
+"""A place stays reserved this long after it was given out, or after its process disconnected."""
 SECRET_BYTES = 32
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL
     wants: int = -1
-    """The id this process would like, or -1."""
+    """The learner id that this process asks for, or -1 for any."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,10 +47,10 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     config: dict[str, Any]
     data_fingerprint: str
     layout: str
-    """Digest of the fragments, to be met by the learner's own; empty while nobody has brought a model."""
+    """Digest of the fragments, which the learner's own must equal; empty before a model is uploaded."""
     needs_model: bool = False
     tokenizer: str = ""
-    """Its fingerprint, to be met by the learner's own; empty where there is none."""
+    """Its fingerprint, which the learner's own must equal; empty if the run has no tokenizer."""
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -60,13 +60,13 @@ class Placed(msgspec.Struct, frozen=True):
 
 class Places:
     def __init__(
-        self, directory: Path, run: str, tokens: JoinTokens, members_max: int, is_here: Callable[[LearnerId], bool],
+        self, directory: Path, run: str, tokens: JoinTokens, members_max: int, is_connected: Callable[[LearnerId], bool],
         now: float = 0.0,
     ) -> None:  # fmt: skip
         self._run = run
         self._tokens = tokens
         self._members_max = members_max
-        self._is_here = is_here
+        self._is_connected = is_connected
         self._file = directory / "places.jsonl"
         self._secret = _secret(directory / "run.secret")
         self._last: dict[LearnerId, Incarnation] = {}
@@ -90,13 +90,13 @@ class Places:
             self._refuse("run", f"this is run {self._run}, not {metadata['run'][:80]}")
 
     def admit(self, metadata: Mapping[str, str]) -> Placed:
-        """A connection under a place that was given."""
+        """Checks a connection against the places given out."""
         try:
             placed = Placed(int(metadata.get("learner", "")), int(metadata.get("incarnation", "")))
         except ValueError:
             self._refuse("place", "a connection must name its learner and incarnation")
-        if not 0 <= placed.learner < self._members_max:  # below zero are the keys of tickets, which are no places
-            self._refuse("place", "a connection must name a learner that can be")
+        if not 0 <= placed.learner < self._members_max:  # negative ids are for the keys of tickets, which are not places
+            self._refuse("place", f"a connection must name a learner from 0 to {self._members_max - 1}")
         if metadata.get("run", "") != self._run:
             self._refuse("run", f"this is run {self._run}, not {metadata.get('run', '')[:80]!r}")
         if not session_ok(self._secret, placed.learner, placed.incarnation, metadata.get("key", "")):
@@ -112,7 +112,7 @@ class Places:
         raise Refused(reason, retry=retry)
 
     def ticket_key(self, ticket: int, newcomer: LearnerId) -> str:
-        """A peer's state is given to whoever shows this."""
+        """The key with which a newcomer gets a peer's state."""
         return session_key(self._secret, -2 - ticket, newcomer)
 
     # ------------------------------------------------------------ places
@@ -120,12 +120,12 @@ class Places:
     def place(self, wants: int, now: float) -> tuple[Placed, str]:
         learner = self._choose(wants, now)
         placed = Placed(learner, self._last.get(learner, -1) + 1)
-        self._write_down(placed)
+        self._append(placed)
         self._last[learner] = placed.incarnation
         self._given_at[learner] = now
         return placed, session_key(self._secret, placed.learner, placed.incarnation)
 
-    def _write_down(self, placed: Placed) -> None:
+    def _append(self, placed: Placed) -> None:
         before = self._file.stat().st_size if self._file.exists() else 0
         try:
             with self._file.open("ab") as file:
@@ -136,34 +136,34 @@ class Places:
             os.truncate(self._file, before)
             self._refuse("disk", "the syncer's disk is full", retry=True)
 
-    def touched(self, learner: LearnerId, now: float) -> None:
-        """Its connection opened or closed: who is away for a moment keeps its place."""
+    def touch(self, learner: LearnerId, now: float) -> None:
+        """Its connection opened or closed: a learner that is briefly disconnected keeps its place."""
         self._given_at[learner] = now
 
-    def left(self, learner: LearnerId) -> None:
+    def release(self, learner: LearnerId) -> None:
         self._given_at.pop(learner, None)
 
     def _choose(self, wants: int, now: float) -> LearnerId:
         if wants >= 0:
             if wants >= self._members_max:
                 self._refuse("id", f"learner {wants}: ids go from 0 to {self._members_max - 1} (limits.members_max)")
-            if self._is_here(wants):
-                self._refuse("id", f"learner {wants} is here already", retry=True)
+            if self._is_connected(wants):
+                self._refuse("id", f"learner {wants} is already connected", retry=True)
             return wants
         for learner in range(self._members_max):
-            taken = now - self._given_at.get(learner, -FRESH_SECONDS) < FRESH_SECONDS
-            if not taken and not self._is_here(learner):
+            taken = now - self._given_at.get(learner, -RESERVED_SECONDS) < RESERVED_SECONDS
+            if not taken and not self._is_connected(learner):
                 return learner
         self._refuse("id", f"all {self._members_max} places are taken (limits.members_max)", retry=True)
 
 
 def _placed(line: bytes, file: Path, number: int) -> Placed:
-    """To pass over a line that says nothing would give its incarnation away twice."""
+    """An unreadable line is an error: to skip it could give its incarnation out twice."""
     try:
         return msgspec.json.decode(line, type=Placed)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         right = 'must be such as {"learner":0,"incarnation":0}'
-        raise DataError(f"{file}, line {number}: is no place that was given away ({error}); {right}") from None
+        raise DataError(f"{file}, line {number}: is not a place ({error}); {right}") from None
 
 
 def _secret(path: Path) -> bytes:
@@ -173,7 +173,7 @@ def _secret(path: Path) -> bytes:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Only the owner may read it, from the first moment on; whole, or not at all."""
+    """Atomically, and never readable by others."""
     partial = path.with_name(path.name + ".partial")
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(file, "wb") as stream:

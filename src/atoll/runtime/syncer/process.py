@@ -191,7 +191,7 @@ class SyncerProcess:
             before.link.close("replaced by a newer connection")
             self._driver.happen(ConnectionLost(peer.learner, "replaced by a newer connection"))
         self._links[peer.learner] = peer
-        self._home.places.touched(peer.learner, self._loop.time())
+        self._home.places.touch(peer.learner, self._loop.time())
         self._driver.happen(Connected(peer.learner))
 
     def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:
@@ -214,7 +214,7 @@ class SyncerProcess:
             return  # replaced meanwhile, and told so
         del self._links[peer.learner]
         peer_log.info("%s: connection closed: %s", worker_name(peer.learner), reason)
-        self._home.places.touched(peer.learner, self._loop.time())
+        self._home.places.touch(peer.learner, self._loop.time())
         self._driver.happen(ConnectionLost(peer.learner, reason[:300]))
         self._heard(peer.learner)
 
@@ -288,7 +288,7 @@ class SyncerProcess:
                     peer.cut(f"refused: {reason}")
             case Membership(learner=learner, standing=standing, reason=reason):
                 if standing == LEFT:
-                    self._home.places.left(learner)
+                    self._home.places.release(learner)
                 peer_log.info("%s is %s: %s", worker_name(learner), standing, reason)
             case FixParticipants():
                 pass

@@ -1,4 +1,4 @@
-"""May a run go on from that snapshot? Asked by whoever starts it, before anything is built, and again where it is taken."""
+"""Checks that a run can resume from a snapshot: by the command before anything is built, and again by the syncer."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from atoll.tasks.task import Task
 TAPE: Final = "run.tape"
 
 
-def refuse_unfit(part: Path, config: Config) -> SyncerState:
-    """By what the syncer's part says of itself. Its books, which fit."""
+def load_resumable_state(part: Path, config: Config) -> SyncerState:
+    """The syncer state of a snapshot. Raises if the syncer's part does not fit this config."""
     found = load_syncer(part)
     if found.manifest.config:
         refuse_changed(found.manifest.config, config)
@@ -33,15 +33,15 @@ def refuse_unfit(part: Path, config: Config) -> SyncerState:
             f"snapshot {part}: has {len(syncer_state.kept)} fragments and the recipe {config.protocol.fragments}; "
             f"resume with the same model and fragmentation"
         )
-    last, most = max(_named(syncer_state), default=0), config.limits.members_max
+    last, most = max(_learners_in(syncer_state), default=0), config.limits.members_max
     if last >= most:
         named = f"the snapshot in {part} names learner {last}"
         raise ConfigError(f"key limits.members_max = {most}: {named}; give at least {last + 1}")
     return syncer_state
 
 
-def _named(syncer_state: SyncerState) -> Iterable[LearnerId]:
-    """Whose streams the books speak of: whoever goes on with a unit of one names it in every Hello."""
+def _learners_in(syncer_state: SyncerState) -> Iterable[LearnerId]:
+    """The learners whose streams the state mentions: a learner that continues a unit names its stream in every Hello."""
     yield from (learner for learner, _ in syncer_state.own_next)
     yield from (unit.stream for unit in syncer_state.pool)
     for lease in syncer_state.leases:
@@ -50,26 +50,27 @@ def _named(syncer_state: SyncerState) -> Iterable[LearnerId]:
 
 
 def refuse_other_data(part: Path, task: Task) -> None:
-    """Another tokenizer, and other data under another key. Under the same key it is a doubt, as for a syncer that comes back."""
+    """Refuses another tokenizer, and other data under a changed key. Under the same key, other data is a warning, as for a
+    restarted syncer."""
     refuse_other_tokenizer(home_of(part), task)
     manifest = read_manifest(part)
-    if manifest.config and _data_is_other(part, manifest, task):
+    if manifest.config and _data_differs(part, manifest, task):
         refuse_changed_data(manifest.config, task.config)
 
 
-def doubts(part: Path, config: Config, task: Task | None) -> list[str]:
-    """What is allowed and should be known: each a sentence."""
+def resume_warnings(part: Path, config: Config, task: Task | None) -> list[str]:
+    """Sentences about differences that are allowed."""
     manifest = read_manifest(part)
-    said = []
+    warnings = []
     if manifest.config and (sentence := reshuffled(manifest.config, config)):
-        said.append(sentence)
-    if task is not None and _data_is_other(part, manifest, task):
-        said.append("the data is not what the run that is resumed was trained on: its places in it name other samples now")
-    return said
+        warnings.append(sentence)
+    if task is not None and _data_differs(part, manifest, task):
+        warnings.append("the data differs from that of the resumed run: its positions now refer to other samples")
+    return warnings
 
 
-def _data_is_other(part: Path, manifest: Manifest, task: Task) -> bool:
-    """By the tape beside it. Where there is none, or a stranger's, nobody knows."""
+def _data_differs(part: Path, manifest: Manifest, task: Task) -> bool:
+    """By the tape beside the snapshot. False, for lack of evidence, if there is none or it is of another run."""
     with suppress(TapeError):
         header = Tape(home_of(part) / TAPE).header
         return header.run == manifest.run and header.data_fingerprint not in ("", task.fingerprint)

@@ -1,4 +1,4 @@
-"""Snapshots of a live run go to disk, off the path of training: the syncer's part by hard links, a learner's by a thread."""
+"""The syncer's part of a live run's snapshots: versions are hard-linked, so nothing is copied."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from atoll.store.snapshots import add_syncer_file, begin_syncer, seal_syncer
 log = logging.getLogger("atoll.snapshots")
 
 IN_FLIGHT_MAX = 10_000
-"""Messages noted for one snapshot."""
+"""Messages recorded for one snapshot."""
 
 
 class SyncerSnapshots:
-    """A snapshot that cannot be written is given up with a reason, and the run goes on."""
+    """A snapshot that cannot be written is abandoned with a reason in the log, and the run goes on."""
 
     def __init__(self, directory: Path, disk: DurableVersions, run: str, config: Config) -> None:
         self._directory = directory
@@ -55,9 +55,3 @@ class SyncerSnapshots:
             log.info("snapshot %d %s", snapshot, f"of {len(learners)} learners stands" if stands else "is abandoned")
         except (AtollError, OSError) as error:
             log.error("snapshot %d is given up: %s", snapshot, error)
-
-
-
-
-
-

@@ -25,7 +25,7 @@ def test_whole_line_that_is_no_place_is_refused_with_its_number(tmp_path: Path, 
     with pytest.raises(DataError) as caught:
         places(tmp_path)
     said = str(caught.value)
-    assert said.startswith(f"{file}, line 2: is no place that was given away") and "\n" not in said
+    assert said.startswith(f"{file}, line 2: is not a place") and "\n" not in said
     assert file.read_bytes() == content, "whoever mends it finds it as it was"
 
 

@@ -73,7 +73,7 @@ def test_text_that_changed_under_its_name_is_told(stopped: Stopped, caplog: pyte
     """As for a syncer that comes back to its own folder."""
     text(stopped.corpus, "tide")
     stopped.go_on()
-    assert "the data is not what the run that is resumed was trained on" in caplog.text
+    assert "the data differs from that of the resumed run" in caplog.text
 
 
 def test_another_number_of_learners_is_taken_and_told(stopped: Stopped, caplog: pytest.LogCaptureFixture) -> None:
