@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -107,3 +108,15 @@ impossible = mailbox.seal(-1, Slowed(-1, 0))
 assert [effect for effect in machine.on(Received(impossible, 0), 2) if isinstance(effect, Refuse)]
 assert machine.slowed == {0: 1}
 """)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def preset(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    return follow("Add a preset", tmp_path_factory.mktemp("preset"))
+
+
+def test_a_preset_touches_one_file_and_trains(preset: Followed) -> None:
+    assert preset.touched == {"src/atoll/config/presets.py"}
+    assert 'preset = "local_sgd"' in preset.output
+    summary = json.loads((preset.folder / "runs" / "local_sgd" / "summary.json").read_text(encoding="utf8"))
+    assert summary["loss_final"] < summary["loss_first"]
