@@ -104,7 +104,7 @@ class ScriptedLearner(LiveLearner):
         """As a learner's, but what was announced is not decoded: a benchmark of the syncer must not measure us."""
         if still() and not self._over:
             size = payload.nbytes if payload is not None else 0
-            self.happen(Received(envelope, size), Payload("fragment", size, None) if payload is not None else None)
+            self.dispatch(Received(envelope, size), Payload("fragment", size, None) if payload is not None else None)
 
 
 def run_learners(options: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ from atoll.executor.environment import use_threads
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import SYNCER as SYNCER_ID
 from atoll.protocol.vocabulary import Recovered, Stored
-from atoll.runtime.syncer.directory import Home
+from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.process import SyncerProcess
 from atoll.store.durable import DurableVersions
 from atoll.store.versions import Version
@@ -85,7 +85,7 @@ def parts_of(version: Version) -> Iterator[Tensor | None]:
         yield from (version.packet.codes, version.packet.scales)
 
 
-def books_of(home: Home, process: SyncerProcess) -> dict[str, int]:
+def books_of(home: SyncerDirectory, process: SyncerProcess) -> dict[str, int]:
     """Reaches into the parts: a benchmark may."""
     executor, disk = home.executor, home.disk
     assert isinstance(executor, TensorSyncer) and isinstance(disk, DurableVersions)
@@ -109,7 +109,7 @@ def be_the_syncer(options: argparse.Namespace) -> None:
     """The process of `atoll syncer` with a thread that measures it. The peak is written beside the tape."""
     use_threads(1)
     config = load(options.recipe)
-    home = Home(options.dir, config, language_task(config))
+    home = SyncerDirectory(options.dir, config, language_task(config))
     process = SyncerProcess(home, options.listen)
     fullest = 0
 
@@ -127,9 +127,9 @@ def be_the_syncer(options: argparse.Namespace) -> None:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, process.leave)
+        loop.add_signal_handler(signal.SIGTERM, process.stop)
         threading.Thread(target=point, daemon=True).start()
-        threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(process.leave)), daemon=True).start()
+        threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(process.stop)), daemon=True).start()
         await process.run()
 
     asyncio.run(main())

@@ -27,7 +27,7 @@ from atoll.errors import ConfigError, DataError, RunFailed, UserError
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import FixParticipants, Goodbye, Received, Recovered, StepDone
 from atoll.runtime.syncer import directory as home_module
-from atoll.runtime.syncer.directory import Home
+from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.process import SyncerProcess
 from atoll.store.model_upload import pack_model, unpack_model
 from atoll.store.tensor_files import StorageFailed
@@ -52,7 +52,7 @@ class Syncer:
 
     def __init__(self, directory: Path, config: Config) -> None:
         self.directory = directory
-        self.home = Home(directory, config, None)
+        self.home = SyncerDirectory(directory, config, None)
         self._process = SyncerProcess(self.home, "127.0.0.1:0")
         self._listens = threading.Event()
         write = self.home.write_address
@@ -83,7 +83,7 @@ class Syncer:
 
     def stop(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._process.leave)
+            self._loop.call_soon_threadsafe(self._process.stop)
             self.end()
             cut(self.home)
 
@@ -91,7 +91,7 @@ class Syncer:
         return list(Tape(self.directory / "run.tape").records())
 
 
-def cut(home: Home) -> None:
+def cut(home: SyncerDirectory) -> None:
     """Its tape stays without an end, as a killed syncer's does; a process would close the file by ending."""
     home.tape.__exit__(KeyboardInterrupt, None, None)
 
@@ -411,14 +411,19 @@ def test_syncer_killed_while_it_takes_a_model_asks_the_next_learner_again(
     """Between its two writes: the versions are there, and whose they are is not written down."""
     config = custom(learners=1, total_steps=3)
     uploaded: list[bytes] = []
-    taken = Home.take_model
-    monkeypatch.setattr(Home, "take_model", lambda self, payload: (uploaded.append(bytes(payload)), taken(self, payload))[1])
+    take_model = SyncerDirectory.take_model
+
+    def recorded(self: SyncerDirectory, payload: memoryview) -> None:
+        uploaded.append(bytes(payload))
+        take_model(self, payload)
+
+    monkeypatch.setattr(SyncerDirectory, "take_model", recorded)
     syncer = start(config)
     model = model_of()
     with syncer.join(model, torch.optim.SGD(model.parameters(), lr=0.01)):
         pass
     monkeypatch.undo()
-    home = Home(tmp_path / "killed", config, None)
+    home = SyncerDirectory(tmp_path / "killed", config, None)
 
     def full(path: Path, chunks: Any) -> None:
         raise StorageFailed(f"{path}: no space left")
@@ -429,12 +434,12 @@ def test_syncer_killed_while_it_takes_a_model_asks_the_next_learner_again(
     home.close(complete=False)
     cut(home)
     monkeypatch.undo()
-    again = Home(tmp_path / "killed", config, None)
+    again = SyncerDirectory(tmp_path / "killed", config, None)
     assert again.layout is None
     again.take_model(memoryview(uploaded[0]))
     again.close(complete=False)
     cut(again)
-    third = Home(tmp_path / "killed", config, None)
+    third = SyncerDirectory(tmp_path / "killed", config, None)
     assert third.layout is not None
     third.close(complete=False)
     cut(third)

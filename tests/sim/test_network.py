@@ -35,7 +35,7 @@ class Town:
     def is_up(self, worker: int) -> bool:
         return worker not in self.down
 
-    def happen(self, worker: int, event: Event) -> None:
+    def dispatch(self, worker: int, event: Event) -> None:
         self.happened.append((self.world.now, worker, event))
 
     def arrive(self, envelope: Envelope, payload: Payload | None) -> None:

@@ -31,7 +31,7 @@ def run_syncer(
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
-    from atoll.runtime.syncer.directory import Home
+    from atoll.runtime.syncer.directory import SyncerDirectory
     from atoll.runtime.syncer.process import SyncerProcess
     from atoll.runtime.syncer.resume import TAPE, load_resumable_state
     from atoll.store.snapshots import read_manifest
@@ -52,15 +52,15 @@ def run_syncer(
     use_threads(threads)
     say = logging.getLogger("atoll.syncer").warning
     task = None if settings.model.name == CUSTOM else built(settings, allowed, say)
-    home = Home(directory, settings, task, keys=keys, resume=resume)
+    home = SyncerDirectory(directory, settings, task, keys=keys, resume=resume)
     process = SyncerProcess(home, listen, credentials)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, process.leave)
+            loop.add_signal_handler(number, process.stop)
         if obey_stdin:
-            end_with_stdin(lambda: loop.call_soon_threadsafe(process.leave))
+            end_with_stdin(lambda: loop.call_soon_threadsafe(process.stop))
         await process.run()
 
     asyncio.run(main())

@@ -44,7 +44,7 @@ class Driver:
         self._deadline: Nanos | None = None
         self.events = 0
 
-    def happen(self, event: Event, payload: Payload | None = None) -> None:
+    def dispatch(self, event: Event, payload: Payload | None = None) -> None:
         with self._lock:
             if not self._closed:
                 self._inbox.append((event, payload))
@@ -66,7 +66,7 @@ class Driver:
             due = self.machine.deadline()
             if due is not None and self._clock.now() >= due:
                 self._deadline = None
-                self.happen(DeadlinePassed())
+                self.dispatch(DeadlinePassed())
             else:
                 self._arm(due)
 

@@ -154,18 +154,18 @@ class VirtualCluster:
             fails_after = self.hardware.time_to_failure(worker)
             if fails_after is not None:
                 self.world.after(fails_after, self._fail, worker, w.incarnation)
-        self.happen(worker, Started(w.incarnation))
+        self.dispatch(worker, Started(w.incarnation))
         if worker != SYNCER and self.hardware.share(worker) < 1.0:
-            self.happen(worker, Resized(self.hardware.share(worker)))
+            self.dispatch(worker, Resized(self.hardware.share(worker)))
         if self._resume is not None and w.incarnation == 0:
             self._restore_from(self._resume, worker)
 
     def _restore_from(self, snapshot: MemorySnapshot, worker: WorkerId) -> None:
         assert snapshot.syncer_state is not None
         if worker == SYNCER:
-            self.happen(worker, Restored(snapshot.syncer_state))
+            self.dispatch(worker, Restored(snapshot.syncer_state))
         elif worker in snapshot.learners:
-            self.happen(worker, Resumed(snapshot.syncer_state.outer_step, snapshot.learners[worker][0]))
+            self.dispatch(worker, Resumed(snapshot.syncer_state.outer_step, snapshot.learners[worker][0]))
 
     def _rederived_syncer(self) -> SyncerMachine:
         """A killed syncer's state is its tape: replay it into a new machine."""
@@ -179,13 +179,13 @@ class VirtualCluster:
 
     def arrive(self, envelope: Envelope, payload: Payload | None) -> None:
         if payload is None:
-            self.happen(envelope.receiver, Received(envelope, 0))
+            self.dispatch(envelope.receiver, Received(envelope, 0))
             return
         executor = self._workers[envelope.receiver].executor
         flaw = executor.inspect(envelope.body, payload) if executor else None
-        self.happen(envelope.receiver, Received(envelope, payload.nbytes, flaw), payload)
+        self.dispatch(envelope.receiver, Received(envelope, payload.nbytes, flaw), payload)
 
-    def happen(self, worker: WorkerId, event: Event, payload: Payload | None = None) -> None:
+    def dispatch(self, worker: WorkerId, event: Event, payload: Payload | None = None) -> None:
         w = self._workers[worker]
         if not w.alive:
             return
@@ -233,7 +233,7 @@ class VirtualCluster:
 
     def _later(self, w: _Worker, incarnation: Incarnation, event: Event) -> None:
         if w.incarnation == incarnation:
-            self.happen(w.worker, event)
+            self.dispatch(w.worker, event)
 
     def _step_done(self, w: _Worker, incarnation: Incarnation, done: StepDone) -> None:
         if not w.alive or w.incarnation != incarnation:
@@ -241,8 +241,8 @@ class VirtualCluster:
         boundary = self.hardware.boundary(w.worker, self.world.now)
         if boundary is not None and boundary.share > 0:
             w.stop = boundary.stop
-            self.happen(w.worker, Resized(boundary.share))
-        self.happen(w.worker, msgspec.structs.replace(done, nanos=self.world.now - w.stepping_since))
+            self.dispatch(w.worker, Resized(boundary.share))
+        self.dispatch(w.worker, msgspec.structs.replace(done, nanos=self.world.now - w.stepping_since))
         if boundary is not None and boundary.share == 0:
             self._kill(w.worker, seconds(boundary.stop))
 
@@ -291,7 +291,7 @@ class VirtualCluster:
         """The owner asks it to leave after `lasts`, and takes it back once `limits.leave_seconds` are over too."""
         self._lent_until[worker] = self.world.now + nanos(lasts)
         self._start_worker(worker)
-        self.world.after(nanos(lasts), self.happen, worker, LeaveAsked("its owner wants it back"))
+        self.world.after(nanos(lasts), self.dispatch, worker, LeaveAsked("its owner wants it back"))
         self.world.after(nanos(lasts + self.config.limits.leave_seconds + 1.0), self._take_back, worker, self._lent_until[worker])
 
     def _take_back(self, worker: WorkerId, lent_until: Nanos) -> None:

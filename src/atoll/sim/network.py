@@ -25,7 +25,7 @@ DIAL_AGAIN: Nanos = nanos(0.5)
 
 class Host(Protocol):
     def is_up(self, worker: WorkerId) -> bool: ...
-    def happen(self, worker: WorkerId, event: Event) -> None: ...
+    def dispatch(self, worker: WorkerId, event: Event) -> None: ...
     def arrive(self, envelope: Envelope, payload: Payload | None) -> None: ...
 
 
@@ -102,8 +102,8 @@ class Network:
             return
         if self._host.is_up(SYNCER) and self._clear(connection):
             self._open(connection)
-            self._host.happen(SYNCER, Connected(learner))
-            self._host.happen(learner, Connected(SYNCER))
+            self._host.dispatch(SYNCER, Connected(learner))
+            self._host.dispatch(learner, Connected(SYNCER))
         else:
             self._world.after(DIAL_AGAIN, self.dial, learner)
 
@@ -128,7 +128,7 @@ class Network:
             if SYNCER in (a, b):
                 return  # the connection broke and the machine has not received ConnectionLost yet
             if not self._host.is_up(b):
-                self._world.after(self._latency, self._host.happen, a, ConnectionLost(b, "nobody answers"))
+                self._world.after(self._latency, self._host.dispatch, a, ConnectionLost(b, "nobody answers"))
                 return
             self._open(connection)
         self._serial += 1
@@ -211,7 +211,7 @@ class Network:
             direction.corrupt_next = False
         for end, other in ((a, b), (b, a)):
             if self._host.is_up(end):
-                self._world.after(delay, self._host.happen, end, ConnectionLost(other, reason))
+                self._world.after(delay, self._host.dispatch, end, ConnectionLost(other, reason))
         if SYNCER in (a, b):
             self._world.after(delay + DIAL_AGAIN, self.dial, a if b == SYNCER else b)
 

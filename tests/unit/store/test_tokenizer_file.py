@@ -16,7 +16,7 @@ from atoll.cli.app import app
 from atoll.config import Data, load
 from atoll.errors import DataError, UserError
 from atoll.runtime.learner.process import task_for_placement
-from atoll.runtime.syncer.directory import Home
+from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.places import Placement
 from atoll.sim.run import run_virtual
 from atoll.store.tokenizer_file import (
@@ -153,11 +153,11 @@ def test_syncer_that_comes_back_takes_no_other_tokenizer(tmp_path: Path) -> None
     """Whoever is still there would train on under the old one, and newcomers under the new."""
     corpus = text(tmp_path / "text.jsonl", "atoll")
     config = load(preset_name="decoupled", overrides=settings(corpus, "bpe"))
-    Home(tmp_path / "syncer", config, language_task(config)).close(complete=False)
-    Home(tmp_path / "syncer", config, language_task(config)).close(complete=False)
+    SyncerDirectory(tmp_path / "syncer", config, language_task(config)).close(complete=False)
+    SyncerDirectory(tmp_path / "syncer", config, language_task(config)).close(complete=False)
     text(corpus, "something else entirely, zzz zzz zzz qqq")
     with pytest.raises(UserError, match="was trained under another tokenizer than data"):
-        Home(tmp_path / "syncer", config, language_task(config))
+        SyncerDirectory(tmp_path / "syncer", config, language_task(config))
     gc.collect()
 
 
@@ -167,11 +167,11 @@ def test_syncer_that_comes_back_to_other_text_warns_and_keeps_its_tokenizer(
 ) -> None:
     corpus = text(tmp_path / "text.jsonl", "atoll")
     config = load(preset_name="decoupled", overrides=settings(corpus, "bytes"))
-    home = Home(tmp_path / "syncer", config, language_task(config))
+    home = SyncerDirectory(tmp_path / "syncer", config, language_task(config))
     began = home.data_fingerprint
     home.close(complete=False)
     text(corpus, "tide")
-    again = Home(tmp_path / "syncer", config, language_task(config))
+    again = SyncerDirectory(tmp_path / "syncer", config, language_task(config))
     again.close(complete=False)
     assert again.data_fingerprint == began
     assert "the text is not what the run began with" in caplog.text

@@ -1,8 +1,8 @@
-"""A live learner: one thread trains, a loop in another talks. Both drive the same machine, one event at a time.
+"""A live learner: one thread trains, an event loop in another communicates. Both drive the same machine, one event at a time.
 
-The training thread asks for its next inner step and reports it done; everything at a step boundary (adopting, staging,
-recording) happens there, between two steps. Messages that come in the middle of a step are noted, or answered from
-copies staged at the last boundary, by the loop's thread. Nothing here waits for the network.
+The training thread takes its next inner step and reports it done; everything at a step boundary (adopting, staging,
+recording) happens in that thread, between two steps. The loop's thread records messages that arrive during a step, or answers
+them from copies staged at the last boundary. Nothing here waits for the network.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, dial
 log = logging.getLogger("atoll.learner")
 
 STABLE_SECONDS = 0.5
-"""A connection that lasted no longer was cut for what was said on it, and the next one will be too."""
+"""A connection that broke sooner was cut because of its messages, and the next one will be too."""
 
 
 class LiveLearner:
-    """`start`, then `next_step` and `step_done` in turn from one thread until `next_step` gives None."""
+    """Call `start`, then `next_step` and `step_done` in turn from one thread until `next_step` returns None."""
 
     def __init__(
         self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
@@ -89,13 +89,13 @@ class LiveLearner:
     # ------------------------------------------------------------ the training thread
 
     def start(self) -> None:
-        self.happen(Started(self.placement.incarnation))  # before anybody can ask it to leave
+        self.dispatch(Started(self.placement.incarnation))  # first: `leave` may be called at any time
         if self._resumed is not None:
-            self.happen(self._resumed)
+            self.dispatch(self._resumed)
         self._wait_for(self._start())
 
     def next_step(self) -> InnerStep | None:
-        """The next inner step to take. None: the run is over, or this learner has left."""
+        """Waits for the next inner step to take. None: the run is over, or this learner has left."""
         with self._condition:
             while self._next is None and not self._over:
                 self._condition.wait()
@@ -105,13 +105,13 @@ class LiveLearner:
             return None if self._over else step
 
     def step_done(self, done: StepDone) -> None:
-        self.happen(done)
+        self.dispatch(done)
 
     def leave(self, reason: str) -> None:
-        """Politely: deliver what is due soonest, then go. Twice: go now. For any thread and for signal handlers: it takes no
-        lock here, because a handler may have interrupted whoever holds it."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: it has left
-            self._loop.call_soon_threadsafe(self.happen, LeaveAsked(reason))
+        """Delivers what is due next, then leaves; a second call leaves at once. May be called from any thread and from signal
+        handlers: it takes no lock, which the interrupted code may hold."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the learner has left
+            self._loop.call_soon_threadsafe(self.dispatch, LeaveAsked(reason))
 
     def close(self) -> None:
         self._wait_for(self._close())
@@ -135,8 +135,8 @@ class LiveLearner:
 
     # ------------------------------------------------------------ events
 
-    def happen(self, event: Event, payload: Payload | None = None) -> None:
-        self._driver.happen(event, payload)
+    def dispatch(self, event: Event, payload: Payload | None = None) -> None:
+        self._driver.dispatch(event, payload)
         if self.machine.phase == DONE and not self._over:
             self._end(None)
 
@@ -169,7 +169,7 @@ class LiveLearner:
                     self._peers.cut(peer, f"refused: {reason}")
             case _:
                 for event in self._executor.execute(effect, payload):
-                    self._driver.happen(event)
+                    self._driver.dispatch(event)
 
     def _send(self, send: Send) -> None:
         envelope = send.envelope
@@ -178,7 +178,8 @@ class LiveLearner:
         link, overtakes = self._link, may_overtake(envelope)
         if envelope.receiver != SYNCER:
             self._peers.send(envelope.receiver, head, wire.to_buffers(payload) if payload is not None else None)
-        elif link is not None:  # this very one: what was said on it must not be heard on the next
+        elif link is not None:  # bound to this connection: the message must not go out on the next one
+
 
             def job() -> None:
                 link.send(head, wire.to_buffers(payload) if payload is not None else None, may_overtake=overtakes)
@@ -198,7 +199,7 @@ class LiveLearner:
             self._end(error if isinstance(error, Exception) else RunFailed(str(error)))
 
     async def _keep_connected(self) -> None:
-        """Dial, stay, and when the connection is gone dial again: the learner trains on meanwhile."""
+        """Dials, and dials again when the connection is lost; the learner trains on meanwhile."""
         backoff, last_reason = Backoff(self._rng), ""
         away_since = self._loop.time()
         while not self._over:
@@ -220,7 +221,7 @@ class LiveLearner:
                 away_since = self._loop.time()
                 if away_since - since > STABLE_SECONDS:
                     backoff.reset()
-                elif not self._over:  # cut at once: a syncer that finds fault with what it hears must not be stormed
+                elif not self._over:  # cut at once: do not flood a syncer that refuses this learner's messages
                     await asyncio.sleep(backoff.next())
                 continue
             if self._loop.time() - away_since > self._address.reconnect_timeout_seconds:
@@ -240,7 +241,7 @@ class LiveLearner:
     def opened(self, link: Link) -> None:
         self._link = link
         self._queue = MessageQueue(link, self._take, self._failed)
-        self.happen(Connected(SYNCER))
+        self.dispatch(Connected(SYNCER))
 
     def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:
         if self._queue is not None and link is self._link:
@@ -262,7 +263,7 @@ class LiveLearner:
         if not self._over:
             log.info("connection to the syncer closed: %s", reason)
             try:
-                self.happen(ConnectionLost(SYNCER, reason[:300]))
+                self.dispatch(ConnectionLost(SYNCER, reason[:300]))
             finally:
                 self._link_down.set()
         self._link_down.set()
@@ -277,7 +278,7 @@ class LiveLearner:
         await self.take(message.envelope, data, lambda: link is self._link)
 
     async def take(self, envelope: Any, data: memoryview | None, still: Callable[[], bool]) -> None:
-        """Read the bytes beside a message outside the loop, then let it happen, unless its connection is gone by then."""
+        """Decodes the payload outside the loop, then dispatches the message, unless its connection is lost by then."""
         payload = None
         if data is not None:
             payload = await self._loop.run_in_executor(None, wire.from_buffer, envelope.body, data)
@@ -285,7 +286,7 @@ class LiveLearner:
             if flaw is not None:
                 raise RunFailed(f"{worker_name(envelope.sender)} sent what does not fit: {flaw}")
         if still() and not self._over:
-            self.happen(Received(envelope, data.nbytes if data is not None else 0), payload)
+            self.dispatch(Received(envelope, data.nbytes if data is not None else 0), payload)
 
     def _failed(self, error: BaseException) -> None:
         self._end(error if isinstance(error, Exception) else RunFailed(str(error)))

@@ -32,7 +32,7 @@ STATE_BYTES_MAX = 1 << 44
 
 
 class PeerListener(Protocol):
-    def happen(self, event: Event) -> None: ...
+    def dispatch(self, event: Event) -> None: ...
     async def take(self, envelope: Any, data: memoryview | None, still: Callable[[], bool]) -> None: ...
 
 
@@ -98,7 +98,7 @@ class Peers:
                 before.cancel()
             self._dialling[peer] = self._loop.create_task(self._dial(peer, head))
         else:
-            self._learner.happen(ConnectionLost(peer, "there is no connection and no ticket"))
+            self._learner.dispatch(ConnectionLost(peer, "there is no connection and no ticket"))
 
     async def _dial(self, peer: LearnerId, head: bytes) -> None:
         address, ticket, key, patience = self._tickets[peer]
@@ -123,7 +123,7 @@ class Peers:
             if self._loop.time() > until:
                 break
             await asyncio.sleep(backoff.next())
-        self._learner.happen(ConnectionLost(peer, why[:300]))
+        self._learner.dispatch(ConnectionLost(peer, why[:300]))
 
     # ------------------------------------------------------------ links
 
@@ -165,7 +165,7 @@ class Peers:
         peer = int(queue.link.peer)
         if self._links.get(peer) is queue:
             del self._links[peer]
-            self._learner.happen(ConnectionLost(peer, reason[:300]))
+            self._learner.dispatch(ConnectionLost(peer, reason[:300]))
 
     async def _take(self, link: Link, head: bytes, data: memoryview | None) -> None:
         envelope = wire.from_head(head).envelope

@@ -52,7 +52,7 @@ log = logging.getLogger("atoll.syncer")
 UPLOAD_FILE = "model.upload"
 
 
-class Home:
+class SyncerDirectory:
     def __init__(
         self, directory: Path, config: Config, task: Task | None, *, keys: Path | None = None,
         resume: Path | None = None, plan: Sequence[dict[str, object]] = (),

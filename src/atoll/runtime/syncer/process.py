@@ -1,7 +1,7 @@
-"""The syncer's process: one loop for the network and the machine, one thread for tensors and the disk.
+"""The syncer's process: one event loop for the network and the machine, one thread for tensors and the disk.
 
-The tape, the versions and the books of places in its directory are all of its state. Killed at any moment and started
-again there, it feeds its tape to a new machine, keeps the versions the machine says are kept, and goes on.
+The tape, the versions and the list of places in its directory are its whole state. After a kill at any moment, a syncer started
+in that directory feeds the tape to a new machine, keeps the versions that the machine lists, and goes on.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ from atoll.runtime import payload as wire
 from atoll.runtime.driver import Driver
 from atoll.runtime.log import rate_limited
 from atoll.runtime.loop import DeadlineTimer, MessageQueue
-from atoll.runtime.syncer.directory import Home
+from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.places import PROTOCOL, JoinRequest, Placement, peer_log
 from atoll.store.tensor_files import StorageFailed
 from atoll.transport import Link, LinkLimits, Refused, Server, ServerCredentials
 
 log = logging.getLogger("atoll.syncer")
-rate_limited("grpc._cython.cygrpc")  # a peer that does not read makes it complain, a traceback a time
+rate_limited("grpc._cython.cygrpc")  # it logs a traceback for each write to a peer that does not read
 
 RETRY_SECONDS = 1.0
-"""How often a full disk is tried again."""
+"""Time between attempts to write to a full disk."""
 UPLOAD_BYTES_MAX = 1 << 38
 FLAW_MAX = 300
-"""Characters of what is wrong with a peer's words or bytes."""
+"""Characters of a sentence about a peer's message."""
 AWAY_SECONDS = 30.0
-"""A learner lost for no longer may be dialling again when the run ends."""
-FAREWELL_SECONDS = 10
-"""How long a finished run waits for learners to hear of it, from the last byte that one of them was sent."""
+"""A learner lost for a shorter time may still reconnect when the run ends."""
+NOTIFY_SECONDS = 10
+"""How long a finished run waits, after the last byte it sent, for learners to learn that it is over."""
 
 
 class SyncerProcess:
-    def __init__(self, home: Home, listen: str, credentials: ServerCredentials | None = None) -> None:
-        self._home = home
-        self._config: Config = home.config
+    def __init__(self, directory: SyncerDirectory, listen: str, credentials: ServerCredentials | None = None) -> None:
+        self._directory = directory
+        self._config: Config = directory.config
         self._listen = listen
         self._links: dict[LearnerId, _Peer] = {}
         self._advertised: dict[LearnerId, str] = {}
@@ -82,101 +82,102 @@ class SyncerProcess:
         self._server.on_call("Join", self._join)
         self._server.on_upload("Upload", self._upload_model, self._upload_bytes_max)
         self._over: asyncio.Future[None]
-        self._held_up = False
-        self._to_hear: set[LearnerId] = set()
+        self._storage_blocked = False
+        self._unnotified: set[LearnerId] = set()
         self.address = ""
 
     async def run(self) -> None:
-        """Until the last outer step is stored and everybody has heard of it."""
+        """Returns when the last outer step is stored and all learners know it."""
         loop = asyncio.get_running_loop()
         self._over = loop.create_future()
-        self._timer = DeadlineTimer(loop, self._home.clock, self._deadline)
+        self._timer = DeadlineTimer(loop, self._directory.clock, self._deadline)
         self._driver = Driver(
-            self._home.machine, SYNCER, self._home.clock, self._home.tape, self._carry_out, self._timer.set,
+            self._directory.machine, SYNCER, self._directory.clock, self._directory.tape, self._carry_out, self._timer.set,
             must_sync=lambda event: isinstance(event, Started | Stored), on_tape_error=self._tape_failed, failed=self.fail,
         )  # fmt: skip
         self._loop = loop
         self._warm_up()
         self.address = await self._server.start(self._listen)
-        self._home.write_address(self.address)
-        log.info("run %s listens on %s, outer step %d", self._home.run, self.address, self._home.machine.outer_step)
-        for event in self._home.first_events():
-            self._driver.happen(event)
-        if self._home.machine.finished:
+        self._directory.write_address(self.address)
+        log.info("run %s listens on %s, outer step %d", self._directory.run, self.address, self._directory.machine.outer_step)
+        for event in self._directory.first_events():
+            self._driver.dispatch(event)
+        if self._directory.machine.finished:
             self._finish()
         try:
             await self._over
         finally:
-            await self._stop()
+            await self._shut_down()
 
-    async def _stop(self) -> None:
+    async def _shut_down(self) -> None:
         self._timer.stop()
-        if self._home.places.refused or self._server.refused:
-            log.info("refused: %s", dict(self._home.places.refused + self._server.refused))
+        if self._directory.places.refused or self._server.refused:
+            log.info("refused: %s", dict(self._directory.places.refused + self._server.refused))
         await self._server.stop(2.0)
         for peer in self._links.values():
-            peer.queue.cancel()  # whoever went just now may not have been heard out: the tape ends here
-        self._home.stopping.set()
+            peer.queue.cancel()  # messages of a peer that has just disconnected may remain: the tape ends here
+        self._directory.stopping.set()
         self._disk_thread.shutdown(wait=True)
-        self._home.close(complete=self._home.machine.finished and not self._driver.is_blocked)
+        self._directory.close(complete=self._directory.machine.finished and not self._driver.is_blocked)
 
-    def leave(self) -> None:
-        """Asked to stop (SIGTERM): everything is on disk already; started again in its directory it goes on."""
+    def stop(self) -> None:
+        """For SIGTERM: everything is on disk already, and a syncer started in this directory goes on."""
         if not self._over.done():
             self._over.set_result(None)
 
-    # ------------------------------------------------------------ the door
+    # ------------------------------------------------------------ joining
 
     def _join(self, metadata: object, request: bytes) -> bytes:
         assert isinstance(metadata, dict)
-        self._home.places.check_token(metadata)
+        self._directory.places.check_token(metadata)
         try:
             asked = msgspec.msgpack.decode(request, type=JoinRequest)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
-            raise Refused(f"no join request: {error}"[:FLAW_MAX], retry=False) from None
+            raise Refused(f"this is not a join request: {error}"[:FLAW_MAX], retry=False) from None
         if asked.protocol != PROTOCOL:
             raise Refused(f"this syncer speaks protocol {PROTOCOL}, not {asked.protocol}: install the same atoll", retry=False)
-        if self._home.machine.finished:
+        if self._directory.machine.finished:
             raise Refused("the run is over", retry=False)
-        placed, key = self._home.places.place(asked.wants, self._loop.time())
+        placed, key = self._directory.places.place(asked.wants, self._loop.time())
         peer_log.info("%s is incarnation %d", worker_name(placed.learner), placed.incarnation)
         return msgspec.msgpack.encode(Placement(
-            learner=placed.learner, incarnation=placed.incarnation, key=key, run=self._home.run, epoch=self._home.epoch,
-            config=msgspec.to_builtins(self._config), data_fingerprint=self._home.data_fingerprint,
-            layout=self._home.layout_digest, needs_model=self._home.layout is None, tokenizer=self._home.tokenizer_fingerprint,
+            learner=placed.learner, incarnation=placed.incarnation, key=key, run=self._directory.run, epoch=self._directory.epoch,
+            config=msgspec.to_builtins(self._config), data_fingerprint=self._directory.data_fingerprint,
+            layout=self._directory.layout_digest, needs_model=self._directory.layout is None,
+            tokenizer=self._directory.tokenizer_fingerprint,
         ))  # fmt: skip
 
     def _upload_model(self, metadata: object, data: bytearray) -> bytes:
-        """The first learner of a model that only learners have brings its shapes and initial weights."""
+        """For a custom model, the first learner uploads the shapes and initial weights."""
         assert isinstance(metadata, dict)
-        self._home.places.admit(metadata)
-        if self._home.layout is None:
+        self._directory.places.admit(metadata)
+        if self._directory.layout is None:
             try:
-                self._home.take_model(memoryview(data))
+                self._directory.take_model(memoryview(data))
             except DataError as error:
                 raise Refused(str(error), retry=False) from None
             self._warm_up()
             log.info("the model came from learner %s", metadata.get("learner"))
-        return self._home.layout_digest.encode()
+        return self._directory.layout_digest.encode()
 
     def _upload_bytes_max(self, metadata: object) -> int:
-        """Asked before a byte is taken: whoever has no place brings nothing, and a model that is here is not kept twice."""
+        """Evaluated before a byte is read: a client without a place uploads nothing, and a second model is not read."""
         assert isinstance(metadata, dict)
-        self._home.places.admit(metadata)
-        return UPLOAD_BYTES_MAX if self._home.layout is None else 0
+        self._directory.places.admit(metadata)
+        return UPLOAD_BYTES_MAX if self._directory.layout is None else 0
 
     def _warm_up(self) -> None:
-        """The versions are read by the thread that will replace and free them."""
-        self._server.payload_bytes_max = self._home.payload_bytes_max()
-        if self._home.layout is not None:
-            self._disk_thread.submit(self._home.disk.newest).add_done_callback(self._done)
+        """Reads the versions in the thread that will replace and free them."""
+        self._server.payload_bytes_max = self._directory.payload_bytes_max()
+        if self._directory.layout is not None:
+            self._disk_thread.submit(self._directory.disk.newest).add_done_callback(self._check_future)
 
     def _admit(self, metadata: object) -> str:
         assert isinstance(metadata, dict)
-        placed = self._home.places.admit(metadata)
-        if self._home.layout is None:
-            raise Refused("nobody has brought the model yet", retry=True)
-        if self._held_up:
+        placed = self._directory.places.admit(metadata)
+        if self._directory.layout is None:
+            raise Refused("no learner has uploaded the model yet", retry=True)
+        if self._storage_blocked:
             raise Refused("the syncer's disk is full", retry=True)
         self._advertised[placed.learner] = metadata.get("advertise", "")
         return f"{placed.learner}.{placed.incarnation}"
@@ -189,10 +190,10 @@ class SyncerProcess:
         if before is not None:
             before.queue.cancel()
             before.link.close("replaced by a newer connection")
-            self._driver.happen(ConnectionLost(peer.learner, "replaced by a newer connection"))
+            self._driver.dispatch(ConnectionLost(peer.learner, "replaced by a newer connection"))
         self._links[peer.learner] = peer
-        self._home.places.touch(peer.learner, self._loop.time())
-        self._driver.happen(Connected(peer.learner))
+        self._directory.places.touch(peer.learner, self._loop.time())
+        self._driver.dispatch(Connected(peer.learner))
 
     def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:
         peer = self._peer(link)
@@ -205,49 +206,49 @@ class SyncerProcess:
             return
         if link.closed_here:
             peer.queue.cancel()
-            self._lost(peer, reason)
-        else:  # a last contribution that came whole counts, and so does a goodbye behind it
-            peer.queue.finish(lambda: self._lost(peer, reason))
+            self._connection_lost(peer, reason)
+        else:  # a last contribution that arrived in full counts, and so does a goodbye after it
+            peer.queue.finish(lambda: self._connection_lost(peer, reason))
 
-    def _lost(self, peer: _Peer, reason: str) -> None:
+    def _connection_lost(self, peer: _Peer, reason: str) -> None:
         if self._links.get(peer.learner) is not peer:
-            return  # replaced meanwhile, and told so
+            return  # a newer connection replaced it
         del self._links[peer.learner]
         peer_log.info("%s: connection closed: %s", worker_name(peer.learner), reason)
-        self._home.places.touch(peer.learner, self._loop.time())
-        self._driver.happen(ConnectionLost(peer.learner, reason[:300]))
-        self._heard(peer.learner)
+        self._directory.places.touch(peer.learner, self._loop.time())
+        self._driver.dispatch(ConnectionLost(peer.learner, reason[:300]))
+        self._mark_notified(peer.learner)
 
     def _peer(self, link: Link) -> _Peer | None:
         peer = self._links.get(int(link.peer.partition(".")[0]))
         return peer if peer is not None and peer.link is link else None
 
     async def take(self, peer: _Peer, head: bytes, data: memoryview | None) -> None:
-        """One message of one peer; a peer's messages are taken one after the other."""
+        """Processes one message of one peer; a peer's messages are processed in order."""
         if peer.is_cut:
-            return  # it came before the peer could hear that it is not listened to any more
+            return  # sent before the peer knew that its connection is cut
         try:
-            envelope = self._possible(peer, head, data is not None)
+            envelope = self._validated(peer, head, data is not None)
         except (DataError, RecursionError) as error:
             peer_log.warning("%s: refused: %s", worker_name(peer.learner), error)
-            self._home.places.refused["message"] += 1
+            self._directory.places.refused["message"] += 1
             peer.cut(f"refused: {error}")
             return
         if data is None:
             if self._links.get(peer.learner) is peer:
-                self._driver.happen(Received(envelope, 0))
+                self._driver.dispatch(Received(envelope, 0))
             return
         body = envelope.body
         payload, flaw = await self._loop.run_in_executor(None, _read, body, data)
-        asked = False
-        while flaw is None and not asked and (self._held_up or self._is_awaited(peer.learner, body)):
-            asked = True
+        inspected = False
+        while flaw is None and not inspected and (self._storage_blocked or self._is_expected(peer.learner, body)):
+            inspected = True
             flaw = await self._loop.run_in_executor(None, self._inspect, body, payload)
         if self._links.get(peer.learner) is peer:
-            self._driver.happen(Received(envelope, data.nbytes, flaw), payload)
+            self._driver.dispatch(Received(envelope, data.nbytes, flaw), payload)
 
-    def _possible(self, peer: _Peer, head: bytes, has_payload: bool) -> Envelope:
-        """What no learner could say here is refused before it is an event: neither the machine nor the tape sees it."""
+    def _validated(self, peer: _Peer, head: bytes, has_payload: bool) -> Envelope:
+        """Refuses a message that no honest learner sends, before it becomes an event: it reaches neither machine nor tape."""
         envelope = wire.from_head(head).envelope
         if (envelope.sender, envelope.incarnation, envelope.receiver) != (peer.learner, peer.incarnation, SYNCER):
             raise DataError(f"a message of {worker_name(envelope.sender)}, incarnation {envelope.incarnation}")
@@ -261,18 +262,18 @@ class SyncerProcess:
             raise DataError(str(impossible))
         return envelope
 
-    def _is_awaited(self, learner: LearnerId, body: Message) -> bool:
-        """Only what was asked for is inspected: the machine refuses the rest whatever its bytes are, and what is usual must
-        not be learnt from whoever sends most."""
+    def _is_expected(self, learner: LearnerId, body: Message) -> bool:
+        """Only requested contributions are inspected. The machine refuses all others whatever their bytes are, and a peer that
+        sends many must not shift the usual norm."""
         assert isinstance(body, Contribution)
-        round_ = self._home.machine.rounds.get(body.outer_step)
+        round_ = self._directory.machine.rounds.get(body.outer_step)
         return round_ is not None and round_.objection(learner, body) is None
 
     def _inspect(self, body: Message, payload: Payload) -> Reason | None:
-        assert self._home.executor is not None
+        assert self._directory.executor is not None
         try:
-            return self._home.executor.inspect(body, payload)
-        except Exception as error:  # of a peer's bytes: they cost the peer, never the syncer
+            return self._directory.executor.inspect(body, payload)
+        except Exception as error:  # a peer's bytes may end its connection, never the syncer
             return Reason(Why.POISONED, f"bytes that cannot be used: {error!r}"[:FLAW_MAX])
 
     # ------------------------------------------------------------ effects
@@ -288,31 +289,31 @@ class SyncerProcess:
                     peer.cut(f"refused: {reason}")
             case Membership(learner=learner, standing=standing, reason=reason):
                 if standing == LEFT:
-                    self._home.places.release(learner)
+                    self._directory.places.release(learner)
                 peer_log.info("%s is %s: %s", worker_name(learner), standing, reason)
             case FixParticipants():
                 pass
             case Finished():
                 self._finish()
             case _:
-                self._disk_thread.submit(self._do, effect, payload).add_done_callback(self._done)
+                self._disk_thread.submit(self._execute, effect, payload).add_done_callback(self._check_future)
 
-    def _do(self, effect: Effect, payload: Payload | None) -> None:
-        """In the disk's thread, in order. A full disk holds everything up, announces nothing and loses nothing."""
-        assert self._home.executor is not None
+    def _execute(self, effect: Effect, payload: Payload | None) -> None:
+        """In the disk's thread, in order. While the disk is full, nothing is announced and nothing is lost."""
+        assert self._directory.executor is not None
         while True:
             try:
-                events: list[Event] = list(self._home.executor.execute(effect, payload))
+                events: list[Event] = list(self._directory.executor.execute(effect, payload))
                 break
             except StorageFailed as error:
-                self._loop.call_soon_threadsafe(self._say_held_up, str(error))
-                if self._home.stopping.wait(RETRY_SECONDS):
+                self._loop.call_soon_threadsafe(self._block_on_storage, str(error))
+                if self._directory.stopping.wait(RETRY_SECONDS):
                     return
-        self._loop.call_soon_threadsafe(self._say_free)
+        self._loop.call_soon_threadsafe(self._unblock)
         for event in events:
-            self._loop.call_soon_threadsafe(self._driver.happen, event)
+            self._loop.call_soon_threadsafe(self._driver.dispatch, event)
 
-    def _done(self, future: Future[Any]) -> None:
+    def _check_future(self, future: Future[Any]) -> None:
         error = future.exception() if not future.cancelled() else None
         if error is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.fail, error)
@@ -321,53 +322,53 @@ class SyncerProcess:
         if not self._over.done():
             self._over.set_exception(error if isinstance(error, Exception) else RunFailed(str(error)))
 
-    def _say_held_up(self, reason: str) -> None:
-        if not self._held_up:
+    def _block_on_storage(self, reason: str) -> None:
+        if not self._storage_blocked:
             log.error("nothing is announced until this is mended: %s", reason)
-        self._held_up = True
+        self._storage_blocked = True
 
-    def _say_free(self) -> None:
+    def _unblock(self) -> None:
         if self._driver.is_blocked:
-            return  # the tape is not free yet
-        if self._held_up:
+            return  # the tape cannot be written yet
+        if self._storage_blocked:
             log.info("the disk takes bytes again: going on")
-        self._held_up = False
+        self._storage_blocked = False
 
     def _tape_failed(self, error: OSError) -> None:
-        """The tape itself cannot be written: nobody is listened to until it can."""
-        self._say_held_up(f"{self._home.tape_path}: {error.strerror or error}")
+        """The tape cannot be written: all connections are closed until it can."""
+        self._block_on_storage(f"{self._directory.tape_path}: {error.strerror or error}")
         for peer in list(self._links.values()):
             peer.link.close("the syncer's disk is full")
         self._loop.call_later(RETRY_SECONDS, self._retry_tape)
 
     def _retry_tape(self) -> None:
         if self._driver.retry_tape():
-            self._say_free()
+            self._unblock()
 
     def _send(self, send: Send) -> None:
         envelope = send.envelope
         peer = self._links.get(envelope.receiver)
         if peer is None or peer.incarnation != self._incarnation_of(envelope.receiver):
-            return  # the connection broke and the machine has not heard of it yet
+            return  # the connection broke, and the machine has not processed that yet
         address = key = ""
         body = envelope.body
         if isinstance(body, Ticket):
-            address, key = self._advertised.get(body.peer, ""), self._home.places.ticket_key(body.ticket, envelope.receiver)
+            address, key = self._advertised.get(body.peer, ""), self._directory.places.ticket_key(body.ticket, envelope.receiver)
         elif isinstance(body, Serve):
-            key = self._home.places.ticket_key(body.ticket, body.newcomer)
+            key = self._directory.places.ticket_key(body.ticket, body.newcomer)
         data = self._payload(send, body) if isinstance(body, Announce) else None
         peer.link.send(wire.to_head(envelope, address, key), data, may_overtake=may_overtake(envelope))
 
     def _incarnation_of(self, learner: LearnerId) -> int:
-        member = self._home.machine.roster.get(learner)
+        member = self._directory.machine.roster.get(learner)
         return member.incarnation if member is not None else -1
 
     def _payload(self, send: Send, body: Announce) -> wire.Buffers | None:
-        """The same bytes go to everybody: made once, for as long as anybody is likely to be sent them."""
+        """All learners get the same bytes: encoded once and cached while more learners are likely to need them."""
         key = (body.fragment, body.outer_step, body.previous == NO_VERSION)
         if key not in self._payloads:
-            assert self._home.executor is not None
-            payload = self._home.executor.payload_for(send)
+            assert self._directory.executor is not None
+            payload = self._directory.executor.payload_for(send)
             self._payloads[key] = wire.to_buffers(payload) if payload is not None else None
             while len(self._payloads) > 2 + self._config.protocol.overlap:
                 self._payloads.popitem(last=False)
@@ -379,33 +380,33 @@ class SyncerProcess:
         self._driver.deadline_passed()
 
     def _finish(self) -> None:
-        log.info("outer step %d: the run is over", self._home.machine.outer_step)
-        long_ago = self._home.clock.now() - nanos(AWAY_SECONDS)
-        members = [m for m in self._home.machine.roster if m.connected or (m.standing == LOST and m.lost_at > long_ago)]
-        self._to_hear = {m.learner for m in members}
-        self._wait_for_ears()
+        log.info("outer step %d: the run is over", self._directory.machine.outer_step)
+        long_ago = self._directory.clock.now() - nanos(AWAY_SECONDS)
+        members = [m for m in self._directory.machine.roster if m.connected or (m.standing == LOST and m.lost_at > long_ago)]
+        self._unnotified = {m.learner for m in members}
+        self._wait_for_learners()
 
-    def _wait_for_ears(self, sent_before: int = -1, quiet: int = 0) -> None:
-        """On a slow link the word that it is over comes behind what is still being sent, and without it a learner dials on."""
-        sent = sum(peer.link.bytes_sent for learner, peer in self._links.items() if learner in self._to_hear)
+    def _wait_for_learners(self, sent_before: int = -1, quiet: int = 0) -> None:
+        """On a slow link the notice that the run is over queues behind other data; a learner without it keeps reconnecting."""
+        sent = sum(peer.link.bytes_sent for learner, peer in self._links.items() if learner in self._unnotified)
         quiet = quiet + 1 if sent == sent_before else 0
-        if quiet == FAREWELL_SECONDS:
-            self.leave()
+        if quiet == NOTIFY_SECONDS:
+            self.stop()
         else:
-            self._loop.call_later(1.0, self._wait_for_ears, sent, quiet)
+            self._loop.call_later(1.0, self._wait_for_learners, sent, quiet)
 
-    def _heard(self, learner: LearnerId) -> None:
-        """Learners close their connections when they have heard that it is over. One that is away just now dials again
-        within seconds, and must not train on for nobody."""
-        if self._home.machine.finished:
-            self._to_hear.discard(learner)
-            if not self._to_hear:
-                self._loop.call_later(0.2, self.leave)
+    def _mark_notified(self, learner: LearnerId) -> None:
+        """A learner closes its connection when it knows that the run is over. One that is disconnected at that moment reconnects
+        within seconds; without the notice it would train for nothing."""
+        if self._directory.machine.finished:
+            self._unnotified.discard(learner)
+            if not self._unnotified:
+                self._loop.call_later(0.2, self.stop)
 
 
 class _Peer:
-    """A connected learner. A mistake of ours while taking its messages stops the syncer: better one that stops and can be
-    started again than one that lies."""
+    """A connected learner. A bug while processing its messages stops the syncer: a stopped one can be restarted, and a wrong
+    state cannot be repaired."""
 
     def __init__(self, process: SyncerProcess, link: Link, bytes_max: int) -> None:
         learner, _, incarnation = link.peer.partition(".")
@@ -420,8 +421,8 @@ class _Peer:
 
 
 def _read(body: Message, data: memoryview) -> tuple[Payload, Reason | None]:
-    """In another thread: what a peer's bytes hold, and what is wrong with them. Whatever that is costs the peer, never the
-    syncer."""
+    """In another thread: decodes a peer's bytes, with the reason if they cannot be used. Any error ends the peer's connection,
+    never the syncer."""
     try:
         payload = wire.from_buffer(body, data)
         if payload.kind == "packet":

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from atoll.runtime.syncer.process import FAREWELL_SECONDS, SyncerProcess
+from atoll.runtime.syncer.process import NOTIFY_SECONDS, SyncerProcess
 
 
 class Clock:
@@ -33,19 +33,19 @@ def left_after(sends: range, to_hear: set[int]) -> int:
     link = SimpleNamespace(bytes_sent=0)
     syncer: Any = object.__new__(SyncerProcess)
     clock = Clock(link, sends)
-    syncer._links, syncer._to_hear, syncer._loop = {0: SimpleNamespace(link=link)}, to_hear, clock
-    syncer.leave = lambda: None
-    syncer._wait_for_ears()
+    syncer._links, syncer._unnotified, syncer._loop = {0: SimpleNamespace(link=link)}, to_hear, clock
+    syncer.stop = lambda: None
+    syncer._wait_for_learners()
     return clock.run()
 
 
 def test_a_quiet_link_is_waited_for_ten_seconds() -> None:
-    assert left_after(range(0), {0}) == FAREWELL_SECONDS
+    assert left_after(range(0), {0}) == NOTIFY_SECONDS
 
 
 def test_a_slow_link_is_waited_for_until_ten_seconds_after_its_last_byte() -> None:
-    assert left_after(range(1, 60), {0}) == 59 + FAREWELL_SECONDS
+    assert left_after(range(1, 60), {0}) == 59 + NOTIFY_SECONDS
 
 
 def test_who_has_heard_is_not_waited_for() -> None:
-    assert left_after(range(1, 60), set()) == FAREWELL_SECONDS
+    assert left_after(range(1, 60), set()) == NOTIFY_SECONDS

@@ -11,7 +11,7 @@ import pytest
 from atoll.config import Config, changed, load
 from atoll.errors import UserError
 from atoll.protocol.vocabulary import SyncerState
-from atoll.runtime.syncer.directory import Home
+from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.snapshots import SyncerSnapshots
 from atoll.store.snapshots import snapshot_dir
 from atoll.tasks.task import language_task
@@ -37,7 +37,7 @@ class Stopped:
             "protocol": {"fragments": 4, "local_steps_per_round": 4},
             "data": {"corpus": str(self.corpus), "seq_len": 16, "batch_size": 2, "cache": "off", "heldout_batches": 2},
         })  # fmt: skip
-        home = Home(folder / "syncer", self.config, language_task(self.config))
+        home = SyncerDirectory(folder / "syncer", self.config, language_task(self.config))
         snapshots = SyncerSnapshots(home.directory, home.disk, home.run, self.config)
         snapshots.begin(4, SyncerState(4, ((0,),) * 4, ((0, 1), (1, 1)), (), ()))
         snapshots.seal(4, (), complete=True)
@@ -46,7 +46,7 @@ class Stopped:
     def go_on(self, *changes: str) -> Config:
         config = changed(self.config, changes)
         part = snapshot_dir(self.folder / "syncer", 4)
-        Home(self.folder / "again", config, language_task(config), resume=part).close(complete=False)
+        SyncerDirectory(self.folder / "again", config, language_task(config), resume=part).close(complete=False)
         return config
 
 
@@ -95,5 +95,5 @@ def test_snapshot_that_was_carried_off_alone_is_judged_by_what_it_holds(stopped:
     (stopped.folder / "carried" / "run.tape").write_text("a stranger's\n")
     other = changed(stopped.config, ["data.batch_size=4"])
     with pytest.raises(UserError, match=r"^key data.batch_size = 4: "):
-        Home(stopped.folder / "again", other, language_task(other), resume=alone)
-    Home(stopped.folder / "more", stopped.config, language_task(stopped.config), resume=alone).close(complete=False)
+        SyncerDirectory(stopped.folder / "again", other, language_task(other), resume=alone)
+    SyncerDirectory(stopped.folder / "more", stopped.config, language_task(stopped.config), resume=alone).close(complete=False)
