@@ -484,9 +484,9 @@ def test_every_token_has_a_fate_and_they_add_up() -> None:
 
 
 def uneven(**protocol: object) -> Config:
-    """Eight learners, half of them 18 % slower, 10 % noise; 300 outer steps, on the default network."""
+    """Eight learners, half of them 18 % slower, 10 % noise; 150 outer steps, on the default network."""
     return load(preset_name="decoupled", overrides={
-        "learners": 8, "total_steps": 300, "protocol": protocol,
+        "learners": 8, "total_steps": 150, "protocol": protocol,
         "cluster": {"slow_share": 0.5, "slow_factor": 1.18, "step_noise": 0.10},
     })  # fmt: skip
 
