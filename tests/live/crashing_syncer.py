@@ -1,4 +1,4 @@
-"""A nursery whose syncers kill themselves, by SIGKILL, at a named moment of a round."""
+"""A fork server whose syncers kill themselves, by SIGKILL, at a named moment of a round."""
 
 from __future__ import annotations
 

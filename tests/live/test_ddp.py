@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from atoll.config import Config, load, to_toml
 from atoll.errors import ConfigError, RunFailed, UserError
 from atoll.runtime.ddp.launch import check_supported, run_ddp
 from atoll.runtime.ddp.report import DdpOutcome, RankReport, StepFold, Stepped, summary_of
-from atoll.sim.run import run_virtual
+from atoll.sim.run import Outputs, run_virtual
 from atoll.tape.heldout import HeldoutPoint
 
 FOREVER = 1_000_000
@@ -50,33 +51,49 @@ def ranks_of(directory: Path) -> dict[int, int]:
 # ---------------------------------------------------------------- what it trains
 
 
+@dataclass(frozen=True)
+class Trained:
+    """A run of two ranks, what it reported on its way, and the virtual run of the same config."""
+
+    config: Config
+    directory: Path
+    outcome: DdpOutcome
+    steps: list[tuple[int, float | None]]
+    points: list[HeldoutPoint]
+    virtual: Outputs
+    virtual_directory: Path
+
+
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, DdpOutcome, list[tuple[int, float | None]]]:
-    directory = tmp_path_factory.mktemp("ddp") / "a run"
-    told: list[tuple[int, float | None]] = []
-    return directory, run_ddp(tiny(), directory, threads=1, progress=lambda step, loss: told.append((step, loss))), told
-
-
-def test_looks_are_those_of_the_virtual_preset_and_no_part_of_the_time(tmp_path: Path) -> None:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    directory, virtual = tmp_path_factory.mktemp("ddp") / "a run", tmp_path_factory.mktemp("virtual")
     config = tiny(data={"batch_size": 2, "seq_len": 16, "max_bytes": 400_000, "heldout_every": 3})
-    told: list[HeldoutPoint] = []
-    outcome = run_ddp(config, tmp_path / "live", threads=1, on_point=told.append)
-    virtual = run_virtual(config, ChaosPlan(), tmp_path / "virtual", tensors=True)
-    assert told == list(outcome.points) == summary_of(config, outcome, tmp_path).heldout
-    assert [(point.outer_step, point.loss) for point in told] == [
-        (point.outer_step, pytest.approx(point.loss, rel=1e-4)) for point in virtual.points
+    steps: list[tuple[int, float | None]] = []
+    points: list[HeldoutPoint] = []
+    outcome = run_ddp(
+        config, directory, threads=1, progress=lambda step, loss: steps.append((step, loss)), on_point=points.append
+    )
+    return Trained(
+        config, directory, outcome, steps, points, run_virtual(config, ChaosPlan(), virtual, tensors=True), virtual
+    )
+
+
+def test_heldout_points_are_those_of_the_virtual_preset_and_no_part_of_the_time(trained: Trained) -> None:
+    outcome = trained.outcome
+    assert trained.points == list(outcome.points) == summary_of(trained.config, outcome, trained.directory).heldout
+    assert [(point.outer_step, point.loss) for point in trained.points] == [
+        (point.outer_step, pytest.approx(point.loss, rel=1e-4)) for point in trained.virtual.points
     ]
-    assert [point.outer_step for point in told] == [3, 6]
+    assert [point.outer_step for point in trained.points] == [3, 6]
     assert outcome.uptime <= 1 and outcome.goodput <= 1
 
 
-def test_two_processes_train_what_the_virtual_preset_trains(trained: Any, tmp_path: Path) -> None:
-    directory, outcome, _ = trained
-    virtual = run_virtual(tiny(), ChaosPlan(), tmp_path, tensors=True)
+def test_two_processes_train_what_the_virtual_preset_trains(trained: Trained) -> None:
+    outcome, virtual = trained.outcome, trained.virtual
     assert outcome.loss_first == pytest.approx(virtual.loss_first, abs=1e-4)
     assert outcome.loss_final == pytest.approx(virtual.loss_final, abs=1e-4)
     assert outcome.loss_final < outcome.loss_first
-    live, simulated = load_file(directory / "theta.safetensors"), load_file(tmp_path / "theta.safetensors")
+    live, simulated = (load_file(where / "theta.safetensors") for where in (trained.directory, trained.virtual_directory))
     assert live.keys() == simulated.keys()
     for name, tensor in live.items():
         assert torch.linalg.vector_norm(tensor - simulated[name]) <= 1e-5 * torch.linalg.vector_norm(simulated[name]), name
@@ -95,39 +112,39 @@ def test_ranks_merge_the_statistics_of_batch_norm_as_the_virtual_preset_does(tmp
 
 
 def test_model_of_ones_own_is_trained_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank finds wrong with the user's input is raised as the user's."""
     (tmp_path / "own_ranks.py").write_text(
         "from torch import nn\n\n"
         "def make(vocab, width, **_):\n    return nn.Sequential(nn.Embedding(vocab, width), nn.Linear(width, vocab))\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    config = tiny(2, model={"name": "own_ranks:make", "numbers": {"width": 16}})
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    config = tiny(2, learners=1, model={"name": "own_ranks:make", "numbers": {"width": 16}})
     with pytest.raises(UserError, match="is code of yours; allow it here with --allow-model own_ranks:make"):
         run_ddp(config, tmp_path / "refused", threads=1)
     outcome = run_ddp(config, tmp_path / "run", threads=1, allowed=["own_ranks:make"])
     assert outcome.loss_first is not None and outcome.loss_final is not None and outcome.loss_final < outcome.loss_first
 
 
-def test_outcome_adds_up_and_fits_a_summary(trained: Any) -> None:
-    directory, outcome, told = trained
-    config = tiny()
+def test_outcome_adds_up_and_fits_a_summary(trained: Trained) -> None:
+    directory, outcome = trained.directory, trained.outcome
     numbers = sum(tensor.numel() for tensor in load_file(directory / "theta.safetensors").values())
-    assert [step for step, _ in told] == list(range(1, 9))
-    assert all(loss is not None and 0 < loss < 10 for _, loss in told)
+    assert [step for step, _ in trained.steps] == list(range(1, 9))
+    assert all(loss is not None and 0 < loss < 10 for _, loss in trained.steps)
     assert outcome.tokens == 8 * 2 * 2 * 2 * 16, "steps, ranks, micro-batches, samples, tokens"
     assert outcome.bytes_up == outcome.bytes_down == 2 * 8 * numbers * 4, "a ring of two sends every gradient once, as fp32"
     assert 0 < outcome.goodput < 1 and outcome.goodput <= outcome.uptime <= 1
     spent = sum(rank.stepping_seconds + rank.waited_seconds for rank in outcome.ranks)
     assert spent <= 2 * outcome.seconds
     assert outcome.goodput == pytest.approx((spent - outcome.waited_seconds) / (2 * outcome.seconds))
-    summary = summary_of(config, outcome, directory)
+    summary = summary_of(trained.config, outcome, directory)
     assert (summary.preset, summary.total_steps, summary.participants) == ("ddp", 8, {"2": 8})
     assert summary.tokens.trained == summary.tokens.merged == outcome.tokens
     assert summary.theta_sha256 == outcome.theta_sha256
 
 
-def test_folder_holds_the_config_and_a_report_a_rank_and_is_not_used_twice(trained: Any) -> None:
-    directory, _, _ = trained
-    assert (directory / "config.toml").read_text() == to_toml(tiny())
+def test_folder_holds_the_config_and_a_report_a_rank_and_is_not_used_twice(trained: Trained) -> None:
+    directory = trained.directory
+    assert (directory / "config.toml").read_text() == to_toml(trained.config)
     assert {path.name for path in directory.glob("rank-*.json")} == {"rank-0.json", "rank-1.json"}
     assert not (directory / "rendezvous").exists()
     with pytest.raises(UserError, match="is not empty; choose a new folder"):
@@ -184,11 +201,6 @@ def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
     for handle in handles:  # readable once the process has ended
         assert select.select([handle], [], [], 10.0)[0]
         os.close(handle)
-
-
-def test_what_a_rank_finds_wrong_with_the_users_input_is_told_as_the_users(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere\.txt"):
-        run_ddp(tiny(data={"corpus": str(tmp_path / "nowhere.txt")}, learners=1), tmp_path / "run", threads=1)
 
 
 # ---------------------------------------------------------------- what is refused

@@ -1,10 +1,11 @@
-"""Learners come and go: twenty joins and leaves, a run resumed with another number of learners."""
+"""Learners come and go: many joins and leaves, a run resumed with another number of learners."""
 
 from __future__ import annotations
 
 import signal
 from pathlib import Path
 
+import pytest
 from harness import effects_of, judge, learner_argv, retrain, run, small
 
 from atoll.chaos import Scavenge
@@ -50,19 +51,20 @@ class Scavengers:
             self.here[learner] = cluster.fork_server.spawn(learner_argv(self._directory, cluster.address, learner), out / "log")
 
 
-def test_twenty_joins_and_polite_leaves(tmp_path: Path) -> None:
-    config = small(2, total_steps=600)
-    scavengers = Scavengers(tmp_path, 20, 4)
+@pytest.mark.parametrize(("joins", "total_steps"), [(8, 280), pytest.param(20, 600, marks=pytest.mark.soak)])
+def test_many_joins_and_polite_leaves(joins: int, total_steps: int, tmp_path: Path) -> None:
+    config = small(2, total_steps=total_steps)
+    scavengers = Scavengers(tmp_path, joins, 4)
     run(tmp_path, config, watch=scavengers.watch)
     judge(tmp_path, config)
     goodbyes = [
         r for r in open_run(tmp_path).records()
         if isinstance(r.event, Received) and isinstance(r.event.envelope.body, Goodbye)
     ]  # fmt: skip
-    assert scavengers.codes == [0] * 20, "all twenty came, and went before the run was over"
-    assert len(goodbyes) == 20, "each goodbye was heard, also behind a last contribution"
+    assert scavengers.codes == [0] * joins, "all of them came, and went before the run was over"
+    assert len(goodbyes) == joins, "each goodbye was heard, also behind a last contribution"
     sources = [r.source for r in effects_of(tmp_path, Recovered) if r.learner >= 2]
-    assert len(sources) >= 20
+    assert len(sources) >= joins
     summary = verdict(config, tmp_path)
     assert summary.waited_seconds == 0 and summary.tokens.merged > 0
 

@@ -22,6 +22,7 @@ from typing import Any
 
 import grpc
 import pytest
+from command import atoll
 
 from atoll.errors import UserError
 from atoll.runtime.learner.address import Address, request_place
@@ -167,24 +168,21 @@ def island(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Island]:
 # ---------------------------------------------------------------- what is not even started
 
 
-def test_address_that_others_can_reach_is_refused_without_keys(tmp_path: Path) -> None:
-    syncer = Process("syncer", *TINY, "--listen", "0.0.0.0:0", "--dir", tmp_path / "syncer")
-    learner = Process("learner", "--syncer", "10.255.255.1:7077", ATOLL_TOKEN="atoll1.x")
-    assert (syncer.code(), learner.code()) == (2, 2)
-    assert syncer.lines == [
-        "atoll: --listen 0.0.0.0:0: others can reach it; give --keys DIR (see `atoll keys`), or say --insecure"
-    ]
-    assert learner.lines == [
-        "atoll: --syncer 10.255.255.1:7077: is not a loopback address; "
-        "give --keys, a folder that `atoll keys` made, or --insecure"
-    ]
+def test_address_that_others_can_reach_is_refused_without_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOLL_TOKEN", "atoll1.x")
+    syncer = atoll("syncer", *TINY, "--listen", "0.0.0.0:0", "--dir", tmp_path / "syncer", cwd=tmp_path)
+    learner = atoll("learner", "--syncer", "10.255.255.1:7077", cwd=tmp_path)
+    assert (syncer.returncode, learner.returncode) == (2, 2)
+    assert syncer.stderr.startswith("atoll: --listen 0.0.0.0:0: ") and "--insecure" in syncer.stderr
+    assert learner.stderr.startswith("atoll: --syncer 10.255.255.1:7077: ") and "--insecure" in learner.stderr
     assert not (tmp_path / "syncer").exists()
 
 
-def test_second_syncer_in_the_same_directory_is_refused(island: Island) -> None:
-    second = Process("syncer", *TINY, "--listen", "127.0.0.1:0", "--keys", island.keys, "--dir", island.directory)
-    assert second.code() == 2
-    assert second.lines[-1] == f"atoll: directory {island.directory}: another syncer (pid {island.syncer.pid}) uses it"
+def test_second_syncer_in_the_same_directory_is_refused(island: Island, tmp_path: Path) -> None:
+    words = ("--listen", "127.0.0.1:0", "--keys", island.keys, "--dir", island.directory)
+    second = atoll("syncer", *TINY, *words, cwd=tmp_path)
+    assert second.returncode == 2
+    assert f"directory {island.directory}: another syncer (pid {island.syncer.pid})" in second.stderr.splitlines()[-1]
     assert island.syncer.is_alive
     assert (island.directory / "address").read_text() == island.address
 
