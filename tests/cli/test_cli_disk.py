@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import typer
-from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from atoll.cli import runs as running
@@ -118,9 +117,9 @@ def test_error_of_the_system_is_a_sentence(
 
 def test_full_disk_under_a_virtual_run_is_told_by_its_file_or_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("atoll.store.weights.save_file", full)
+    monkeypatch.setattr("atoll.store.weights.tensor_chunks", full)
     done = CliRunner().invoke(app, ["train", "--virtual", *TINY, "--out", "run"])
     assert isinstance(done.exception, OSError) and done.exception.filename == "run/theta.safetensors"
     assert not (tmp_path / "run" / "theta.safetensors").exists() and (tmp_path / "run" / "run.tape").exists()

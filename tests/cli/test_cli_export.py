@@ -14,7 +14,6 @@ from typing import Any
 import command
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from typer.testing import CliRunner
@@ -283,10 +282,10 @@ def test_export_that_finds_no_room_leaves_nothing_and_works_later(
         where.mkdir(parents=True)
 
     def full(*_: object, **__: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr(weights, "save_file", full)
+        disk.setattr(weights, "tensor_chunks", full)
         said = refusal("export", run, "--hf", where)
     assert said == f"--hf {where}: cannot be written (No space left on device)"
     assert list(tmp_path.rglob("*")) == ([where.parent, where] if there else [])
@@ -333,7 +332,7 @@ def test_runs_that_cannot_be_exported_say_why(run: Path, tmp_path: Path) -> None
     assert "tensor norm.weight is missing" in refusal("export", tmp_path, "--hf", tmp_path / "hf")
     unfit = {"custom": "is code of yours", "lenet5": "reads pictures", "a.b:c": "has no Hugging Face architecture"}
     for name, sentence in unfit.items():
-        config = load(preset_name="decoupled", overrides=SMALL | {"model": {"name": name}, "data": {}})
+        config = load(preset_name="decoupled", overrides=SMALL | {"model": {"name": name}, "data": {"corpus": "digits"}})
         (tmp_path / "config.toml").write_text(to_toml(config))
         assert sentence in refusal("export", tmp_path, "--hf", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()

@@ -13,7 +13,6 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from atoll.chaos import ChaosPlan
 from atoll.cli import resume
 from atoll.cli.app import app
 from atoll.cli.shared import RunProgress
@@ -23,7 +22,8 @@ from atoll.errors import RunFailed, UserError
 from atoll.ids import SYNCER
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import DeadlinePassed, Refuse, SyncerState
-from atoll.runtime.local.cluster import LocalCluster, _Worker
+from atoll.runtime.local.cluster import LocalCluster, error_of
+from atoll.runtime.local.failure import Failure
 from atoll.store.durable import DurableVersions
 from atoll.store.snapshots import begin_syncer, seal_syncer
 from atoll.store.tokenizer_file import write_tokenizer_file
@@ -154,13 +154,14 @@ def test_picture_models_of_the_config_are_those_that_are_built() -> None:
     assert set(IMAGE_MODELS) == set(VISION_MODELS)
 
 
-def test_what_a_process_refuses_is_told_without_its_log(tmp_path: Path) -> None:
-    worker = _Worker(0, [], tmp_path / "log")
-    assert worker.refusal() == f"learner0 refused its input, see {tmp_path / 'log'}"
-    worker.log.write_text("12:00:00 atoll.learner: learner 0, incarnation 0, of run x\natoll: key a = 1: is no b\n")
-    cluster = LocalCluster(load(), tmp_path / "run", ChaosPlan())
-    with pytest.raises(UserError, match=r"^key a = 1: is no b$"):
-        cluster._fail_as(worker, 2)
+def test_run_fails_by_what_a_process_reported_and_not_by_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text("atoll: a line that begins like a refusal\n")
+    refused = error_of(0, 2, Failure("key a = 1: is no b", users_fault=True), log)
+    assert isinstance(refused, UserError) and str(refused) == "key a = 1: is no b"
+    for code, failure in ((1, Failure("the disk is full", users_fault=False)), (2, None), (-9, None)):
+        failed = error_of(0, code, failure, log)
+        assert isinstance(failed, RunFailed) and str(log) in str(failed)
 
 
 # ---------------------------------------------------------------- going on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -24,6 +24,7 @@ from atoll.cli.strip import strip
 from atoll.cli.syncer import syncer
 from atoll.cli.train import train
 from atoll.errors import AtollError, UserError
+from atoll.runtime.local.failure import Failure, report_failure
 from atoll.version import __version__
 
 app = typer.Typer(
@@ -41,25 +42,27 @@ app.add_typer(simulate, name="simulate")
 def main() -> None:
     try:
         app()
-    except UserError as error:
-        err.print(f"atoll: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2)
     except AtollError as error:
-        err.print(f"atoll: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(1)
+        _fail(str(error), users_fault=isinstance(error, UserError))
     except OSError as error:
-        err.print(f"atoll: {_told(error)}", style="red", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(2 if error.errno in UNUSABLE and error.filename is not None else 1)
+        _fail(_sentence(error), users_fault=error.errno in UNUSABLE and error.filename is not None)
+
+
+def _fail(message: str, *, users_fault: bool) -> NoReturn:
+    """One sentence for the user, the same as a value for a launcher, and the exit code."""
+    err.print(f"atoll: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    report_failure(Failure(message, users_fault))
+    sys.exit(2 if users_fault else 1)
 
 
 UNUSABLE = {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
-"""A path that is what it is however often it is tried: somebody named it."""
+"""Errors that the same path gives at every try: the user has to name another one."""
 
 
-def _told(error: OSError) -> str:
-    """Of what no command foresaw. The system knows the reason, and most often the file."""
+def _sentence(error: OSError) -> str:
+    """For an error that no command expected. The system knows the reason, and most often the file."""
     where = "" if error.filename is None else f"{error.filename}: "
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{where}the disk is full ({error.strerror}); make room and try again"

@@ -36,8 +36,8 @@ def snapshot_to_resume(run: Path, wanted: int | None, settings: Config) -> tuple
     if not tried:
         raise UserError(f"run {run}: none of its snapshots is complete")
     chosen = tried[-1]
-    absent = [f"{part} is missing" for part in _absent_parts(run, infos, chosen)]
-    if damaged := [problem for problem in problems_of(run, chosen) if problem not in absent]:
+    absent = _absent_parts(run, infos, chosen)
+    if damaged := [each for each in problems_of(run, chosen) if not (each.missing and each.part in absent)]:
         others = [step for step in complete if step != chosen]
         instead = f"give --snapshot {others[-1]} to go on from that one" if others else "there is no other"
         raise UserError(f"run {run}: snapshot {chosen} is damaged: {damaged[0]}; {instead}")
@@ -49,7 +49,7 @@ def snapshot_to_resume(run: Path, wanted: int | None, settings: Config) -> tuple
 def _is_damaged(run: Path, info: SnapshotInfo) -> bool:
     """Sealed, and not what was sealed: one that the syncer gave up has nothing in it that could be damaged."""
     part = _syncer_part(run, info.outer_step)
-    return not info.complete and part.is_dir() and any(str(part) in problem for problem in problems_of(run, info.outer_step))
+    return not info.complete and part.is_dir() and any(each.part == part for each in problems_of(run, info.outer_step))
 
 
 def _absent_parts(run: Path, infos: Sequence[SnapshotInfo], snapshot: int) -> list[Path]:

@@ -11,7 +11,7 @@ from atoll.cli.shared import JsonOption, out, print_json
 from atoll.errors import UserError
 
 if TYPE_CHECKING:
-    from atoll.store.snapshots import SnapshotInfo
+    from atoll.store.snapshots import SnapshotInfo, SnapshotProblem
 
 
 def snapshots_of(run: Path) -> list[SnapshotInfo]:
@@ -25,7 +25,7 @@ def snapshots_of(run: Path) -> list[SnapshotInfo]:
     return infos
 
 
-def problems_of(run: Path, outer_step: int) -> list[str]:
+def problems_of(run: Path, outer_step: int) -> list[SnapshotProblem]:
     from atoll.store.snapshots import verify
 
     return verify(run, outer_step)
@@ -64,6 +64,6 @@ def snapshot_verify(
         if outer_step in (None, info.outer_step):
             problems = problems_of(run, info.outer_step)
             sound = sound and not problems
-            out.print(f"outer step {info.outer_step}: " + ("; ".join(problems) or "sound"), soft_wrap=True)
+            out.print(f"outer step {info.outer_step}: " + ("; ".join(map(str, problems)) or "sound"), soft_wrap=True)
     if not sound:
         raise typer.Exit(1)

@@ -81,6 +81,20 @@ class SnapshotInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class SnapshotProblem:
+    """What is wrong with one worker's part of a snapshot."""
+
+    part: Path
+    """The part's directory."""
+    missing: bool
+    """There is no such directory at all."""
+    sentence: str
+
+    def __str__(self) -> str:
+        return self.sentence
+
+
+@dataclass(frozen=True, slots=True)
 class SyncerPart:
     disk: DurableVersions
     """Read-only; reads the snapshot's own files on demand."""
@@ -225,8 +239,8 @@ def newest_usable(run_dir: Path, *, need_learners: bool = True) -> SnapshotInfo 
     return usable[-1] if usable else None
 
 
-def verify(run_dir: Path, snapshot: OuterStep) -> list[str]:
-    """Check every checksum of every part; each problem names its file. Empty: no problem."""
+def verify(run_dir: Path, snapshot: OuterStep) -> list[SnapshotProblem]:
+    """Checks every checksum of every part; each problem names its file. Empty: sound."""
     root = syncer_root(run_dir)
     manifest, _, problems = _sizes(snapshot_dir(root, snapshot))
     parts = [(snapshot_dir(root, snapshot), manifest)]
@@ -279,27 +293,27 @@ def _entry(directory: Path, manifest: Manifest, name: str) -> FileEntry:
     return manifest.files[name]
 
 
-def _sizes(directory: Path) -> tuple[Manifest | None, int, list[str]]:
-    """The manifest, the size of the existing files, and problems that sizes alone show."""
+def _sizes(directory: Path) -> tuple[Manifest | None, int, list[SnapshotProblem]]:
+    """The manifest, bytes that are there, and problems that sizes alone show."""
     if not directory.is_dir():
-        return None, 0, [f"{directory} is missing"]
+        return None, 0, [SnapshotProblem(directory, True, f"{directory} is missing")]
     try:
         manifest = read_manifest(directory)
     except DataError as error:
-        return None, 0, [str(error)]
+        return None, 0, [SnapshotProblem(directory, False, str(error))]
     size, problems = 0, []
     for name, entry in manifest.files.items():
         path = directory / name
         there = path.stat().st_size if path.is_file() else -1
         size += max(there, 0)
         if there < 0:
-            problems.append(f"{path} is missing")
+            problems.append(SnapshotProblem(directory, False, f"{path} is missing"))
         elif there != entry.bytes:
-            problems.append(f"{path} has {there} bytes, not {entry.bytes}")
+            problems.append(SnapshotProblem(directory, False, f"{path} has {there} bytes, not {entry.bytes}"))
     return manifest, size, problems
 
 
-def _checksum_problems(directory: Path, name: str, entry: FileEntry) -> list[str]:
+def _checksum_problems(directory: Path, name: str, entry: FileEntry) -> list[SnapshotProblem]:
     path = directory / name
     try:
         if Path(name).parts[0] == FOLDER:
@@ -307,8 +321,10 @@ def _checksum_problems(directory: Path, name: str, entry: FileEntry) -> list[str
         else:
             actual = read_with(path, lambda stream, size: hashlib.file_digest(stream, "sha256").hexdigest())
     except DataError as error:
-        return [str(error)]
-    return [] if actual == entry.sha256 else [f"{path} is damaged: its SHA-256 is wrong"]
+        return [SnapshotProblem(directory, False, str(error))]
+    if actual == entry.sha256:
+        return []
+    return [SnapshotProblem(directory, False, f"{path} is damaged: its SHA-256 is wrong")]
 
 
 # ---------------------------------------------------------------- directories

@@ -1,39 +1,27 @@
-"""Weights as a safetensors file that other users of the machine can read too."""
+"""Weights as a safetensors file that other programs load: theta.safetensors, and model.safetensors of an export."""
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
-from atoll.store.tensor_files import PARTIAL
+from atoll.store.tensor_files import PARTIAL, tensor_chunks
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """All or nothing, with the mode that the umask gives a new file; safetensors' own writer always leaves 0600."""
+    """All or nothing, with the mode that the umask gives a new file. The safetensors library's own writer leaves mode 0600, and
+    reports a full disk as a sentence; here it is the OSError it is, with the name of the file that was asked for."""
     temporary = path.with_name(path.name + PARTIAL)
     try:
         temporary.unlink(missing_ok=True)
-        temporary.touch(exist_ok=False)  # os.umask would change the mask for other threads meanwhile
-        mode = temporary.stat().st_mode
-        held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(held, temporary, metadata=metadata)
-        temporary.chmod(mode)
+        with temporary.open("xb") as file:
+            for chunk in tensor_chunks(dict(tensors), metadata or {}):
+                file.write(chunk)
         os.replace(temporary, path)
-    except SafetensorError as error:
-        raise _as_os_error(error, path) from None
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # name the file that the caller knows
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _as_os_error(error: SafetensorError, path: Path) -> Exception:
-    """safetensors has one exception class; a system error shows only by its number in the text: "... (os error 28)"."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1])), str(path)) if number else error

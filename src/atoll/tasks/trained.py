@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from atoll.config import CUSTOM, Config, load
+from atoll.config import CUSTOM, Config, load, read_toml
 from atoll.errors import ConfigError, DataError, UserError
 from atoll.ids import OuterStep
 from atoll.store.durable import FOLDER, DurableVersions
@@ -112,10 +112,11 @@ def config_of(run: Path) -> Config:
     path = run / "config.toml"
     if not path.is_file():
         raise UserError(f"run {run}: is no run's folder, it has no config.toml")
+    read_toml(path)  # a file that is no TOML is refused with its name
     try:
         return load(path)
-    except ConfigError as error:  # which speaks of keys; whoever named the run has perhaps never seen its config
-        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from None
+    except ConfigError as error:  # which names a key, and the user who named the run may never have seen its config
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _newest(disk: DurableVersions) -> OuterStep:

@@ -156,12 +156,12 @@ def test_missing_learner_makes_an_older_snapshot_the_newest_usable(run: Run) -> 
     assert usable is not None and usable.outer_step == 10
     assert partly is not None and partly.outer_step == 20
     (problem,) = verify(run.directory, 20)
-    assert problem.endswith("learners/1/snapshots/20 is missing")
+    assert problem.missing and problem.part == snapshot_dir(learner_root(run.directory, 1), 20)
 
 
 def test_nothing_there_is_no_snapshot(tmp_path: Path) -> None:
     assert list_snapshots(tmp_path) == [] and newest_usable(tmp_path) is None
-    assert verify(tmp_path, 3) == [f"{tmp_path}/syncer/snapshots/3 is missing"]
+    assert [(p.part, p.missing) for p in verify(tmp_path, 3)] == [(tmp_path / "syncer" / "snapshots" / "3", True)]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_damage_is_found_and_named(run: Run, name: str) -> None:
     path.unlink()
     path.write_bytes(whole[:-2] + bytes([whole[-2] ^ 1]) + whole[-1:])
     (problem,) = verify(run.directory, 10)
-    assert str(path) in problem and "damaged" in problem
+    assert str(path) in str(problem) and "damaged" in str(problem) and not problem.missing
     assert newest_usable(run.directory) is not None, "sizes alone do not show it"
     load = load_syncer if name.startswith("syncer") else load_learner_part
     with pytest.raises(DataError, match=path.name):
@@ -184,10 +184,10 @@ def test_damage_is_found_and_named(run: Run, name: str) -> None:
         part.disk.at(1, 0)  # type: ignore[union-attr]
     path.write_bytes(whole[:-1])
     (problem,) = verify(run.directory, 10)
-    assert str(path) in problem and "bytes, not" in problem
+    assert str(path) in str(problem) and "bytes, not" in str(problem)
     assert newest_usable(run.directory) is None
     path.unlink()
-    assert verify(run.directory, 10) == [f"{path} is missing"] and newest_usable(run.directory) is None
+    assert [str(p) for p in verify(run.directory, 10)] == [f"{path} is missing"] and newest_usable(run.directory) is None
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b'{"snapshot": 1}', b"\xff\xfe"])
@@ -196,14 +196,14 @@ def test_damaged_manifest_is_named(run: Run, text: bytes) -> None:
     (snapshot_dir(run.syncer, 10) / "manifest.json").write_bytes(text)
     assert newest_usable(run.directory) is None
     (problem,) = verify(run.directory, 10)
-    assert "snapshots/10/manifest.json is damaged" in problem
+    assert "snapshots/10/manifest.json is damaged" in str(problem)
 
 
 def test_manifest_cannot_reach_outside(run: Run) -> None:
     run.snapshot(10)
     path = snapshot_dir(run.syncer, 10) / "manifest.json"
     path.write_bytes(path.read_bytes().replace(b"machine.json", b"../../lock"))
-    assert "not inside" in verify(run.directory, 10)[0]
+    assert "not inside" in str(verify(run.directory, 10)[0])
 
 
 # ---------------------------------------------------------------- crashes

@@ -24,8 +24,8 @@ import torch
 from atoll.config import Config, to_toml
 from atoll.errors import AtollError, ConfigError, RunFailed, UserError
 from atoll.ids import LearnerId
-from atoll.runtime.ddp.rank import USER_ERROR, main
-from atoll.runtime.ddp.report import DdpOutcome, HeldoutReport, Job, RankReport, StepFold, Stepped, outcome_of
+from atoll.runtime.ddp.rank import main
+from atoll.runtime.ddp.report import DdpOutcome, HeldoutReport, Job, RankFailed, RankReport, StepFold, Stepped, outcome_of
 from atoll.tape.folder import refuse_used
 from atoll.tape.heldout import HeldoutPoint, append_point, points_in
 
@@ -124,25 +124,28 @@ def _follow(
     """Reads the ranks' lines until all have ended successfully; the first failure ends the run."""
     rests = [b""] * len(ranks)
     reports: dict[LearnerId, RankReport] = {}
+    failures: dict[LearnerId, RankFailed] = {}
     with selectors.DefaultSelector() as selector:
         for rank, process in enumerate(ranks):
             assert process.stdout is not None
             selector.register(process.stdout, selectors.EVENT_READ, rank)
         while selector.get_map():
-            failed: list[tuple[int, LearnerId]] = []
+            failed: list[tuple[bool, int, LearnerId]] = []
             for key, _ in selector.select():
                 rank = key.data
                 chunk = os.read(key.fd, 1 << 16)
                 if not chunk:
                     selector.unregister(key.fileobj)
                     if code := ranks[rank].wait() or (rank not in reports):
-                        failed.append((code, rank))
+                        failed.append((not (rank in failures and failures[rank].users_fault), code, rank))
                     continue
                 *lines, rests[rank] = (rests[rank] + chunk).split(b"\n")
                 for line in lines:
-                    report = msgspec.json.decode(line, type=Stepped | HeldoutReport | RankReport)
+                    report = msgspec.json.decode(line, type=Stepped | HeldoutReport | RankFailed | RankReport)
                     if isinstance(report, RankReport):
                         reports[rank] = report
+                    elif isinstance(report, RankFailed):
+                        failures[rank] = report
                     elif isinstance(report, HeldoutReport):
                         append_point(directory, report.point)
                         on_point(report.point)
@@ -150,8 +153,9 @@ def _follow(
                         progress(fold.steps, loss)
                 if len(reports) == len(ranks) and rank in reports:
                     _release(ranks)
-            if failed:  # a signal comes first: a Python error in one rank may only follow from the loss of another
-                raise _failure(directory, *min(failed))
+            if failed:  # a refusal or a signal is a cause; another error may be the echo of a lost peer
+                _, code, rank = min(failed)
+                raise _failure(directory, code, rank, failures.get(rank))
     return [reports[rank] for rank in sorted(reports)]
 
 
@@ -162,16 +166,19 @@ def _release(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             process.stdin.write(b".")
 
 
-def _failure(directory: Path, code: int, rank: LearnerId) -> AtollError:
-    with (directory / f"rank-{rank}.err").open("rb") as file:
+def _failure(directory: Path, code: int, rank: LearnerId, reported: RankFailed | None) -> AtollError:
+    if reported is not None and reported.users_fault:
+        return UserError(reported.message)
+    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+    why = f": {reported.message}" if reported is not None else _last_lines(directory / f"rank-{rank}.err")
+    return RunFailed(f"ddp: rank {rank} {how}, and data-parallel training cannot go on without it{why}")
+
+
+def _last_lines(path: Path) -> str:
+    with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - STDERR_BYTES))
         lines = [line.strip() for line in file.read().decode("utf8", "replace").splitlines() if line.strip()]
-    if code == USER_ERROR and lines:
-        return UserError(lines[-1])
-    how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-    last = f"; its last words: {' | '.join(lines[-STDERR_LINES:])}" if lines else " without a word"
-    return RunFailed(f"ddp: rank {rank} {how}, and data-parallel training cannot go on without it{last}")
-
+    return f"; {path} ends: {' | '.join(lines[-STDERR_LINES:])}" if lines else ""
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from atoll.executor.cuda.learner import to_device
 from atoll.executor.environment import use_threads
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.ids import LearnerId, Nanos, seconds
-from atoll.runtime.ddp.report import HeldoutReport, Job, RankReport, Stepped
+from atoll.runtime.ddp.report import HeldoutReport, Job, RankFailed, RankReport, Stepped
 from atoll.store.tokenizer_file import write_tokenizer_file
 from atoll.store.versions import digest
 from atoll.store.weights import save_weights
@@ -40,8 +40,6 @@ from atoll.workload.data.seeds import generator
 
 TIMEOUT = timedelta(minutes=30)
 """The parent notices a dead rank at once; this ends a run whose ranks are alive and make no progress."""
-
-USER_ERROR = 2
 
 
 class _Clock:
@@ -162,8 +160,8 @@ def _merge_buffers(task: Task, tensors: Mapping[str, Tensor]) -> int:
     return sent
 
 
-def _report(channel: BinaryIO, report: Stepped | HeldoutReport | RankReport) -> None:
-    channel.write(msgspec.json.encode(report) + b"\n")
+def _report(channel: BinaryIO, message: Stepped | HeldoutReport | RankFailed | RankReport) -> None:
+    channel.write(msgspec.json.encode(message) + b"\n")
 
 
 def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
@@ -202,9 +200,10 @@ def main() -> int:
     os.dup2(2, 1)  # a library's prints go to stderr
     try:
         _rank(Path(sys.argv[1]), int(sys.argv[2]), channel)
-    except (AtollError, OSError) as error:  # OSError: a full disk. The parent passes the last line of stderr on
+    except (AtollError, OSError) as error:
         sys.stderr.write(f"{error}\n")
-        return USER_ERROR if isinstance(error, UserError) else 1
+        _report(channel, RankFailed(str(error), isinstance(error, UserError)))
+        return 1
     released.wait()
     dist.destroy_process_group()
     return 0

@@ -42,6 +42,13 @@ class HeldoutReport(msgspec.Struct, frozen=True, tag=True):
     point: HeldoutPoint
 
 
+class RankFailed(msgspec.Struct, frozen=True, tag=True):
+    """The last line of a rank that ends with an error of ours; its standard error is for people."""
+
+    message: str
+    users_fault: bool
+
+
 class RankReport(msgspec.Struct, frozen=True, tag=True):
     """The last line of a rank, and its `rank-N.json`."""
 

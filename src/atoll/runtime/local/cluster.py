@@ -1,7 +1,7 @@
-"""A whole live run on one machine: a syncer's process, a process a learner, and the faults of a plan carried out on them.
+"""A whole live run on one machine: a process for the syncer, one for each learner, and the faults of a chaos plan.
 
-Killed is SIGKILL, paused is SIGSTOP, and links fail in a proxy between the processes. The clock of a plan starts with the
-first round. What happened is on the tapes; this only starts, hurts and watches.
+A kill is SIGKILL, a pause is SIGSTOP, and links fail in a proxy between the processes. The clock of a plan starts with the first
+round. The tapes record what happened; this file starts processes, carries faults out and watches.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from pathlib import Path
 
 from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Scavenge, Slow, describe_fault
 from atoll.config import Config, to_toml
-from atoll.errors import RunFailed, UserError
+from atoll.errors import AtollError, RunFailed, UserError
 from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
 from atoll.protocol.vocabulary import Finished, FixParticipants
+from atoll.runtime.local.failure import Failure
 from atoll.runtime.local.fault_proxies import FaultProxies
 from atoll.runtime.local.forkserver import Child, ForkServer
 from atoll.tape.folder import refuse_used
@@ -32,10 +33,13 @@ from atoll.tape.tail import Tail
 TICK_SECONDS = 0.05
 START_SECONDS = 120.0
 RESTARTS_MAX = 3
-"""Deaths of one worker that nobody ordered."""
+"""How often one worker is started again after it ended without a fault of the plan."""
 END_SECONDS = 25.0
-"""How long learners have to end after the syncer did."""
-REFUSES = "atoll: "
+"""How long learners have to end after the syncer has ended."""
+LEAVE_SECONDS = 5.0
+"""How long of it they have before they are asked to."""
+LOG_LINES = 3
+"""Of a log, in a message about the process that wrote it."""
 EVALUATOR_LOG = "heldout.log"
 
 
@@ -61,16 +65,25 @@ class _Worker:
     def code(self) -> int | None:
         return self.child.poll() if self.child is not None else None
 
-    def last_words(self) -> str:
-        return " | ".join(line for line in self._lines()[-3:] if line.strip())
+    def failure(self) -> Failure | None:
+        return self.child.failure if self.child is not None else None
 
-    def refusal(self) -> str:
-        """The sentence for the user, which the command line begins so; what it logged before is not part of it."""
-        said = [line for line in self._lines() if line.startswith(REFUSES)]
-        return said[-1].removeprefix(REFUSES) if said else f"{worker_name(self.worker)} refused its input, see {self.log}"
 
-    def _lines(self) -> list[str]:
-        return self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+def error_of(worker: WorkerId, code: int, failure: Failure | None, log: Path) -> AtollError:
+    """What the run fails with when this worker's process has ended for good. By what it reported; its log is for people."""
+    if failure is not None and failure.users_fault:
+        return UserError(failure.message)
+    why = failure.message if failure is not None else f"the last lines of its log: {last_lines(log)}"
+    return RunFailed(f"{worker_name(worker)} {how_it_ended(code)}; {why} (all of it: {log})")
+
+
+def how_it_ended(code: int) -> str:
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def last_lines(log: Path) -> str:
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    return " | ".join(line for line in lines[-LOG_LINES:] if line.strip()) or "none"
 
 
 class LocalCluster:
@@ -80,15 +93,15 @@ class LocalCluster:
         watch: Callable[[Record], None] | None = None, say: Callable[[str], None] = lambda text: None,
         on_point: Callable[[HeldoutPoint], None] = lambda point: None,
     ) -> None:  # fmt: skip
-        """`resume`: another run's folder and which of its snapshots. `watch` is told of the syncer's records, `on_point` of the
-        held-out losses on the way."""
+        """`resume`: another run's folder and which of its snapshots. `watch` is called with the syncer's records, `on_point` with
+        held-out losses while the run trains."""
         self.config = config
         self.directory = directory
         self._plan = plan
         self._watch = watch or (lambda record: None)
         self._say = say
         self._on_point = on_point
-        self._points_shown = self._looks_bytes = 0
+        self._points_shown = self._points_bytes = 0
         self._evaluator: Child | None = None
         self._fault_proxies = FaultProxies(plan, config.learners)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
@@ -109,7 +122,7 @@ class LocalCluster:
     # ------------------------------------------------------------ running
 
     def run(self) -> None:
-        """Until the syncer says it is over. Whatever happens, no process is left behind."""
+        """Until the syncer ends. No process is left behind, whatever happens."""
         self._prepare()
         self._fork_server = ForkServer()
         try:
@@ -134,7 +147,7 @@ class LocalCluster:
         self._workers[SYNCER] = _Worker(SYNCER, self._syncer_argv("127.0.0.1:0"), self.directory / "syncer.log")
         self._workers[SYNCER].start(self._fork_server)
         self._address = self._wait_for_address()
-        self._workers[SYNCER].argv = self._syncer_argv(self._address)  # learners know this one, should it die
+        self._workers[SYNCER].argv = self._syncer_argv(self._address)  # started again, it listens where learners dial
         self._fault_proxies.start(self._address)
         for learner in range(self.config.learners):
             self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
@@ -179,9 +192,9 @@ class LocalCluster:
         while not path.exists():
             code = syncer.code()
             if code is not None:
-                self._fail_as(syncer, code)
+                raise error_of(SYNCER, code, syncer.failure(), syncer.log)
             if time.monotonic() > until:
-                raise RunFailed(f"the syncer did not start within {START_SECONDS:.0f} s: {syncer.last_words()}")
+                raise RunFailed(f"the syncer did not start within {START_SECONDS:.0f} s; its log ends: {last_lines(syncer.log)}")
             self._pause.wait(TICK_SECONDS)
         return path.read_text(encoding="ascii").strip()
 
@@ -201,23 +214,23 @@ class LocalCluster:
             self._listen_to(self._evaluator)
 
     def _listen_to(self, evaluator: Child) -> None:
-        """It is not of the run: should it die, fewer losses are told, and that is said."""
+        """The run does not depend on the evaluator: if it fails, there are fewer held-out losses, and a warning says so."""
         path = self.directory / HELDOUT_FILE
         size = path.stat().st_size if path.exists() else 0
-        if size > self._looks_bytes:
-            self._looks_bytes, points = size, points_in(self.directory)
+        if size > self._points_bytes:
+            self._points_bytes, points = size, points_in(self.directory)
             for point in points[self._points_shown :]:
-                if point.outer_step < self.config.total_steps:  # the last is the run's own end, which the verdict tells
+                if point.outer_step < self.config.total_steps:  # the loss at the end is in the summary
                     self._on_point(point)
             self._points_shown = len(points)
         if code := evaluator.poll():
             self._evaluator = None
             log = self.directory / EVALUATOR_LOG
-            self._say(f"warning: the evaluator exited with code {code}, so no more held-out losses follow; see {log}")
+            self._say(f"warning: the evaluator {how_it_ended(code)}, so no more held-out losses follow; see {log}")
 
     def _tend(self, w: _Worker, now: float) -> None:
         if self._finished and w.worker != SYNCER:
-            return  # who comes back now is told that it is over
+            return  # a learner that is started now would only hear that the run is finished
         if w.back_at is not None:
             if now >= w.back_at:
                 w.start(self._fork_server)
@@ -226,15 +239,12 @@ class LocalCluster:
         if code is None or code == 0:
             return
         w.died += 1
-        if code == 2 or w.died > RESTARTS_MAX:
-            self._fail_as(w, code)
-        self._say(f"{worker_name(w.worker)} died by itself ({code}); it is started again: {w.last_words()}")
+        failure = w.failure()
+        if w.died > RESTARTS_MAX or (failure is not None and failure.users_fault):
+            raise error_of(w.worker, code, failure, w.log)
+        why = failure.message if failure is not None else last_lines(w.log)
+        self._say(f"warning: {worker_name(w.worker)} {how_it_ended(code)} and is started again: {why}")
         w.back_at = now + 1.0
-
-    def _fail_as(self, w: _Worker, code: int) -> None:
-        if code == 2:
-            raise UserError(w.refusal())
-        raise RunFailed(f"{worker_name(w.worker)} died ({code}); its log {w.log} ends: {w.last_words()}")
 
     def _syncer_is_done(self) -> bool:
         w = self._workers[SYNCER]
@@ -249,7 +259,7 @@ class LocalCluster:
             w.signal(signal.SIGCONT)
         while time.monotonic() < until and any(w.code() is None for w in learners):
             self._pause.wait(TICK_SECONDS)
-            if time.monotonic() > until - END_SECONDS + 5.0:
+            if time.monotonic() > until - END_SECONDS + LEAVE_SECONDS:
                 for w in learners:
                     w.signal(signal.SIGTERM)
 
@@ -286,11 +296,11 @@ class LocalCluster:
             case Scavenge(learner=learner, lasts=lasts):
                 w = self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
                 w.start(self._fork_server)
-                self._at(began + lasts, lambda: w.signal(signal.SIGTERM))  # it leaves politely, or at the end of its patience
+                self._at(began + lasts, lambda: w.signal(signal.SIGTERM))  # it has leave_seconds to deliver what it has
 
     def _kill(self, w: _Worker, lasts: float) -> None:
         if w.back_at is not None:
-            return  # it is dead already
+            return  # it was killed before and is not back yet
         w.signal(signal.SIGKILL)
         if w.child is not None:
             w.child.wait()
@@ -298,7 +308,7 @@ class LocalCluster:
         w.back_at = time.monotonic() + lasts
 
     def _slow(self, learner: LearnerId, factor: float) -> None:
-        """Below zero: that slowness is over."""
+        """A negative factor ends the slowness of that factor."""
         w = self._workers[learner]
         if factor > 0:
             w.slowed.append(factor)
@@ -319,8 +329,8 @@ def _resume_syncer(resume: tuple[Path, int] | None) -> list[str]:
 
 
 def _resume_learner(resume: tuple[Path, int] | None, learner: LearnerId, out: Path) -> list[str]:
-    """Its own part, where it has one; linked into the new run, so that a replay finds what it began with. A learner that was
-    not of the snapshot joins as a newcomer."""
+    """Its own part, where it has one, linked into the new run, so that a replay finds the state it began with. A learner without
+    a part joins as a newcomer."""
     if resume is None:
         return []
     run, snapshot = resume

@@ -1,12 +1,11 @@
-"""Where a local cluster's processes are born: one that has imported everything forks the others.
+"""The fork server of a local cluster: a process that has imported everything forks the others.
 
-Importing torch takes seconds of a core; a learner that was killed should be back in less. What is born is a process like
-any other, with its own pid to kill and its own log. The nursery holds no thread, no socket and no model, so a fork copies
-nothing that could be half done. When the launcher is gone, so is the nursery; when the nursery is gone, its children's
-standard input ends, and they leave.
+Importing torch takes seconds of a core, and a killed learner should be back sooner. A child is a process like any other, with its
+own pid and its own log. The fork server holds no thread, no socket and no model, so a fork copies nothing that is half done. It
+ends when its launcher ends; its children's standard input then ends, and they leave.
 
 Lines in:  {"spawn": key, "argv": [...], "log": path}   {"say": pid, "text": "..."}
-Lines out: {"key": key, "pid": pid}                     {"pid": pid, "code": code}
+Lines out: {"key": key, "pid": pid}                     {"pid": pid, "code": code, "failure": {...} or null}
 """
 
 from __future__ import annotations
@@ -25,14 +24,15 @@ from typing import Any
 import msgspec
 
 from atoll.errors import RunFailed
+from atoll.runtime.local.failure import FAILURE_FD, Failure, read_failure
 
 TICK_SECONDS = 0.02
 SERVES = "atoll.cli.forkserver"
-"""The module that runs `serve` with the command line's own door: this room does not see it."""
+"""The module that calls `serve` with the command line's `main`, which this room may not import."""
 
 
 class Child:
-    """A process that a nursery bore, as its launcher sees it."""
+    """A process that the fork server started, as the launcher sees it."""
 
     def __init__(self, fork_server: ForkServer, pid: int) -> None:
         self._fork_server = fork_server
@@ -40,6 +40,11 @@ class Child:
 
     def poll(self) -> int | None:
         return self._fork_server.code_of(self.pid)
+
+    @property
+    def failure(self) -> Failure | None:
+        """What it reported when it ended."""
+        return self._fork_server.failure_of(self.pid)
 
     def signal(self, number: int) -> None:
         if self.poll() is None:
@@ -62,11 +67,12 @@ class ForkServer:
             start_new_session=True,
         )  # fmt: skip
         self._codes: dict[int, int] = {}
+        self._failures: dict[int, Failure] = {}
         self._pids: dict[int, int] = {}
         self._keys = 0
         self._changed = threading.Condition()
         self._over = False
-        self._reader = threading.Thread(target=self._read, name="nursery", daemon=True)
+        self._reader = threading.Thread(target=self._read, name="fork server", daemon=True)
         self._reader.start()
 
     def spawn(self, argv: Sequence[str], log: Path) -> Child:
@@ -78,7 +84,7 @@ class ForkServer:
         with self._changed:
             self._changed.wait_for(lambda: key in self._pids or self._over, timeout=120.0)
             if key not in self._pids:
-                raise RunFailed("no process could be started: the nursery is gone")
+                raise RunFailed("no process could be started: the fork server has ended")
             return Child(self, self._pids[key])
 
     def tell(self, words: dict[str, Any]) -> None:
@@ -90,6 +96,10 @@ class ForkServer:
     def code_of(self, pid: int) -> int | None:
         with self._changed:
             return self._codes.get(pid, -9 if self._over else None)
+
+    def failure_of(self, pid: int) -> Failure | None:
+        with self._changed:
+            return self._failures.get(pid)
 
     def wait_for_end(self, pid: int, seconds: float) -> None:
         with self._changed:
@@ -103,6 +113,8 @@ class ForkServer:
                 if "key" in words:
                     self._pids[words["key"]] = words["pid"]
                 else:
+                    if words["failure"] is not None:
+                        self._failures[words["pid"]] = msgspec.convert(words["failure"], Failure)
                     self._codes[words["pid"]] = words["code"]
                 self._changed.notify_all()
         with self._changed:
@@ -110,7 +122,7 @@ class ForkServer:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Whoever is left is killed."""
+        """Children that are left are killed."""
         for pid in [pid for pid in self._pids.values() if pid not in self._codes]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -123,13 +135,12 @@ class ForkServer:
         self._process.stdout.close()
 
 
-# ---------------------------------------------------------------- the nursery's end
+# ---------------------------------------------------------------- the fork server's end
 
 
 def _warm_up() -> None:
-    """Everything a worker will import, imported; and torch's optimisers import more when first built."""
+    """Imports everything a worker needs; torch's optimisers import more when the first one is built."""
     import torch
-
 
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
@@ -143,17 +154,21 @@ class _Forked:
     def __init__(self, become: Callable[[], None]) -> None:
         self._become = become
         self._inputs: dict[int, int] = {}
+        self._failures: dict[int, int] = {}
+        """By pid: where its standard input is written, and where its failure is read."""
 
     def spawn(self, words: dict[str, Any]) -> None:
         reader, writer = os.pipe()
+        failure_reader, failure_writer = os.pipe()
         pid = os.fork()
         if pid == 0:
-            os.close(writer)
-            for other in self._inputs.values():
-                os.close(other)  # or a sibling's input would not end while we live
+            for other in (writer, failure_reader, *self._inputs.values(), *self._failures.values()):
+                os.close(other)  # else a sibling's input would not end while this child lives
+            os.environ[FAILURE_FD] = str(failure_writer)
             _live(self._become, words["argv"], words["log"], reader)
         os.close(reader)
-        self._inputs[pid] = writer
+        os.close(failure_writer)
+        self._inputs[pid], self._failures[pid] = writer, failure_reader
         _say({"key": words["spawn"], "pid": pid})
 
     def say(self, pid: int, text: str) -> None:
@@ -167,10 +182,12 @@ class _Forked:
             if pid == 0:
                 return
             os.close(self._inputs.pop(pid))
-            _say({"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+            failure = read_failure(fd := self._failures.pop(pid))
+            os.close(fd)
+            _say({"pid": pid, "code": os.waitstatus_to_exitcode(status), "failure": failure})
 
     def close(self) -> None:
-        """A child that is stopped would never see its input end."""
+        """A stopped child (SIGSTOP) would never see its input end."""
         for pid, writer in self._inputs.items():
             os.close(writer)
             with suppress(ProcessLookupError):
