@@ -38,6 +38,8 @@ class StackedOptimizer:
             {name: torch.zeros_like(w) for name in (TURNED if at in self._turned else MOMENTS)}
             for at, w in enumerate(self._weights)
         ]
+        self._counted = next((at for at in range(len(self._weights)) if at not in self._turned), None)
+        """A tensor that AdamW steps; only those have step counts."""
         self.counts_apart = config.protocol.freeze_not_due or (
             not config.inner.preserve_optimizer_state and config.protocol.fragments > 1
         )
@@ -78,7 +80,7 @@ class StackedOptimizer:
         for at in sorted({at for m in who for at in which[m]}):
             counts = torch.ones(learners)
             for m in who:
-                if at in which[m]:
+                if at in which[m] and at not in self._turned:
                     states[m][at]["step"] += 1
                     counts[m] = states[m][at]["step"]
             first, second = ((1 - beta**counts).to(device) for beta in inner.betas)
@@ -89,7 +91,10 @@ class StackedOptimizer:
 
     def _count(self, m: LearnerId, optimizer: torch.optim.Optimizer) -> int:
         """This step's number."""
-        count = self._states(m, optimizer)[0]["step"]
+        states = self._states(m, optimizer)
+        if self._counted is None:
+            return 1
+        count = states[self._counted]["step"]
         count += 1
         return int(count)
 
@@ -101,7 +106,8 @@ class StackedOptimizer:
                 if not self._is_mine(m, at, found):
                     self._take_over(m, at, found, torch.tensor(float(found.get("step", 0.0))))
         elif not self._is_mine(m, 0, states[0]):
-            count = torch.tensor(float(states[0].get("step", 0.0)))  # one for all: they step together
+            first = {} if self._counted is None else states[self._counted]
+            count = torch.tensor(float(first.get("step", 0.0)))  # one for all: they step together
             for at, found in enumerate(states):
                 self._take_over(m, at, found, count)
         return states
@@ -119,7 +125,8 @@ class StackedOptimizer:
             else:
                 own.zero_()
             found[name] = own
-        found["step"] = count
+        if at not in self._turned:
+            found["step"] = count
 
 
 def _update(
@@ -142,8 +149,8 @@ def _update(
     ahead: list[Tensor] = []
     for at in turned:
         g, buffer = grads[at], moments[at]["momentum_buffer"]
-        buffer.add_(_like(part, g) * ((mu - 1) * buffer + g))
-        ahead.append(g + mu * buffer)
+        buffer.add_(_like(part, g) * (1 - mu) * (g - buffer))
+        ahead.append(g + mu * (buffer - g))
     for at, factor in zip(turned, factors(ahead), strict=True):
         w = weights[at]
         w.sub_(_like(part * rate, w) * (decay * w + reach(*w.shape[-2:]) * factor))

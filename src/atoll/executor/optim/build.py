@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.config import Config
-from atoll.executor.optim.muon import Muon
+from atoll.executor.optim.muon import MuonWithAdamW
 from atoll.ids import OuterStep
 from atoll.rules import learning_rate
 from atoll.tensors.layout import Fragment
@@ -47,7 +47,7 @@ def build_optimizer(config: Config, named: Mapping[str, Tensor], fragments: Iter
             )
         case "Muon":
             turned = turned_names(config, fragments)
-            return Muon(
+            return MuonWithAdamW(
                 params, [p for name, p in named.items() if name in turned], lr=inner.learning_rate, momentum=inner.muon_momentum,
                 betas=inner.betas, weight_decay=inner.weight_decay,
             )  # fmt: skip

@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from atoll.config import load
+from atoll.executor.optim import muon
 from atoll.executor.optim.build import build_optimizer, turned_names
-from atoll.executor.optim.muon import Muon, factors, reach
+from atoll.executor.optim.muon import MuonWithAdamW, factors, reach
 from atoll.tasks.task import language_task
+
+SETTINGS = {"lr": 0.01, "weight_decay": 0.1}
 
 
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -34,24 +37,91 @@ def test_a_step_is_as_large_as_adamws() -> None:
         assert 0.1 < float(size) < 0.3
 
 
-def test_matrices_go_as_torchs_muon_and_the_rest_as_torchs_adamw() -> None:
-    ours = [torch.nn.Parameter(rand(12, 20)), torch.nn.Parameter(rand(20))]
-    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
-    settings = {"lr": 0.01, "weight_decay": 0.1}
-    mine = Muon(ours, ours[:1], momentum=0.9, betas=(0.9, 0.95), **settings)
-    others: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(theirs[:1], momentum=0.9, adjust_lr_fn="match_rms_adamw", **settings),
-        torch.optim.AdamW(theirs[1:], betas=(0.9, 0.95), **settings),
+def pair(*shapes: tuple[int, ...]) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    ours = [torch.nn.Parameter(rand(*shape)) for shape in shapes]
+    return ours, [torch.nn.Parameter(p.detach().clone()) for p in ours]
+
+
+def torchs(params: list[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
+    matrices = [p for p in params if p.dim() == 2]
+    return [
+        torch.optim.Muon(matrices, momentum=0.9, adjust_lr_fn="match_rms_adamw", **SETTINGS),
+        torch.optim.AdamW([p for p in params if p.dim() != 2], betas=(0.9, 0.95), fused=True, **SETTINGS),
     ]
-    for step in range(5):
-        for p, q in zip(ours, theirs, strict=True):
-            p.grad = rand(*p.shape, seed=step + 1)
-            q.grad = p.grad.clone()
-        mine.step()
-        for optimizer in others:
+
+
+def wrapped(params: list[torch.nn.Parameter]) -> MuonWithAdamW:
+    return MuonWithAdamW(params, [p for p in params if p.dim() > 1], momentum=0.9, betas=(0.9, 0.95), **SETTINGS)
+
+
+def walk(params: list[torch.nn.Parameter], optimizers: list[torch.optim.Optimizer], steps: range) -> None:
+    for step in steps:
+        for number, p in enumerate(params):
+            p.grad = rand(*p.shape, seed=10 * number + step + 1)
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (step + 1)
             optimizer.step()
-    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=2e-3)  # theirs turns in bf16
-    torch.testing.assert_close(ours[1], theirs[1], rtol=1e-6, atol=1e-7)
+
+
+def test_matrices_go_as_torchs_muon_and_the_rest_as_torchs_adamw() -> None:
+    ours, theirs = pair((12, 20), (20,), (20, 12))
+    mine, others = wrapped(ours), torchs(theirs)
+    walk(ours, [mine], range(5))
+    walk(theirs, others, range(5))
+    for at in (0, 2):
+        torch.testing.assert_close(ours[at], theirs[at], rtol=0, atol=6e-3)  # theirs turns in bf16, ours on a CPU in fp32
+        assert torch.equal(mine.state[ours[at]]["momentum_buffer"], others[0].state[theirs[at]]["momentum_buffer"])
+    assert torch.equal(ours[1], theirs[1])
+
+
+def test_large_matrices_go_through_torchs_muon_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "goes_alone", lambda p: p.dim() == 2)  # as on a GPU
+    ours, theirs = pair((12, 20), (20,), (20, 12))
+    mine, others = wrapped(ours), torchs(theirs)
+    walk(ours, [mine], range(3))
+    again = wrapped(ours)
+    again.load_state_dict(copy.deepcopy(mine.state_dict()))
+    walk(ours, [again], range(3, 5))
+    walk(theirs, others, range(5))
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    again.state.clear()
+    walk(ours, [again], range(5, 6))
+    walk(theirs, torchs(theirs), range(5, 6))
+    assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True)), "a cleared state starts anew"
+
+
+def test_matrices_of_a_stack_step_each_as_alone() -> None:
+    stack, single = pair((3, 12, 20))[0], pair((12, 20), (12, 20), (12, 20))[0]
+    with torch.no_grad():
+        for p, matrix in zip(single, stack[0], strict=True):
+            p.copy_(matrix)
+    together, apart = wrapped(stack), wrapped(single)
+    for step in range(3):
+        stack[0].grad = rand(3, 12, 20, seed=step)
+        for p, grad in zip(single, stack[0].grad, strict=True):
+            p.grad = grad.clone()
+        together.step()
+        apart.step()
+    torch.testing.assert_close(stack[0].detach(), torch.stack([p.detach() for p in single]), rtol=1e-5, atol=1e-6)
+
+
+def test_state_of_either_kind_continues_as_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A learner on a CPU recovers from one on a GPU: the momentum means the same to both."""
+    ours, theirs = pair((12, 20), (20,))
+    batched = wrapped(ours)
+    walk(ours, [batched], range(2))
+    with torch.no_grad():
+        for p, q in zip(ours, theirs, strict=True):
+            q.copy_(p)
+    monkeypatch.setattr(muon, "goes_alone", lambda p: p.dim() == 2)
+    alone = wrapped(theirs)
+    alone.load_state_dict(copy.deepcopy(batched.state_dict()))
+    walk(ours, [batched], range(2, 4))
+    walk(theirs, [alone], range(2, 4))
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=6e-3)
+    assert torch.equal(ours[1], theirs[1])
+    assert set(alone.state[theirs[0]]) == {"momentum_buffer"} == set(batched.state[ours[0]])
 
 
 def test_embeddings_heads_and_vectors_are_not_turned() -> None:
