@@ -143,7 +143,7 @@ def test_run_that_never_trained_is_refused(run: Path, tmp_path: Path) -> None:
 
 def test_run_that_ended_early_is_taken_with_a_warning(run: Path, tmp_path: Path) -> None:
     cut = cut_run(tmp_path / "cut", run, 2, 5)
-    warning = f"warning: run {cut}: ended early or still runs; its newest weights are of outer step 5 of 6"
+    warning = f"warning: run {cut}: ended early or still runs; its newest weights are those of outer step 5 of 6"
     for words in (("export", cut, "--hf", tmp_path / "hf"), ("eval", cut), ("eval", cut, "--json")):
         done = CliRunner().invoke(app, [str(word) for word in words])
         assert (done.exit_code, done.stderr.splitlines().count(warning)) == (0, 1)
@@ -185,7 +185,7 @@ def test_damaged_weights_are_neither_evaluated_nor_exported(run: Path, sha256: s
     assert "heldout" in atoll("eval", whole)
     for words in (("eval", damaged), ("eval", damaged, "--json"), ("export", damaged, "--hf", tmp_path / "hf")):
         said = refusal(*words)
-        assert said.startswith(f"{damaged / 'theta.safetensors'} is damaged or of another run: its numbers are not those of")
+        assert said.startswith(f"{damaged / 'theta.safetensors'} is damaged or belongs to another run: its SHA-256 is not")
         assert str(damaged / "summary.json") in said and "\n" not in said
     assert not (tmp_path / "hf").exists()
 
@@ -197,7 +197,7 @@ def test_live_weights_are_held_against_the_summary_beside_their_syncer(run: Path
     (live / "summary.json").write_text(json.dumps({"total_steps": 6, "theta_sha256": sha256}))
     open_trained(live)
     flip_last_byte(live / "syncer" / "theta.safetensors")
-    assert "is damaged or of another run" in refusal("eval", live)
+    assert "is damaged or belongs to another run" in refusal("eval", live)
 
 
 def test_digest_of_what_a_real_run_tells_fits_its_weights(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_runs_that_cannot_be_exported_say_why(run: Path, tmp_path: Path) -> None
     tensors = load_file(run / "theta.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if name != "norm.weight"}, tmp_path / "theta.safetensors")
     assert "tensor norm.weight is missing" in refusal("export", tmp_path, "--hf", tmp_path / "hf")
-    unfit = {"custom": "is code of yours", "lenet5": "reads pictures", "a.b:c": "has no Hugging Face architecture"}
+    unfit = {"custom": "is your own code", "lenet5": "reads images", "a.b:c": "has no Hugging Face architecture"}
     for name, sentence in unfit.items():
         config = load(preset_name="decoupled", overrides=SMALL | {"model": {"name": name}, "data": {"corpus": "digits"}})
         (tmp_path / "config.toml").write_text(to_toml(config))
@@ -368,7 +368,7 @@ def test_eval_counts_the_heldout_sequences_there_are_where_more_are_asked_for(ru
 def test_eval_refuses_unknown_tasks_and_missing_files_before_it_loads_anything(tmp_path: Path) -> None:
     unknown = refusal("eval", tmp_path, "--tasks", "piqa,mmlu", "--data", tmp_path)
     assert unknown.startswith("--tasks mmlu: no such task; there are hellaswag, piqa, ")
-    assert refusal("eval", tmp_path, "--tasks", "piqa").startswith("--data: say in which folder")
+    assert refusal("eval", tmp_path, "--tasks", "piqa").startswith("--data: name the folder")
     assert "has no file piqa.jsonl or piqa_val.jsonl" in refusal("eval", tmp_path, "--tasks", "piqa", "--data", tmp_path)
 
 

@@ -341,14 +341,14 @@ def test_twin_of_a_resumed_run_is_resumed_too(stopped: Path, monkeypatch: pytest
 
 def test_own_model_trains_in_virtual_time_on_a_tape_too_and_replays(own: list[str], tmp_path: Path) -> None:
     said = refusal("train", "--virtual", *own, "--out", "run")
-    assert said == f"key model.name = {OWN!r}: is code of yours; allow it here with --allow-model {OWN}"
+    assert said == f"key model.name = {OWN!r}: is your own code; allow it here with --allow-model {OWN}"
     atoll("train", "--virtual", *own, "--allow-model", OWN, "--out", "run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["loss_final"] > 0
     assert "every Theta as taped" in atoll("replay", "run", "--weights", "--allow-model", OWN)
     atoll("train", "--tape", "run", "--allow-model", OWN, "--out", "again")
     assert (tmp_path / "again" / "theta.safetensors").exists()
     said = refusal("export", "run", "--hf", "hf")
-    assert said == f"run run: model.name = {OWN!r} has no Hugging Face architecture; 'decoder' has"
+    assert said == f"run run: model.name = {OWN!r} has no Hugging Face architecture; only 'decoder' has one"
 
 
 def test_comparison_hands_what_is_allowed_to_every_run(own: list[str], tmp_path: Path) -> None:

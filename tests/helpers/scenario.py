@@ -57,12 +57,12 @@ class Ambush:
         for effect in effects:
             if isinstance(effect, Send) and isinstance(effect.envelope.body, Ticket):
                 victim = self._rng.choice([effect.envelope.receiver, effect.envelope.body.peer, SYNCER])
-                self._strike(now, victim, "recovery", 0.25)
+                self._inject(now, victim, "recovery", 0.25)
             elif isinstance(effect, RecordSyncer):
-                self._strike(now, self._rng.randrange(-1, self._learners), "snapshot", 0.1)
+                self._inject(now, self._rng.randrange(-1, self._learners), "snapshot", 0.1)
 
-    def _strike(self, now: Nanos, victim: WorkerId, when: str, chance: float) -> None:
-        if self._left == 0 or self._rng.random() > chance:
+    def _inject(self, now: Nanos, victim: WorkerId, when: str, probability: float) -> None:
+        if self._left == 0 or self._rng.random() > probability:
             return
         assert self.cluster is not None
         self._left -= 1

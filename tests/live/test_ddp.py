@@ -119,7 +119,7 @@ def test_model_of_ones_own_is_trained_where_it_is_allowed(tmp_path: Path, monkey
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     config = tiny(2, learners=1, model={"name": "own_ranks:make", "numbers": {"width": 16}})
-    with pytest.raises(UserError, match="is code of yours; allow it here with --allow-model own_ranks:make"):
+    with pytest.raises(UserError, match="is your own code; allow it here with --allow-model own_ranks:make"):
         run_ddp(config, tmp_path / "refused", threads=1)
     outcome = run_ddp(config, tmp_path / "run", threads=1, allowed=["own_ranks:make"])
     assert outcome.loss_first is not None and outcome.loss_final is not None and outcome.loss_final < outcome.loss_first

@@ -1,6 +1,6 @@
 """What is trained: the model, its fragments, the data and the held-out set, built once from a config.
 
-A `Workbench` is a plain value of functions, so that a test, an example or a user's own task can bring its own.
+A `Task` is a plain value of functions, so that a test, an example or a user can build another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from atoll.workload.models.decoder import build_model, language_model_loss, logi
 class Task:
     config: Config
     build: Callable[[], nn.Module]
-    """A new model with the initial weights, the same every time."""
+    """A new model with the initial weights, the same on every call."""
     batch: Callable[[LearnerId, LearnerId, int], Any]
     """(learner, stream, micro-batch position) -> a batch; a pure function."""
     loss: Callable[[nn.Module, Any], Tensor]
@@ -46,13 +46,13 @@ class Task:
     layout: Layout
     fingerprint: str
     accuracy: Callable[[nn.Module], float] | None = None
-    """The share of held-out answers that are right, where a task has right answers."""
+    """Share of held-out answers that are right; None for a task without right answers."""
     notes: tuple[str, ...] = ()
-    """What the user should know of the data: each a sentence, such as what was left out."""
+    """Sentences for the user about the data, such as which files were left out."""
     tokenizer: Tokenizer | None = None
 
     def evaluate_theta(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> float:
-        """Held-out loss of the outer parameters, not of a replica."""
+        """Held-out loss of the outer parameters, not of a learner's weights."""
         return self.evaluate(self.model_of(params, buffers))
 
     def accuracy_of_theta(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> float | None:
@@ -74,7 +74,7 @@ def layout_for(config: Config, model: nn.Module) -> Layout:
             model, p.fragmentation, p.fragments, layers_per_fragment=p.layers_per_fragment, order=p.layer_order,
             embedding_glob=p.embedding_glob or None, outer_scope=config.outer.apply_outer_optimizer_to,
         )  # fmt: skip
-    except ConfigError as error:  # that room speaks of its arguments; the user knows keys
+    except ConfigError as error:  # names arguments; the user knows the section
         raise ConfigError(f"section protocol: {error}") from None
     if len(layout.fragments) != p.fragments:
         found = len(layout.fragments)
@@ -83,9 +83,9 @@ def layout_for(config: Config, model: nn.Module) -> Layout:
 
 
 def language_task(config: Config, allowed: Collection[str] = (), progress: Progress | None = None) -> Task:
-    """The default task: next-token prediction on real text. A model of the user's own is named package.module:function,
-    is imported only where it was `allowed`, and maps a batch of tokens to logits as the decoder does."""
-    _model_maker(config.model.name, allowed)  # a name that is refused is told before the text is read
+    """The default task: next-token prediction on real text. A user's own model is named package.module:function, is imported
+    only if it is `allowed`, and maps a batch of tokens to logits as the decoder does."""
+    _model_maker(config.model.name, allowed)  # refuse a name before the text is read
     d = config.data
     text = text_data(d, progress)
     data, tokenizer = text.tokens, text.tokenizer
@@ -106,8 +106,8 @@ def language_task(config: Config, allowed: Collection[str] = (), progress: Progr
 
 
 def model_builder(config: Config, tokenizer: Tokenizer, allowed: Collection[str] = ()) -> Callable[[], nn.Module]:
-    """Makes the language model a config names, with its initial weights. A decoder without a size of its own is `nano`; code of
-    the user's has sizes of its own, by names of its own."""
+    """Makes the language model that a config names, with its initial weights. A decoder without a size is `nano`; a user's own
+    model defines its own sizes."""
     maker = _model_maker(config.model.name, allowed)
     usual = SIZES[USUAL_SIZE] if config.model.name == DECODER else {}
     numbers = usual | {"vocab": tokenizer.vocab_size, "context": config.data.seq_len} | config.model.numbers
@@ -122,14 +122,14 @@ def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, 
         return lambda numbers, seed: build_model(DECODER, dict(numbers), seed)
     module, _, function = name.partition(":")
     if name not in allowed:
-        raise ConfigError(f"key model.name = {name!r}: is code of yours; allow it here with --allow-model {name}")
+        raise ConfigError(f"key model.name = {name!r}: is your own code; allow it here with --allow-model {name}")
     try:
         made = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(f"key model.name = {name!r}: cannot be imported ({error})") from None
     if not callable(made):
         kind = type(made).__name__
-        raise ConfigError(f"key model.name = {name!r}: is of type {kind}, and must be a function that returns the model")
+        raise ConfigError(f"key model.name = {name!r}: has type {kind}; it must be a function that returns the model")
 
     def make(numbers: Mapping[str, int | float | bool], seed: int) -> nn.Module:
         _check_takes(name, made, numbers)
@@ -143,7 +143,7 @@ def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, 
 
 
 def _check_takes(name: str, made: Callable[..., Any], numbers: Mapping[str, int | float | bool]) -> None:
-    """By the signature, where there is one to read: a TypeError from within is the function's own."""
+    """Checks the signature, where there is one: a TypeError from the call itself could also come from inside the function."""
     try:
         signature = inspect.signature(made)
     except (TypeError, ValueError):
@@ -151,13 +151,13 @@ def _check_takes(name: str, made: Callable[..., Any], numbers: Mapping[str, int 
     try:
         signature.bind(**numbers)
     except TypeError as error:
-        called = f"is called with vocab, context and what model.numbers says ({error})"
+        called = f"is called with vocab, context and the keys of model.numbers ({error})"
         raise ConfigError(f"key model.name = {name!r}: {called}; it must take these by name") from None
 
 
 def _check_own(config: Config, model: nn.Module) -> None:
-    """Before any process starts to train it. On tensors without content, so that it costs nothing; what cannot do without is
-    found out by its first batch."""
+    """Check the logits' shape before a process trains the model. It uses meta tensors, so that it costs nothing; the first batch
+    checks a model that cannot run on them."""
     tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():
@@ -169,7 +169,7 @@ def _check_own(config: Config, model: nn.Module) -> None:
 
 
 def initial_versions(task: Task, device: torch.device | None = None) -> list[Version]:
-    """Version 0 of every fragment: the model as it is built. `device`: for runs whose tensors all stay there."""
+    """Version 0 of every fragment: the initial weights. `device`: for runs whose tensors all stay there."""
     tensors = named_tensors(task.build())
     rule = outer_rule(task.config)
     versions = []

@@ -1,4 +1,4 @@
-"""A run that has trained, as its model: Theta from its folder, in the model its config names; to export, or to ask questions."""
+"""The model of a run that has trained: Theta from the run's folder in the model that its config names, to export or evaluate."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ from atoll.workload.evaluation.likelihood import likelihoods
 from atoll.workload.models.decoder import Decoder
 
 HELDOUT = "heldout"
-"""The held-out loss, named among the tasks."""
+"""Name of the held-out loss among the tasks."""
 
 
 class _Summary(msgspec.Struct, frozen=True):
     total_steps: int
-    """As many as there were, where the config says how many there should be."""
+    """Outer steps that were taken; the config has those that were planned."""
     theta_sha256: str | None = None
 
 
@@ -58,15 +58,15 @@ class Trained:
     model: nn.Module
     tokenizer: Tokenizer
     outer_step: OuterStep
-    """The newest that is in the weights."""
+    """The newest outer step in the weights."""
 
     @property
     def early(self) -> str | None:
-        """What whoever takes the model must be told, where the run is not at its end."""
+        """A warning for the user of the model, if the run is not at its end."""
         if self.outer_step >= self.config.total_steps:
             return None
         reached = f"outer step {self.outer_step} of {self.config.total_steps}"
-        return f"run {self.run}: ended early or still runs; its newest weights are of {reached}"
+        return f"run {self.run}: ended early or still runs; its newest weights are those of {reached}"
 
     @property
     def longest(self) -> int:
@@ -74,21 +74,21 @@ class Trained:
 
 
 def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
-    """A virtual run's folder, a live one's, or that of a syncer started alone. What a live run had stored when it ended early
-    counts too, `early` then says so; the weights that a run began with are no model of its making."""
+    """`run` is the folder of a virtual run, of a live run, or of a syncer started alone. The versions of a live run that ended
+    early count too, and `early` then says so; initial weights alone are refused."""
     config = config_of(run)
     if config.model.name == CUSTOM:
-        raise UserError(f"run {run}: model.name = 'custom' is code of yours, and only it can load theta.safetensors")
+        raise UserError(f"run {run}: model.name = 'custom' is your own code, and only it can load theta.safetensors")
     if config.model.name in VISION_MODELS:
-        raise UserError(f"run {run}: model.name = {config.model.name!r} reads pictures; this takes language models")
+        raise UserError(f"run {run}: model.name = {config.model.name!r} reads images; this takes language models")
     home = next((h for h in (run, run / "syncer") if (h / "theta.safetensors").is_file() or (h / FOLDER).is_dir()), None)
     if home is None:
-        cut = "a run that was cut short in virtual time or under torch's DDP"
-        raise UserError(f"run {run}: holds no weights (atoll sim leaves none, nor does {cut})")
+        cut = "a run that was stopped early in virtual time or under torch's DDP"
+        raise UserError(f"run {run}: holds no weights (atoll sim stores none, nor does {cut})")
     ended = (home / "theta.safetensors").is_file()
-    told = _summary_of(run) if ended else None
-    if ended:  # theta.safetensors is written after the last step; but a tape may have been cut, and only the summary knows
-        outer_step = told.total_steps if told is not None else config.total_steps
+    summary = _summary_of(run) if ended else None
+    if ended:  # theta.safetensors comes after the last step; of a run on a cut tape only the summary has the number of steps
+        outer_step = summary.total_steps if summary is not None else config.total_steps
     else:
         outer_step = _newest(DurableVersions.open(home, read_only=True))
     if outer_step == 0:
@@ -99,9 +99,9 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
     model = model_builder(config, tokenizer, allowed)()
     if ended:
         _load(home / "theta.safetensors", model)
-        if told is not None and told.theta_sha256 is not None:
-            _refuse_damaged(home / "theta.safetensors", run, told.theta_sha256, config, model)
-    else:  # opened again: if the run still goes on, the versions of a moment ago may be gone
+        if summary is not None and summary.theta_sha256 is not None:
+            _refuse_damaged(home / "theta.safetensors", run, summary.theta_sha256, config, model)
+    else:  # opened again: a run that still trains may have deleted the versions found above
         disk = DurableVersions.open(home, read_only=True)
         outer_step = _newest(disk)
         _load_versions(disk, config, model)
@@ -111,16 +111,16 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
 def config_of(run: Path) -> Config:
     path = run / "config.toml"
     if not path.is_file():
-        raise UserError(f"run {run}: is no run's folder, it has no config.toml")
-    read_toml(path)  # a file that is no TOML is refused with its name
+        raise UserError(f"run {run}: is not a run's folder: it has no config.toml")
+    read_toml(path)  # refuses a file that is not TOML, with its name
     try:
         return load(path)
-    except ConfigError as error:  # which names a key, and the user who named the run may never have seen its config
+    except ConfigError as error:  # names a key; the user may never have seen this config
         raise ConfigError(f"{path}: {error}") from None
 
 
 def _newest(disk: DurableVersions) -> OuterStep:
-    """Fragments take turns, so most are older."""
+    """Of all fragments: they are merged in turn, so most have an older version."""
     return max(max(kept) for kept in disk.kept())
 
 
@@ -137,7 +137,7 @@ def _summary_of(run: Path) -> _Summary | None:
 
 def _load(path: Path, model: nn.Module) -> None:
     try:
-        path.open("rb").close()  # safetensors says of every file it cannot open that there is none
+        path.open("rb").close()  # safetensors reports every file that it cannot open as missing
         found = load_file(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -147,7 +147,7 @@ def _load(path: Path, model: nn.Module) -> None:
     for name in sorted(set(found) | set(tensors)):
         if name not in found or name not in tensors or found[name].shape != tensors[name].shape:
             raise DataError(
-                f"{path} is not of the model that config.toml names: tensor {name} is missing on one side or has another shape"
+                f"{path} does not fit the model that config.toml names: tensor {name} is missing on one side or differs in shape"
             )
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -155,15 +155,15 @@ def _load(path: Path, model: nn.Module) -> None:
 
 
 def _refuse_damaged(path: Path, run: Path, sha256: str, config: Config, model: nn.Module) -> None:
-    """A flipped bit loads like any other. The summary's digest is of fp32 vectors: where the file holds casts of them (bf16,
-    whole numbers) there is nothing to compare."""
+    """A flipped bit loads without an error, so compare the digest in the summary. It covers fp32 vectors: a file with other
+    dtypes (bf16, integers) cannot be compared."""
     tensors, fragments = named_tensors(model), layout_for(config, model).fragments
     if any(slot.dtype != torch.float32 for fragment in fragments for slot in (*fragment.params, *fragment.buffers)):
         return
     vectors = [read_params(tensors, f) for f in fragments] + [read_buffers(tensors, f) for f in fragments]
     if digest(vectors) != sha256:
-        differs = f"its numbers are not those of theta_sha256 in {run / 'summary.json'}"
-        raise DataError(f"{path} is damaged or of another run: {differs}; bring the run's own back, or train again")
+        differs = f"its SHA-256 is not theta_sha256 in {run / 'summary.json'}"
+        raise DataError(f"{path} is damaged or belongs to another run: {differs}; restore the run's own file, or train again")
 
 
 def _load_versions(disk: DurableVersions, config: Config, model: nn.Module) -> None:
@@ -171,7 +171,7 @@ def _load_versions(disk: DurableVersions, config: Config, model: nn.Module) -> N
     tensors = named_tensors(model)
     params, buffers = disk.theta()
     if [f.numel for f in layout.fragments] != [p.numel() for p in params]:
-        raise DataError(f"{disk.directory / FOLDER} is not of the model that config.toml names: fragments differ in size")
+        raise DataError(f"{disk.directory / FOLDER} does not fit the model that config.toml names: fragments differ in size")
     for fragment, flat, values in zip(layout.fragments, params, buffers, strict=True):
         write_params(tensors, fragment, flat)
         write_buffers(tensors, fragment, values)
@@ -181,7 +181,7 @@ def _load_versions(disk: DurableVersions, config: Config, model: nn.Module) -> N
 
 
 def open_to_export(run: Path) -> Trained:
-    """As `open_trained`. A model of the user's own is told by its name: to build it, only to refuse it, would take its code."""
+    """As `open_trained`, but a user's own model is refused by its name, before its code would be imported."""
     name = config_of(run).model.name
     if ":" in name:
         raise _without_architecture(run, name)
@@ -189,7 +189,7 @@ def open_to_export(run: Path) -> Trained:
 
 
 def _without_architecture(run: Path, name: str) -> UserError:
-    return UserError(f"run {run}: model.name = {name!r} has no Hugging Face architecture; 'decoder' has")
+    return UserError(f"run {run}: model.name = {name!r} has no Hugging Face architecture; only 'decoder' has one")
 
 
 def export_hf(trained: Trained, directory: Path) -> list[Path]:
@@ -219,7 +219,7 @@ def export_hf(trained: Trained, directory: Path) -> list[Path]:
 
 @contextmanager
 def _whole_or_nothing(directory: Path, files: Sequence[Path]) -> Iterator[None]:
-    """Half a model is no model, and would keep the same command from working once there is room."""
+    """A partial export is useless, and would make the same command refuse the folder when it is repeated."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -242,11 +242,11 @@ def _tokenizer_files(trained: Trained, context: int) -> dict[str, Any]:
     return {"tokenizer.json": tokenizer.exported, "tokenizer_config.json": config}
 
 
-# ---------------------------------------------------------------- questions
+# ---------------------------------------------------------------- evaluation
 
 
 def check_tasks(names: Sequence[str], data: Path | None, limit: int | None) -> list[tuple[str, Path | None]]:
-    """Each task with its file, before anything is loaded."""
+    """Each task with its file. All files are checked before a model is loaded."""
     for name in names:
         if name != HELDOUT and name not in TASKS:
             raise UserError(f"--tasks {name}: no such task; there are {', '.join((*TASKS, HELDOUT))}")
@@ -254,7 +254,7 @@ def check_tasks(names: Sequence[str], data: Path | None, limit: int | None) -> l
     if not wanted:
         raise UserError(f"--tasks: name at least one of {', '.join((*TASKS, HELDOUT))}")
     if data is None and wanted != [HELDOUT]:
-        raise UserError("--data: say in which folder the benchmarks' JSON lines are")
+        raise UserError("--data: name the folder with the benchmarks' JSON lines")
     found = [(name, None if name == HELDOUT or data is None else benchmarks.find_file(name, data)) for name in wanted]
     for name, path in found:
         if path is not None:
@@ -274,14 +274,14 @@ def evaluate_run(
 
 
 def _heldout(trained: Trained, limit: int | None) -> Result:
-    """What training told of Theta, on the same batches. An example is a sequence: a batch is as large as memory allows. The first
-    `limit` of them are of the text's beginning."""
+    """The held-out loss as in training, on the same batches. An example is a sequence. `limit` takes the first ones, which come
+    from the beginning of the text."""
     d = trained.config.data
     text, found = text_data(d), read_tokenizer_file(trained.run)
     if found is not None and text.tokenizer.fingerprint != found[1].tokenizer:
         raise UserError(f"--tasks {HELDOUT}: {said(d)} gives run {trained.run} another tokenizer now; leave this task out")
     if found is not None and text.tokens.fingerprint != found[1].data:
-        raise UserError(f"--tasks {HELDOUT}: the text of run {trained.run} ({d.corpus}) is not what it was; leave this task out")
+        raise UserError(f"--tasks {HELDOUT}: the text of run {trained.run} ({d.corpus}) has changed since; leave this task out")
     batches = heldout_batches(text.tokens, d.batch_size, d.seq_len, d.heldout_batches)
     if limit is not None:
         batches = list(torch.cat(batches)[:limit].split(d.batch_size))

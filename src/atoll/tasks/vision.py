@@ -1,4 +1,4 @@
-"""The tasks on pictures: image classification, and questions answered by a vision-language model."""
+"""Tasks on images: classification, and questions that a vision-language model answers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from atoll.ids import LearnerId
 from atoll.rules import samples_max, samples_of
 from atoll.tasks.task import Task, layout_for
 from atoll.workload.data.images import ImageStream, Scale, heldout_images, load_images, spread
-from atoll.workload.data.questions import UNASKED, Asked, Encoded, QuestionStream, load_questions
+from atoll.workload.data.questions import IGNORED_TARGET, Encoded, QuestionBatch, QuestionStream, load_questions
 from atoll.workload.evaluation.evaluate import heldout_classes
 from atoll.workload.models.decoder import build_model
 from atoll.workload.models.vision import LeNet5, ResNet, classification_loss
@@ -26,7 +26,7 @@ VISION_MODELS: Final[Mapping[str, Callable[..., nn.Module]]] = {
     "resnet18": ResNet,
     "vlm": vision_language,
 }
-"""Builders by name, as `MODELS` of workload/model.py."""
+"""Builders by name, as `MODELS` of workload/models/decoder.py."""
 
 
 def vision_task(config: Config) -> Task:
@@ -34,7 +34,7 @@ def vision_task(config: Config) -> Task:
 
 
 def _classes(config: Config) -> Task:
-    """Image classification. A picture is one sample and one token, so that both ways of weighing learners mean the same."""
+    """Image classification. An image is one sample and one token, so that weighting by either is the same."""
     d, name = config.data, config.model.name
     data = load_images(d.corpus)
     _, channels, size, _ = data.train.pixels.shape
@@ -54,7 +54,7 @@ def _classes(config: Config) -> Task:
 
 
 def _questions(config: Config) -> Task:
-    """Questions about pictures. The tokens that count are the answers': nothing else is learnt."""
+    """Questions about images. Only the answers' tokens count, because only they have a loss."""
     d = config.data
     data = load_questions(d.corpus)
     _, channels, size, _ = data.train.pixels.shape
@@ -68,8 +68,8 @@ def _questions(config: Config) -> Task:
     def measured(model: nn.Module) -> tuple[float, float]:
         return heldout_answers(model, map(held.batch, parts))
 
-    def count(batch: Asked) -> tuple[int, int]:
-        return int((batch.targets != UNASKED).sum()), batch.targets.shape[0]
+    def count(batch: QuestionBatch) -> tuple[int, int]:
+        return int((batch.targets != IGNORED_TARGET).sum()), batch.targets.shape[0]
 
     return Task(
         config, build, _by_learner(config, stream.batch), answer_loss, count, lambda model: measured(model)[0],
@@ -78,17 +78,17 @@ def _questions(config: Config) -> Task:
 
 
 def _builder(config: Config, derived: Mapping[str, Number]) -> Callable[[], nn.Module]:
-    """What the data says of the model, and what the recipe says of the rest."""
+    """`derived` are the numbers that the data fixes; the recipe sets the others."""
     for key in ("channels", "size", "classes"):
         if key in config.model.numbers and config.model.numbers[key] != derived.get(key):
-            raise ConfigError(f"key model.numbers.{key} = {config.model.numbers[key]}: is the data's to say; leave it out")
+            raise ConfigError(f"key model.numbers.{key} = {config.model.numbers[key]}: follows from the data; leave it out")
     numbers = dict(derived) | config.model.numbers
     dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
     return lambda: build_model(config.model.name, numbers, config.seed, VISION_MODELS).to(dtype)
 
 
 def _by_learner(config: Config, draw: Callable[[int, int], Any]) -> Callable[[LearnerId, LearnerId, int], Any]:
-    """A learner's share of a batch, where learners' batches differ in size."""
+    """A learner's first samples of a batch, where learners have batches of different sizes."""
 
     def batch(learner: LearnerId, stream: LearnerId, position: int) -> Any:
         return _first(draw(stream, position), samples_of(config, learner))
@@ -98,4 +98,4 @@ def _by_learner(config: Config, draw: Callable[[int, int], Any]) -> Callable[[Le
 
 def _first(batch: tuple[Tensor, ...], samples: int) -> tuple[Tensor, ...]:
     parts = [part[:samples] for part in batch]
-    return Asked(*parts) if isinstance(batch, Asked) else tuple(parts)
+    return QuestionBatch(*parts) if isinstance(batch, QuestionBatch) else tuple(parts)

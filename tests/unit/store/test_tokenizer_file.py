@@ -91,7 +91,7 @@ def test_held_out_loss_on_text_that_has_changed_is_refused(tmp_path: Path) -> No
     assert CliRunner().invoke(app, ["eval", str(run), "--tasks", "heldout"]).exit_code == 0
     text(tmp_path / "text.jsonl", "tide")
     done = CliRunner().invoke(app, ["eval", str(run), "--tasks", "heldout"])
-    assert isinstance(done.exception, UserError) and "is not what it was; leave this task out" in str(done.exception)
+    assert isinstance(done.exception, UserError) and "has changed since; leave this task out" in str(done.exception)
 
 
 def test_damaged_file_is_told(tmp_path: Path) -> None:

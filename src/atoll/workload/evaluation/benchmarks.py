@@ -1,8 +1,8 @@
-"""Benchmarks from local JSON lines: how each is asked, and what its answers come to.
+"""Benchmarks from local JSON lines: the prompts of each, and its scores.
 
 Multiple choice is `{ctx, choices, gold}`, some with `passage`, `question` or `label`; LAMBADA is `{ctx, target}`. Every choice is
-scored by its summed log-likelihood after the question. Questions are worded as lm-evaluation-harness words them, without examples
-in front; CommonsenseQA alone is asked otherwise (by the text of its choices, not by their letters, which small models cannot do).
+scored by its summed log-likelihood after the prompt. Prompts are those of lm-evaluation-harness without examples (zero-shot).
+Only CommonsenseQA differs: by the text of its choices instead of their letters, which small models cannot use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ QuestionRecord: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Item:
-    """One query a choice; without choices (LAMBADA) the one query is what should come."""
+    """One query per choice; without choices (LAMBADA) one query with the right continuation."""
 
     queries: tuple[Query, ...]
     gold: int = 0
@@ -34,8 +34,8 @@ class Item:
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Standard errors are of the mean over examples; a perplexity's is its logarithm's, carried over to first order. One
-    likelihood that is NaN makes all figures of its task NaN."""
+    """Standard errors are those of the mean over examples; a perplexity's follows from that of its logarithm to first order. One
+    NaN likelihood makes all figures of its task NaN."""
 
     task: str
     examples: int
@@ -45,25 +45,25 @@ class Result(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     acc_stderr: float | None = None
     acc_norm: float | None = None
     acc_norm_stderr: float | None = None
-    """By characters of the choice, as lm-evaluation-harness does under this name."""
+    """Normalised by the characters of the choice, as lm-evaluation-harness does under this name."""
     acc_bytes: float | None = None
     acc_bytes_stderr: float | None = None
     perplexity: float | None = None
     perplexity_stderr: float | None = None
 
 
-# ---------------------------------------------------------------- what a record holds
+# ---------------------------------------------------------------- fields of a record
 
 
 _KINDS: Final[dict[type, str]] = {
     str: "a text", list: "a list", dict: "an object", bool: "true or false", type(None): "null",
     int: "a number", float: "a number",
 }  # fmt: skip
-"""What JSON may hold, in words."""
+"""Types of JSON values, for error messages."""
 
 
 def _text(record: QuestionRecord, key: str) -> str:
-    """Checked, because any other value would be asked too: null as the word None, an object by its keys."""
+    """Checked, because any other value would end up in the prompt: null as the word None, an object as its keys."""
     value = record[key]
     if not isinstance(value, str):
         raise ValueError(f"{key} must be a text, not {_KINDS[type(value)]}")
@@ -82,7 +82,7 @@ def _choices(record: QuestionRecord) -> list[str]:
     return found
 
 
-# ---------------------------------------------------------------- how each is asked
+# ---------------------------------------------------------------- prompts
 
 
 def _choose(context: str, choices: Sequence[str], gold: int) -> Item:
@@ -104,7 +104,7 @@ def _hellaswag(record: QuestionRecord) -> Item:
 
 
 def _without_brackets(text: str) -> str:
-    """Left over from WikiHow."""
+    """Removes markup of WikiHow."""
     return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
 
 
@@ -126,7 +126,7 @@ def _copa(record: QuestionRecord) -> Item:
 
 
 def _winogrande(record: QuestionRecord) -> Item:
-    """The gap is filled with each choice, and the rest of the sentence is scored: the same text after either."""
+    """Each choice fills the gap, and the rest of the sentence is scored, which is the same text for both."""
     before, gap, after = _text(record, "ctx").partition("_")
     if not gap:
         raise ValueError("ctx has no gap _")
@@ -144,10 +144,10 @@ def _lambada(record: QuestionRecord) -> Item:
 @dataclass(frozen=True)
 class BenchmarkTask:
     files: tuple[str, ...]
-    """Tried in this order; a file of the task's own name comes before."""
+    """Tried in this order, after a file with the task's own name."""
     ask: Callable[[QuestionRecord], Item]
-    chooses: bool = True
-    """LAMBADA does not: its one query is what should come."""
+    multiple_choice: bool = True
+    """False for LAMBADA, whose one query has the right continuation."""
 
 
 TASKS: Final[dict[str, BenchmarkTask]] = {
@@ -161,8 +161,8 @@ TASKS: Final[dict[str, BenchmarkTask]] = {
     "openbookqa": BenchmarkTask(("openbookqa_test", "openbookqa_val"), _continue),
     "commonsenseqa": BenchmarkTask(("commonsenseqa_val",), _answer),
     "copa": BenchmarkTask(("copa_val",), _copa),
-    "lambada": BenchmarkTask(("lambada_openai_test", "lambada_test"), _lambada, chooses=False),
-    "lambada_newlines": BenchmarkTask(("lambada_openai_newlines",), _lambada, chooses=False),
+    "lambada": BenchmarkTask(("lambada_openai_test", "lambada_test"), _lambada, multiple_choice=False),
+    "lambada_newlines": BenchmarkTask(("lambada_openai_newlines",), _lambada, multiple_choice=False),
 }
 
 
@@ -171,7 +171,7 @@ TASKS: Final[dict[str, BenchmarkTask]] = {
 
 def find_file(task: str, directory: Path) -> Path:
     if not directory.is_dir():
-        raise DataError(f"--data {directory}: is no folder; give the one that benchmarks.tar.xz was unpacked into")
+        raise DataError(f"--data {directory}: is not a folder; give the one into which benchmarks.tar.xz was unpacked")
     names = [f"{name}.jsonl" for name in (task, *TASKS[task].files)]
     for name in names:
         if (directory / name).is_file():
@@ -180,7 +180,7 @@ def find_file(task: str, directory: Path) -> Path:
 
 
 def read_items(task: str, path: Path, limit: int | None = None) -> list[Item]:
-    """The first `limit` lines of the file, asked as the task asks."""
+    """The first `limit` lines of the file with the task's prompts."""
     items: list[Item] = []
     try:
         lines = path.read_bytes().splitlines()
@@ -190,7 +190,7 @@ def read_items(task: str, path: Path, limit: int | None = None) -> list[Item]:
         try:
             item = TASKS[task].ask(msgspec.json.decode(line, type=dict[str, Any]))
         except (msgspec.DecodeError, KeyError, ValueError, RecursionError) as error:
-            raise DataError(f"task {task}: line {number} of {path} is no example of it ({_flaw(line, error)})") from None
+            raise DataError(f"task {task}: line {number} of {path} is not an example of it ({_flaw(line, error)})") from None
         if not (type(item.gold) is int and 0 <= item.gold < len(item.queries)):
             raise DataError(f"task {task}: line {number} of {path} has gold = {item.gold!r} and {len(item.queries)} choices")
         items.append(item)
@@ -206,14 +206,14 @@ def _flaw(line: bytes, error: Exception) -> str:
     return f"it holds {half}" if half else str(error)
 
 
-# ---------------------------------------------------------------- what it comes to
+# ---------------------------------------------------------------- scores
 
 
 def result(task: str, file: str, items: Sequence[Item], scores: Sequence[Likelihood]) -> Result:
-    """`scores` are of all items' queries, one after the other."""
+    """`scores` are those of all items' queries in order."""
     rest = iter(scores)
     by_item = [[next(rest) for _ in item.queries] for item in items]
-    if not TASKS[task].chooses:
+    if not TASKS[task].multiple_choice:
         acc, acc_error = _mean([math.nan if math.isnan(score.total) else float(score.greedy) for (score,) in by_item])
         log, log_error = _mean([score.total for (score,) in by_item])
         perplexity = math.exp(min(-log, 700.0))
@@ -239,14 +239,14 @@ def _by_length(item: Item, scores: Sequence[Likelihood], unit: int) -> list[floa
 
 
 def _right(item: Item, scores: Sequence[float]) -> float:
-    """The first of equal scores is the answer. Where one is NaN there is none: it is neither greater nor less than another."""
+    """The first of equal scores is the answer. With a NaN there is no answer, because it cannot be compared."""
     if any(map(math.isnan, scores)):
         return math.nan
     return float(max(range(len(scores)), key=lambda choice: scores[choice]) == item.gold)
 
 
 def _mean(values: Sequence[float]) -> tuple[float, float | None]:
-    """With its standard error, from the sample's variance; one value has none."""
+    """The mean and its standard error from the sample variance; a single value has no standard error."""
     count = len(values)
     mean = math.fsum(values) / count
     if count == 1:

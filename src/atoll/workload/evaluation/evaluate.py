@@ -1,4 +1,4 @@
-"""The loss on held-out data, the one number by which runs are compared; and accuracy, where there are classes."""
+"""The loss on held-out data, by which runs are compared, and the accuracy of classifiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from atoll.workload.models.decoder import logits_of
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[torch.device]:
-    """The model in evaluation mode; yields its device. The modes of all modules are put back one by one, because a user may
+    """The model in evaluation mode; yields its device. The modes of all modules are restored one by one, because a user may
     keep a part of the model (a frozen batch norm) in evaluation mode while the rest trains."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -30,8 +30,7 @@ def evaluating(model: nn.Module) -> Iterator[torch.device]:
 def heldout_loss(model: nn.Module, batches: Sequence[Tensor]) -> float:
     """Mean cross entropy over all tokens of the batches, summed in float64.
 
-    Over tokens, not over batches: the last batch may be smaller. A loss that is NaN is returned as NaN: it is the
-    measurement.
+    The mean is over tokens and not over batches, because the last batch may be smaller. NaN is returned as the result.
     """
     if not batches:
         raise DataError("there is no held-out batch to evaluate on: give at least one")
@@ -48,13 +47,13 @@ def heldout_loss(model: nn.Module, batches: Sequence[Tensor]) -> float:
 
 @torch.no_grad()
 def heldout_classes(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """Mean cross entropy over all pictures of the batches, and the share that is classified rightly."""
-    total, right, pictures = 0.0, 0, 0
+    """Mean cross entropy over all images of the batches, and the share of correct classes."""
+    total, right, samples = 0.0, 0, 0
     with evaluating(model) as device:
         for images, labels in batches:
             labels = labels.to(device)
             logits = model(images.to(device)).float()
             total += F.cross_entropy(logits, labels, reduction="none").double().sum().item()
             right += int((logits.argmax(-1) == labels).sum())
-            pictures += labels.numel()
-    return total / pictures, right / pictures
+            samples += labels.numel()
+    return total / samples, right / samples

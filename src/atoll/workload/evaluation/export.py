@@ -1,8 +1,8 @@
-"""A trained decoder in Hugging Face's words: Qwen3, or Qwen3-MoE with experts, which `transformers` loads without code of ours.
+"""A trained decoder as Hugging Face's Qwen3, or Qwen3-MoE with experts, which `transformers` loads without Atoll's code.
 
-Only names change. Both norm queries and keys by head, turn halves of a head by their position, and gate by silu; experts are
-chosen and weighed alike. Tokenizers become a `tokenizer.json` that gives the same ids: a byte is first written as one printable
-character, as GPT-2 does, so that expressions over characters there mean what expressions over bytes mean here.
+Only names change: both models normalise queries and keys per head, rotate the halves of a head by position and gate by silu, and
+choose and weight experts alike. Tokenizers become a `tokenizer.json` that gives the same ids. As in GPT-2 each byte is first
+written as one printable character, so that a regular expression over characters there equals one over bytes here.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def hf_config(shape: DecoderShape, dtype: torch.dtype, end_of_document: int) -> 
         "bos_token_id": end_of_document, "eos_token_id": end_of_document,
     }  # fmt: skip
     if shape.experts:
-        # Theirs sums over the chosen experts where ours takes the mean.
+        # Their loss sums over the chosen experts, ours takes the mean.
         config |= {
             "decoder_sparse_step": 1, "mlp_only_layers": [], "moe_intermediate_size": shape.mlp, "norm_topk_prob": True,
             "num_experts": shape.experts, "num_experts_per_tok": shape.top_k, "output_router_logits": False,
@@ -80,7 +80,7 @@ def hf_generation_config(end_of_document: int) -> dict[str, Any]:
 
 
 def hf_tensors(shape: DecoderShape, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By Hugging Face's names. A tied head is not listed: their model ties it itself."""
+    """By Hugging Face's names. A tied head is left out: their model ties it itself."""
     refuse_unexportable(shape)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -102,7 +102,7 @@ def hf_tensors(shape: DecoderShape, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def byte_characters() -> list[str]:
-    """GPT-2's character for each byte: printable ones stand for themselves, the others for characters from 256 on."""
+    """GPT-2's character for each byte: a printable byte is itself, the others are characters from 256 on."""
     plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in plain else chr(next(others)) for byte in range(256)]
@@ -127,7 +127,7 @@ def hf_tokenizer(tokenizer: ByteTokenizer | BpeTokenizer) -> dict[str, Any]:
 
 
 def _word_expression(characters: list[str]) -> str:
-    """`tokenizer.WORD`, over the characters that bytes are written as."""
+    """`tokenizer.WORD` over the characters that stand for bytes."""
 
     def of(*ranges: tuple[int, int]) -> str:
         return "".join(f"\\x{{{ord(characters[byte]):04X}}}" for first, last in ranges for byte in range(first, last + 1))

@@ -1,8 +1,8 @@
-"""How likely a model finds a text after another one: what multiple-choice benchmarks and LAMBADA are scored by.
+"""Log-likelihood of a text after a context: the score of multiple-choice benchmarks and of LAMBADA.
 
-Cutting and joining is lm-evaluation-harness's, so that numbers agree: blanks at the end of a context go to the continuation,
-both are encoded together and the continuation is what follows as many tokens as the context alone has, and what is too long
-loses its beginning.
+Contexts and continuations are joined and truncated as in lm-evaluation-harness, so that numbers agree. Blanks at the end of a
+context move to the continuation. Both are encoded together, and the continuation begins after as many tokens as the context
+alone has. A sequence that is too long loses its beginning.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from atoll.workload.evaluation.evaluate import evaluating
 from atoll.workload.models.decoder import logits_of
 
 LOGITS_MAX: Final = 1 << 26
-"""Numbers in the logits of one batch: 256 MB in fp32."""
-SHOWN: Final = 60
-"""Letters of a text that a sentence repeats."""
+"""Elements of the logits of one batch: 256 MB in fp32."""
+QUOTED_LETTERS: Final = 60
+"""Letters of a text that an error message quotes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Likelihood:
     total: float
     """Summed log-probability of the continuation's tokens, natural logarithm."""
     greedy: bool
-    """Whether greedy decoding says just this."""
+    """Whether greedy decoding gives exactly this continuation."""
 
 
 def encode(query: Query, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
@@ -45,11 +45,11 @@ def encode(query: Query, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
     text = query.context + query.continuation
     whole = tokenizer.encode(text.encode())
     if not whole:
-        raise DataError(f"the tokenizer has no entry for any of {text[:SHOWN]!r}, which is asked: take another")
+        raise DataError(f"the tokenizer has no entry for any of {text[:QUOTED_LETTERS]!r}, a question: use another tokenizer")
     before = tokenizer.encode(query.context.rstrip().encode())
-    if len(before) >= len(whole):  # a token reaches across the seam, and nothing is left behind it
+    if len(before) >= len(whole):  # one token spans both, and none would be left for the continuation
         before = whole[:-1]
-    # Where nothing comes before, all there is to go by is that a text begins.
+    # An empty context becomes the end-of-document token, after which a text begins.
     return before or [tokenizer.end_of_document], whole[len(before) :]
 
 
@@ -58,7 +58,7 @@ def likelihoods(
     model: nn.Module, queries: Sequence[Query], tokenizer: Tokenizer, *, longest: int, vocab: int,
     progress: Callable[[int], None] | None = None,
 ) -> list[Likelihood]:  # fmt: skip
-    """In the order of the queries. `longest`: tokens the model reads at once; `vocab`: how wide its logits are."""
+    """In the order of the queries. `longest`: the model's context in tokens; `vocab`: the width of its logits."""
     rows = []
     for query in queries:
         context, continuation = encode(query, tokenizer)
@@ -69,7 +69,7 @@ def likelihoods(
     with evaluating(model) as device:
         for batch in _batches([len(tokens) - 1 for tokens, _ in rows], vocab):
             time = max(len(rows[index][0]) for index in batch) - 1
-            given = torch.zeros(len(batch), time, dtype=torch.int64)  # what stands behind a row's end is never looked at
+            given = torch.zeros(len(batch), time, dtype=torch.int64)  # padding: a causal model ignores it
             for place, index in enumerate(batch):
                 given[place, : len(rows[index][0]) - 1] = torch.tensor(rows[index][0][:-1])
             logits = logits_of(model, given.to(device))
@@ -90,7 +90,7 @@ def _of_row(logits: Tensor, targets: list[int]) -> Likelihood:
 
 
 def _batches(lengths: Sequence[int], vocab: int) -> list[list[int]]:
-    """Indices, the longest first, as many together as the limit on logits lets: rows of one batch are of nearly one length."""
+    """Indices, longest first, as many per batch as the limit on logits allows; rows of a batch have nearly equal lengths."""
     batches: list[list[int]] = []
     room = 0
     for index in sorted(range(len(lengths)), key=lambda each: (-lengths[each], each)):

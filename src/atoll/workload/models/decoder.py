@@ -1,12 +1,12 @@
-"""The decoder-only transformer Atoll trains out of the box, and the registry of models a recipe can name.
+"""The decoder-only transformer that Atoll trains by default, and the registry of models that a recipe can name.
 
-The decoder has RMSNorm, rotary positions, a gated MLP, and norms on queries and keys, as Qwen3 has. It keeps q, k, v, o and
-gate, up, down as separate matrices (eleven tensors a block with the four norms), so that every fragmentation has something
-to cut and four blocks already make 44 tensors. With `experts` every block's MLP is a mixture of them (`moe`). At small sizes each
-tensor operation costs more in overhead than in arithmetic, so the rotary tables are computed once and the forward pass is short.
+The decoder has RMSNorm, rotary positions, a gated MLP, and norms on queries and keys, as Qwen3 has. q, k, v, o and gate, up,
+down are separate matrices (eleven tensors per block with the four norms), so that every fragmentation has tensors to divide:
+four blocks already have 44. With `experts` every block's MLP is a mixture of experts (`moe`). At small sizes the overhead of a
+tensor operation exceeds its arithmetic, so the rotary tables are computed once and the forward pass is short.
 
-No constructor here draws from torch's global generator: the weights come from `build_*`'s own seed alone, so that two
-learners built in different processes, or in a different order, start from the same bits.
+No constructor here uses torch's global generator: the weights depend on the seed of `build_*` alone, so that learners built in
+different processes, or in a different order, start from the same bits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from torch import Tensor, nn
 from atoll.config.models import DecoderShape, Number, Rule, check_numbers
 from atoll.errors import ConfigError
 from atoll.workload.data.seeds import generator
-from atoll.workload.models.mlp import BatchNormMlp, Mlp, unset_linear
+from atoll.workload.models.mlp import BatchNormMlp, Mlp, uninitialised_linear
 from atoll.workload.models.moe import ExpertMlp
 
 INIT_STD: Final = 0.02
 ROPE_BASE: Final = 10_000.0
 NORM_EPS: Final = 1e-6
 Z_LOSS: Final = 1e-4
-"""Weight of the squared log of the softmax's denominator: it keeps logits from drifting, and is no part of held-out loss."""
+"""Weight of the squared log of the softmax's denominator: it keeps logits from drifting. The held-out loss is without it."""
+
 
 class RmsNorm(nn.Module):
     def __init__(self, width: int) -> None:
@@ -46,16 +47,16 @@ class Attention(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
         self.heads = shape.heads
-        self.q = unset_linear(shape.width, shape.width)
-        self.k = unset_linear(shape.width, shape.width)
-        self.v = unset_linear(shape.width, shape.width)
-        self.o = unset_linear(shape.width, shape.width)
+        self.q = uninitialised_linear(shape.width, shape.width)
+        self.k = uninitialised_linear(shape.width, shape.width)
+        self.v = uninitialised_linear(shape.width, shape.width)
+        self.o = uninitialised_linear(shape.width, shape.width)
         self.q_norm = RmsNorm(shape.width // shape.heads)
         self.k_norm = RmsNorm(shape.width // shape.heads)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         samples, time, width = x.shape
-        # One product for three matrices, one rotation for two: gluing the weights costs less than the calls saved.
+        # One product for three matrices, one rotation for two: concatenating the weights costs less than the saved calls.
         qkv = F.linear(x, torch.cat((self.q.weight, self.k.weight, self.v.weight)))
         q, k, v = qkv.view(samples, time, 3 * self.heads, -1).chunk(3, dim=2)
         q, k = rotate(torch.cat((self.q_norm(q), self.k_norm(k)), dim=2), cos, sin).chunk(2, dim=2)
@@ -66,9 +67,9 @@ class Attention(nn.Module):
 class GatedMlp(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.gate = unset_linear(shape.width, shape.mlp)
-        self.up = unset_linear(shape.width, shape.mlp)
-        self.down = unset_linear(shape.mlp, shape.width)
+        self.gate = uninitialised_linear(shape.width, shape.mlp)
+        self.up = uninitialised_linear(shape.width, shape.mlp)
+        self.down = uninitialised_linear(shape.mlp, shape.width)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = F.linear(x, torch.cat((self.gate.weight, self.up.weight))).chunk(2, dim=-1)
@@ -87,7 +88,7 @@ class Block(nn.Module):
         return self.with_balance(x, cos, sin)[0]
 
     def with_balance(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The stream after this block, and how unevenly its experts were used."""
+        """The residual stream after this block, and the load-balancing loss of its experts."""
         x = x + self.attention(self.norm1(x), cos, sin)
         y = self.mlp(self.norm2(x))
         return (x + y[0], y[1]) if isinstance(y, tuple) else (x + y, None)
@@ -99,7 +100,7 @@ def _expert_mlp(shape: DecoderShape) -> ExpertMlp:
 
 
 def rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
-    """cos and sin, [context, 1, head width]; sin carries the rotation's sign, which saves a negation and a cat."""
+    """cos and sin, [context, 1, head width]; sin includes the sign of the rotation, which saves a negation and a cat."""
     half = shape.width // shape.heads // 2
     rates = ROPE_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
     angles = torch.arange(shape.context, dtype=torch.float64)[:, None] * rates
@@ -109,7 +110,7 @@ def rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(a, b) -> (a cos - b sin, b cos + a sin), where a and b are the halves of a head: rolling swaps them."""
+    """(a, b) -> (a cos - b sin, b cos + a sin), where a and b are the halves of a head; a roll swaps them."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, dims=-1), sin)
 
 
@@ -125,27 +126,27 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(shape.vocab, shape.width, _weight=torch.empty(shape.vocab, shape.width))
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = RmsNorm(shape.width)
-        self.head = unset_linear(shape.width, shape.vocab)
+        self.head = uninitialised_linear(shape.width, shape.vocab)
         if shape.tied:
             self.head.weight = self.embedding.weight
         cos, sin = rotary_tables(shape)
-        # Derived from the shape, so neither state nor payload: non-persistent buffers are never merged.
+        # Derived from the shape, so never stored or sent: non-persistent buffers are not merged.
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self._initialise(seed)
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
-        chance = generator("decoder", seed)
-        # Two writes to the residual stream a layer: without the factor its variance grows with depth.
+        rng = generator("decoder", seed)
+        # A layer adds to the residual stream twice: without the factor the variance would grow with depth.
         residual_std = INIT_STD / math.sqrt(2 * self.shape.layers)
         for name, parameter in self.named_parameters():  # tied weights appear once
             if parameter.dim() >= 2:
                 onto_residual = name.endswith(("attention.o.weight", "down.weight", "mlp.down"))
-                parameter.normal_(0.0, residual_std if onto_residual else INIT_STD, generator=chance)
+                parameter.normal_(0.0, residual_std if onto_residual else INIT_STD, generator=rng)
 
     def forward(self, tokens: Tensor, *, with_balance: bool = False) -> Tensor | tuple[Tensor, Tensor]:
-        """`with_balance`, in a model with experts: the logits, and the mean over the blocks of their experts' unevenness."""
+        """`with_balance`, for a model with experts: the logits, and the mean load-balancing loss of the blocks."""
         time = tokens.shape[1]
         if time > self.shape.context:
             raise ConfigError(
@@ -154,12 +155,12 @@ class Decoder(nn.Module):
             )
         cos, sin = self.cos[:time], self.sin[:time]
         x = self.embedding(tokens)
-        uneven: list[Tensor] = []
+        balance_losses: list[Tensor] = []
         for block in self.blocks:
-            x, by_block = cast(Block, block).with_balance(x, cos, sin)
-            uneven += [] if by_block is None else [by_block]
+            x, balance_loss = cast(Block, block).with_balance(x, cos, sin)
+            balance_losses += [] if balance_loss is None else [balance_loss]
         logits = cast(Tensor, self.head(self.norm(x)))
-        return (logits, torch.stack(uneven).mean()) if with_balance else logits
+        return (logits, torch.stack(balance_losses).mean()) if with_balance else logits
 
 
 def build_decoder(shape: DecoderShape, seed: int) -> Decoder:
@@ -169,7 +170,7 @@ def build_decoder(shape: DecoderShape, seed: int) -> Decoder:
 def language_model_loss(model: nn.Module, batch: Tensor) -> Tensor:
     """Mean cross entropy of each next token, the z-loss, and with experts the load-balancing loss of this batch; batch is
     [samples, time + 1]."""
-    inside = _unwrapped(model)  # what wraps it must be called itself, but hides the shape
+    inside = _unwrapped(model)  # only the inner model has the shape, but the wrapper must be called
     if not (isinstance(inside, Decoder) and inside.shape.experts):
         return token_losses(logits_of(model, batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()).mean()
     logits, balance = cast(tuple[Tensor, Tensor], model(batch[:, :-1], with_balance=True))
@@ -177,18 +178,18 @@ def language_model_loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def logits_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """[samples, time, entries]. A model may be code of the user's, and many give their logits in a tuple or an object."""
+    """[samples, time, entries]. Checked, because a user's own model may return its logits in a tuple or an object."""
     logits = model(tokens)
     if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[:2] != tokens.shape:
-        given = f"tensor of the shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
-        asked = list(tokens.shape)
-        right = f"it must give logits, [{asked[0]}, {asked[1]}, entries]"
-        raise ConfigError(f"the model gives a {given} for tokens of the shape {asked}: {right}")
+        given = f"tensor of shape {list(logits.shape)}" if isinstance(logits, Tensor) else type(logits).__name__
+        shape = list(tokens.shape)
+        right = f"it must return logits, [{shape[0]}, {shape[1]}, entries]"
+        raise ConfigError(f"the model returns a {given} for tokens of shape {shape}: {right}")
     return logits
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """Out of DistributedDataParallel's `module` and torch.compile's `_orig_mod`, however nested."""
+    """The model inside DistributedDataParallel's `module` and torch.compile's `_orig_mod`, also nested."""
     for name in ("module", "_orig_mod"):
         inside = getattr(model, name, None)
         if isinstance(inside, nn.Module):
@@ -197,7 +198,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """What is trained on, for each row of logits. One logsumexp serves both terms."""
+    """The training loss for each row of logits. One logsumexp serves both terms."""
     logits = logits.float()
     log_z = torch.logsumexp(logits, dim=-1)
     at_target = logits.gather(-1, targets[:, None]).squeeze(-1)
@@ -212,13 +213,13 @@ def _decoder(
 
 
 MODELS: Final[dict[str, Callable[..., nn.Module]]] = {"decoder": _decoder, "mlp": Mlp, "batchnorm_mlp": BatchNormMlp}
-"""Builders by name: called with the seed and with numbers by keyword. The signature is the list of allowed numbers."""
+"""Builders by name, called with the seed and with numbers by keyword. The signature lists the allowed numbers."""
 
 
 def build_model(
     name: str, numbers: Mapping[str, Number], seed: int, models: Mapping[str, Callable[..., nn.Module]] = MODELS
 ) -> nn.Module:
-    """The model a recipe names. Its numbers are checked here, once, so that a builder can trust its types."""
+    """The model that a recipe names. Its numbers are checked here once, so that a builder can trust its types."""
     if name not in models:
         raise ConfigError(f"model.name = {name!r}: there is no such model; there are {', '.join(sorted(models))}")
     allowed = {key: p for key, p in inspect.signature(models[name]).parameters.items() if key != "seed"}
@@ -230,7 +231,8 @@ def build_model(
 
 
 def rule_of(parameter: inspect.Parameter) -> Rule:
-    """What a builder's signature says of a number. Annotations are text in a file that postpones their evaluation."""
+    """The type and lower bound of a number by a builder's signature. Annotations are strings where their evaluation is
+    postponed."""
     named = getattr(parameter.annotation, "__name__", parameter.annotation)
     kind = {"bool": bool, "float": float}.get(named, int)
     return Rule(kind, 0 if parameter.default == 0 or kind is float else 1)

@@ -1,4 +1,4 @@
-"""Two small models for tests, and the Linear that all models here are made of."""
+"""Two small models for tests, and the Linear layer of all models here."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from torch import Tensor, nn
 from atoll.workload.data.seeds import generator
 
 
-def unset_linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
-    """A Linear with unset memory, for its owner to fill: torch's own filling would advance the global generator."""
+def uninitialised_linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
+    """A Linear without initial values, which the owning model fills: torch's own initialisation would advance the global
+    generator."""
     return cast(nn.Linear, nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias))
 
 
 class Mlp(nn.Module):
-    """x [batch, inputs] -> [batch, outputs]: the smallest thing that trains."""
+    """x [batch, inputs] -> [batch, outputs]: the smallest model that trains."""
 
     def __init__(self, seed: int, *, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
-        self.first = unset_linear(inputs, hidden, bias=True)
-        self.second = unset_linear(hidden, outputs, bias=True)
+        self.first = uninitialised_linear(inputs, hidden, bias=True)
+        self.second = uninitialised_linear(hidden, outputs, bias=True)
         _initialise(self, seed)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -34,9 +35,9 @@ class BatchNormMlp(nn.Module):
 
     def __init__(self, seed: int, *, inputs: int, hidden: int, outputs: int) -> None:
         super().__init__()
-        self.first = unset_linear(inputs, hidden, bias=True)
+        self.first = uninitialised_linear(inputs, hidden, bias=True)
         self.norm = nn.BatchNorm1d(hidden)
-        self.second = unset_linear(hidden, outputs, bias=True)
+        self.second = uninitialised_linear(hidden, outputs, bias=True)
         _initialise(self, seed)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -45,8 +46,8 @@ class BatchNormMlp(nn.Module):
 
 @torch.no_grad()
 def _initialise(model: nn.Module, seed: int) -> None:
-    chance = generator("mlp", seed)
+    rng = generator("mlp", seed)
     for module in model.modules():
         if isinstance(module, nn.Linear):
-            module.weight.normal_(0.0, module.in_features**-0.5, generator=chance)
+            module.weight.normal_(0.0, module.in_features**-0.5, generator=rng)
             module.bias.zero_()

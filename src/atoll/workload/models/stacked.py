@@ -1,7 +1,7 @@
 """The reference decoder for several learners at once: every weight has a leading learner axis.
 
-M small models side by side use a GPU badly; as batched products they run nearly as fast as one model of M times the batch. This
-is `model.Decoder`'s forward pass written for weights of shape [M, ...]; a test holds the two equal.
+M small models side by side use a GPU badly; as batched products they run nearly as fast as one model with M times the batch.
+This is the forward pass of `decoder.Decoder` for weights of shape [M, ...]; a test requires that both give equal results.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def stacked_loss(shape: DecoderShape, weights: Weights, batch: Tensor, samples: 
 
 
 def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """`model.token_losses`, its target picked by comparing: a gather's gradient is a table of zeros as large as the logits,
-    gigabytes here, while a comparison is fused with the softmax in both directions."""
+    """`decoder.token_losses` with the target selected by comparison. The gradient of a gather is a tensor of zeros as large as
+    the logits, gigabytes here; a comparison is fused with the softmax in both passes."""
     logits = logits.float()
     log_z = torch.logsumexp(logits, dim=-1)
     target = torch.arange(logits.shape[-1], device=logits.device) == targets[:, None]
@@ -41,7 +41,7 @@ def stacked_logits(shape: DecoderShape, weights: Weights, tokens: Tensor, cos: T
     """[M, B*T, vocab] for tokens [M, B, T]."""
     m, b, time = tokens.shape
     table = weights["embedding.weight"]
-    first = torch.arange(m, device=tokens.device) * shape.vocab  # one table of M vocabularies
+    first = torch.arange(m, device=tokens.device) * shape.vocab  # offsets into one table of M vocabularies
     x = F.embedding((tokens + first[:, None, None]).flatten(1), table.flatten(0, 1))
     for layer in range(shape.layers):
         own = {name: weights[f"blocks.{layer}.{name}"] for name in _BLOCK}
@@ -58,7 +58,7 @@ _BLOCK = (
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """[M, N, in] by [M, out, in]."""
+    """[M, N, in] times [M, out, in]."""
     return torch.bmm(x, weight.mT)
 
 
@@ -72,9 +72,9 @@ def _attention(
     shape: DecoderShape, own: Weights, x: Tensor, sizes: tuple[int, int, int], cos: Tensor, sin: Tensor
 ) -> Tensor:
     m, b, time = sizes
-    # One product for three matrices: x is read once, and its gradient is not added up from three.
-    glued = _linear(x, torch.cat([own[f"attention.{name}.weight"] for name in "qkv"], dim=1))
-    q, k, v = glued.view(m, b * time, 3 * shape.heads, -1).chunk(3, dim=2)
+    # One product for three matrices: x is read once, and its gradient is not a sum of three.
+    qkv = _linear(x, torch.cat([own[f"attention.{name}.weight"] for name in "qkv"], dim=1))
+    q, k, v = qkv.view(m, b * time, 3 * shape.heads, -1).chunk(3, dim=2)
     q, k = _norm(q, own["attention.q_norm.weight"]), _norm(k, own["attention.k_norm.weight"])
     q, k, v = (t.reshape(m * b, time, shape.heads, -1) for t in (q, k, v))
     q, k = rotate(q, cos, sin).to(v.dtype), rotate(k, cos, sin).to(v.dtype)

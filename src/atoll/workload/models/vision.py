@@ -1,6 +1,6 @@
-"""The two image classifiers of the DiLoCo contract: LeNet-5, which has no buffers, and ResNet-18, which is full of them.
+"""The two image classifiers of the DiLoCo contract: LeNet-5, which has no buffers, and ResNet-18, which has many.
 
-As in `model.py`, weights come from a builder's own seed, never from torch's global generator.
+As in `decoder.py`, weights come from a builder's own seed, never from torch's global generator.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from torch import Tensor, nn
 
 from atoll.errors import ConfigError
 from atoll.workload.data.seeds import generator
-from atoll.workload.models.mlp import unset_linear
+from atoll.workload.models.mlp import uninitialised_linear
 
 
-def unset_conv(inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0, bias: bool = False) -> nn.Conv2d:
-    """As `unset_linear`: its owner fills it."""
+def uninitialised_conv(
+    inputs: int, outputs: int, kernel: int, *, stride: int = 1, padding: int = 0, bias: bool = False
+) -> nn.Conv2d:
+    """As `uninitialised_linear`: the owning model fills it."""
     conv = nn.utils.skip_init(nn.Conv2d, inputs, outputs, kernel, stride=stride, padding=padding, bias=bias)
     return cast(nn.Conv2d, conv)
 
 
 class Norm(nn.BatchNorm2d):
-    """Batch normalisation that a batch of one picture does not end. Lost slices may shrink a batch that far, and a last stage of
-    1 x 1 then has one value a channel, whose deviation says nothing: torch refuses it. What the batches before had stands in."""
+    """Batch normalisation that accepts a batch of one image. Lost slices may shrink a batch to that, and a last stage of 1 x 1
+    then has one value per channel and no variance, which torch refuses. The running statistics take its place."""
 
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[0] * x.shape[2] * x.shape[3] > 1 or not self.training:
@@ -33,23 +35,23 @@ class Norm(nn.BatchNorm2d):
 
 
 class LeNet5(nn.Module):
-    """images [batch, channels, size, size] -> [batch, classes], with ReLU and max-pooling where 1998 had others.
+    """images [batch, channels, size, size] -> [batch, classes], with ReLU and max-pooling unlike the original of 1998.
 
-    28 x 28 is padded to 32 x 32, the size it was made for. On pictures too small for its second convolution (scikit-learn's 8 x
-    8 digits) that one is padded too.
+    28 x 28 is padded to 32 x 32, the original's size. For images too small for the second convolution (scikit-learn's 8 x 8
+    digits) that one is padded too.
     """
 
     def __init__(self, seed: int, *, channels: int = 1, size: int = 28, classes: int = 10) -> None:
         super().__init__()
         if size < 4:
-            raise ConfigError(f"pictures are {size} x {size}: LeNet-5 halves them twice, so they must be at least 4 x 4")
+            raise ConfigError(f"images are {size} x {size}: LeNet-5 halves them twice, so they must be at least 4 x 4")
         padding = 0 if size >= 14 else 2
-        self.conv1 = unset_conv(channels, 6, 5, padding=2, bias=True)
-        self.conv2 = unset_conv(6, 16, 5, padding=padding, bias=True)
+        self.conv1 = uninitialised_conv(channels, 6, 5, padding=2, bias=True)
+        self.conv2 = uninitialised_conv(6, 16, 5, padding=padding, bias=True)
         side = (size // 2 + 2 * padding - 4) // 2
-        self.fc1 = unset_linear(16 * side * side, 120, bias=True)
-        self.fc2 = unset_linear(120, 84, bias=True)
-        self.head = unset_linear(84, classes, bias=True)
+        self.fc1 = uninitialised_linear(16 * side * side, 120, bias=True)
+        self.fc2 = uninitialised_linear(120, 84, bias=True)
+        self.head = uninitialised_linear(84, classes, bias=True)
         _initialise(self, seed)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -60,17 +62,17 @@ class LeNet5(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two 3 x 3 convolutions beside a shortcut, which is projected where width or resolution changes."""
+    """Two 3 x 3 convolutions and a shortcut, which is projected where width or resolution changes."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = unset_conv(inputs, outputs, 3, stride=stride, padding=1)
+        self.conv1 = uninitialised_conv(inputs, outputs, 3, stride=stride, padding=1)
         self.norm1 = Norm(outputs)
-        self.conv2 = unset_conv(outputs, outputs, 3, padding=1)
+        self.conv2 = uninitialised_conv(outputs, outputs, 3, padding=1)
         self.norm2 = Norm(outputs)
         self.project: nn.Conv2d | None = None
         if stride > 1 or inputs != outputs:
-            self.project = unset_conv(inputs, outputs, 1, stride=stride)
+            self.project = uninitialised_conv(inputs, outputs, 1, stride=stride)
             self.project_norm = Norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -79,15 +81,15 @@ class Residual(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-18 with the stem for small pictures: one 3 x 3 convolution, no pooling before the stages.
+    """ResNet-18 with the stem for small images: one 3 x 3 convolution, no pooling before the stages.
 
-    Four stages of `depth` blocks, each twice as wide and half as large as the one before: depth 2 and width 64 are ResNet-18.
+    Four stages of `depth` blocks, each twice as wide and half as large as the previous one: depth 2 and width 64 make ResNet-18.
     The blocks are one list, so that `fragmentation = "layer"` finds them.
     """
 
     def __init__(self, seed: int, *, channels: int = 3, classes: int = 10, width: int = 64, depth: int = 2) -> None:
         super().__init__()
-        self.stem = unset_conv(channels, width, 3, padding=1)
+        self.stem = uninitialised_conv(channels, width, 3, padding=1)
         self.stem_norm = Norm(width)
         blocks: list[Residual] = []
         inputs = width
@@ -97,7 +99,7 @@ class ResNet(nn.Module):
                 blocks.append(Residual(inputs, outputs, 2 if stage > 0 and place == 0 else 1))
                 inputs = outputs
         self.blocks = nn.ModuleList(blocks)
-        self.head = unset_linear(inputs, classes, bias=True)
+        self.head = uninitialised_linear(inputs, classes, bias=True)
         _initialise(self, seed)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -109,12 +111,12 @@ class ResNet(nn.Module):
 
 @torch.no_grad()
 def _initialise(model: nn.Module, seed: int) -> None:
-    """He's for what a ReLU follows, 1 / sqrt(inputs) for the head."""
-    chance = generator("vision", seed)
+    """He's initialisation before a ReLU, 1 / sqrt(inputs) for the head."""
+    rng = generator("vision", seed)
     for name, module in model.named_modules():
         if isinstance(module, nn.Conv2d | nn.Linear):
             inputs = module.weight[0].numel()
-            module.weight.normal_(0.0, ((1.0 if name == "head" else 2.0) / inputs) ** 0.5, generator=chance)
+            module.weight.normal_(0.0, ((1.0 if name == "head" else 2.0) / inputs) ** 0.5, generator=rng)
             if module.bias is not None:
                 module.bias.zero_()
 

@@ -19,12 +19,12 @@ def test_an_epoch_deals_every_sample_at_most_once_and_leaves_out_few(
             Deal(samples, seed, streams)
         return
     deal = Deal(samples, seed, streams)
-    epoch = [sample for stream in range(streams) for sample in deal.hand(stream, 0).tolist()]
+    epoch = [sample for stream in range(streams) for sample in deal.epoch_order(stream, 0).tolist()]
     assert len(set(epoch)) == len(epoch) > samples - streams and set(epoch) <= set(range(samples))
     for stream in range(streams):
         batches = [deal.batch(stream, position, batch_size) for position in range(2 * deal.share // batch_size)]
         drawn = [sample for batch in batches for sample in batch]
-        two_epochs = deal.hand(stream, 0).tolist() + deal.hand(stream, 1).tolist()
+        two_epochs = deal.epoch_order(stream, 0).tolist() + deal.epoch_order(stream, 1).tolist()
         assert all(len(batch) == batch_size for batch in batches)
         assert drawn == two_epochs[: len(drawn)], "positions follow each other, across the end of an epoch too"
 
@@ -33,11 +33,11 @@ def test_order_depends_on_seed_epoch_and_on_nothing_that_happened_before() -> No
     deal, again = Deal(100, 1, 2), Deal(100, 1, 2)
     later = again.batch(1, 40, 3)
     assert again.batch(1, 0, 3) == deal.batch(1, 0, 3) and deal.batch(1, 40, 3) == later
-    assert deal.hand(0, 0).tolist() != deal.hand(0, 1).tolist()
-    assert deal.hand(0, 0).tolist() != Deal(100, 2, 2).hand(0, 0).tolist()
+    assert deal.epoch_order(0, 0).tolist() != deal.epoch_order(0, 1).tolist()
+    assert deal.epoch_order(0, 0).tolist() != Deal(100, 2, 2).epoch_order(0, 0).tolist()
 
 
 def test_stream_beyond_the_declared_number_has_an_order_of_its_own() -> None:
     deal = Deal(100, 0, 2)
-    assert deal.hand(2, 0).tolist() != deal.hand(0, 0).tolist()
-    assert not set(deal.hand(2, 0).tolist()) & set(deal.hand(3, 0).tolist())
+    assert deal.epoch_order(2, 0).tolist() != deal.epoch_order(0, 0).tolist()
+    assert not set(deal.epoch_order(2, 0).tolist()) & set(deal.epoch_order(3, 0).tolist())

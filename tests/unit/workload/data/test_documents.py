@@ -53,8 +53,8 @@ def test_folder_says_how_many_of_its_files_are_passed_over(tmp_path: Path) -> No
     write(tmp_path, {"a/b.txt": b"two", "a/c.bin": b"\xff", "a.md": b"x"})
     (note,) = FileTexts(str(tmp_path), "text", "data.heldout").notes
     assert note == (
-        f"data.heldout: files in folders passed over by name or kind: 2, such as {tmp_path}/a.md; of a folder .txt, .py, .jsonl, "
-        ".ndjson, .json (packed or not) and .parquet are read, others where they are named themselves or by a glob"
+        f"data.heldout: files in folders ignored by name or kind: 2, such as {tmp_path}/a.md; in a folder .txt, .py, .jsonl, "
+        ".ndjson, .json (compressed or not) and .parquet are read, others only if named by path or by a glob"
     )
     assert FileTexts(f"{tmp_path}/a,{tmp_path}/*/c.bin", "text").notes == (), "it is read after all"
 
@@ -64,7 +64,7 @@ def test_folder_with_a_pipe_in_it_does_not_wait_for_somebody_to_write(tmp_path: 
     os.mkfifo(tmp_path / "a.txt")
     texts = FileTexts(str(tmp_path), "text")
     assert list(texts.read()) == [b"two"]
-    assert f"passed over by name or kind: 1, such as {tmp_path}/a.txt;" in texts.notes[0]
+    assert f"ignored by name or kind: 1, such as {tmp_path}/a.txt;" in texts.notes[0]
 
 
 def test_linked_folders_are_followed_once_and_circles_end(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_folder_that_a_glob_matches_counts_as_if_it_was_named(tmp_path: Path) ->
     texts = FileTexts(f"{tmp_path}/*", "text")
     assert list(texts.read()) == [b"1", b"3", b"2", b"4", b"5"]
     (note,) = texts.notes
-    assert f"passed over by name or kind: 1, such as {tmp_path}/b/x.bin;" in note
+    assert f"ignored by name or kind: 1, such as {tmp_path}/b/x.bin;" in note
     assert read(f"{tmp_path}/[bd]") == [b"3", b"2", b"5"], "a glob may match folders alone"
     assert FileTexts(f"{tmp_path}/[bd]", "text").fingerprint == FileTexts(f"{tmp_path}/b,{tmp_path}/d", "text").fingerprint
 
@@ -131,7 +131,7 @@ def test_links_to_nothing_and_pipes_that_a_glob_matches_are_told(tmp_path: Path)
     write(tmp_path, {"a.txt": b"1"})
     os.mkfifo(tmp_path / "pipe")
     (note,) = FileTexts(f"{tmp_path}/*", "text").notes
-    assert f"passed over by name or kind: 1, such as {tmp_path}/pipe;" in note
+    assert f"ignored by name or kind: 1, such as {tmp_path}/pipe;" in note
     (tmp_path / "b.txt").symlink_to(tmp_path / "gone")
     for wanted in (tmp_path, f"{tmp_path}/*"):
         with pytest.raises(DataError, match=r"the file .*/b.txt cannot be read: No such file or directory"):
@@ -360,9 +360,9 @@ def test_empty_documents_and_blank_lines_are_counted_and_named(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        (b"[1, 2]", "is not an object but array; JSON lines hold one object a line"),
+        (b"[1, 2]", "is not an object but array; JSON lines hold one object per line"),
         (b'"text"', "is not an object but str"),
-        (b'{"body": "x"}', "has no field 'text': name the one that holds the text with data.field"),
+        (b'{"body": "x"}', "has no field 'text': name the field with the text by data.field"),
         (b'{"text": null}', "its field 'text' holds null, not a string"),
         (b'{"text": ["x"]}', "its field 'text' holds array, not a string"),
         (b'{"text": "x"', r"is not valid JSON \(input data was truncated\)"),
@@ -387,7 +387,7 @@ def test_packed_file_that_breaks_off_or_is_none_is_refused(tmp_path: Path, packe
     whole = PACKERS[packed](lines(*(str(number) for number in range(3000))))
     write(tmp_path, {f"a.jsonl{packed}": whole[:-20], f"b.jsonl{packed}": lines("not packed at all")})
     for name in ("a", "b"):
-        with pytest.raises(DataError, match=rf"{name}.jsonl{packed} is damaged or no {packed} file \("):
+        with pytest.raises(DataError, match=rf"{name}.jsonl{packed} is damaged or not a {packed} file \("):
             read(tmp_path / f"{name}.jsonl{packed}")
 
 
@@ -456,7 +456,7 @@ def test_parquet_gives_a_document_a_row_and_refuses_what_is_none(tmp_path: Path)
     skips = Skips()
     assert list(FileTexts(str(tmp_path), "text").read(skips)) == [text.encode() for text in texts[:-1]]
     assert [skip.path for skip in skips.named] == [f"{tmp_path}/a.parquet row 1001"]
-    with pytest.raises(DataError, match=r"a.parquet has no column 'body' but text, id: name one with data.field"):
+    with pytest.raises(DataError, match=r"a.parquet has no column 'body' but text, id: name one by data.field"):
         read(tmp_path, field="body")
     with pytest.raises(DataError, match=r"a.parquet, row 1: its column 'id' holds int, not a string"):
         read(tmp_path, field="id")
@@ -464,5 +464,5 @@ def test_parquet_gives_a_document_a_row_and_refuses_what_is_none(tmp_path: Path)
     with pytest.raises(DataError, match=r"a.parquet, row 2: its column 'text' holds null, not a string"):
         read(tmp_path)
     write(tmp_path, {"a.parquet": b"PAR1 or not"})
-    with pytest.raises(DataError, match=r"a.parquet is damaged or no Parquet \("):
+    with pytest.raises(DataError, match=r"a.parquet is damaged or not Parquet \("):
         read(tmp_path)

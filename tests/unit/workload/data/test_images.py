@@ -35,13 +35,13 @@ def idx(values: Tensor) -> bytes:
     return bytes((0, 0, 8, values.dim())) + lengths + values.to(torch.uint8).numpy().tobytes()
 
 
-def pictures(count: int, size: int, channels: int = 1) -> Tensor:
+def some_images(count: int, size: int, channels: int = 1) -> Tensor:
     return (torch.arange(count * channels * size * size) * 7919 % 251).to(torch.uint8).reshape(count, channels, size, size)
 
 
 def write_mnist(folder: Path, packed: bool = False) -> None:
     for side, count in (("train", 12), ("t10k", 5)):
-        for rest, values in (("images-idx3-ubyte", pictures(count, 6)[:, 0]), ("labels-idx1-ubyte", torch.arange(count) % 10)):
+        for rest, values in (("images-idx3-ubyte", some_images(count, 6)[:, 0]), ("labels-idx1-ubyte", torch.arange(count) % 10)):
             if packed:
                 (folder / f"{side}-{rest}.gz").write_bytes(gzip.compress(idx(values)))
             else:
@@ -52,7 +52,7 @@ def write_mnist(folder: Path, packed: bool = False) -> None:
 def test_mnist_files_are_read_plain_or_packed(tmp_path: Path, packed: bool) -> None:
     write_mnist(tmp_path, packed)
     data = load_images(f"mnist:{tmp_path}")
-    assert torch.equal(data.train.pixels, pictures(12, 6)) and torch.equal(data.heldout.pixels, pictures(5, 6))
+    assert torch.equal(data.train.pixels, some_images(12, 6)) and torch.equal(data.heldout.pixels, some_images(5, 6))
     assert data.train.labels.tolist() == [*range(10), 0, 1] and data.classes == 10
 
 
@@ -69,11 +69,11 @@ def test_fingerprint_is_of_the_pictures_and_labels(tmp_path: Path) -> None:
     [
         ("train-images-idx3-ubyte", b"\x00\x00\x08\x01" + bytes(40), "begins with 00000801.*000008 ?03"),
         ("train-images-idx3-ubyte", b"PK", "begins with 504b"),
-        ("train-images-idx3-ubyte", idx(pictures(12, 6)[:, 0])[:-1], "says 12 x 6 x 6 bytes and holds 431: it is truncated"),
-        ("train-images-idx3-ubyte", idx(pictures(11, 6)[:, 0]), "11 pictures and 12 labels"),
-        ("train-images-idx3-ubyte", idx(pictures(12, 6)[:, 0, :, :5]), "6 x 5, and must be square"),
-        ("t10k-images-idx3-ubyte", idx(pictures(5, 4)[:, 0]), "differ in size"),
-        ("train-images-idx3-ubyte", idx(torch.zeros(12, 0, 0)), "ubyte: says 12 x 0 x 0 bytes, which is nothing"),
+        ("train-images-idx3-ubyte", idx(some_images(12, 6)[:, 0])[:-1], "12 x 6 x 6 bytes and it holds 431: it is truncated"),
+        ("train-images-idx3-ubyte", idx(some_images(11, 6)[:, 0]), "11 images and 12 labels"),
+        ("train-images-idx3-ubyte", idx(some_images(12, 6)[:, 0, :, :5]), "6 x 5, and must be square"),
+        ("t10k-images-idx3-ubyte", idx(some_images(5, 4)[:, 0]), "differ in size"),
+        ("train-images-idx3-ubyte", idx(torch.zeros(12, 0, 0)), "ubyte: its header has 12 x 0 x 0 bytes"),
         ("t10k-labels-idx1-ubyte", None, "holds no t10k-labels-idx1-ubyte"),
     ],
 )  # fmt: skip
@@ -90,7 +90,7 @@ def test_damaged_mnist_is_refused_in_one_sentence(tmp_path: Path, name: str, con
 
 def test_cut_gzip_is_refused_in_one_sentence(tmp_path: Path) -> None:
     path = tmp_path / "train-images-idx3-ubyte.gz"
-    for content in (gzip.compress(idx(pictures(12, 6)[:, 0]))[:40], b"no gzip at all"):
+    for content in (gzip.compress(idx(some_images(12, 6)[:, 0]))[:40], b"no gzip at all"):
         path.write_bytes(content)
         with pytest.raises(DataError, match="cannot be read"):
             read_idx(path, 3)
@@ -99,7 +99,7 @@ def test_cut_gzip_is_refused_in_one_sentence(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("corpus", "kind", "says"),
     [
-        ("mnist", ConfigError, "say where it is, as in mnist:DIR"),
+        ("mnist", ConfigError, "name its folder, as in mnist:DIR"),
         ("cifar10:", ConfigError, "as in cifar10:DIR"),
         ("mnist:/no/such/folder", DataError, "there is no folder /no/such/folder; it must hold the four idx files of MNIST"),
         ("cifar10:no/such", DataError, r"folder no/such \(a relative path counts from the current folder\); it must hold data_b"),
@@ -120,7 +120,7 @@ ROWS = 3
 
 
 def cifar_parts() -> tuple[Tensor, Tensor]:
-    return pictures(6 * ROWS, 32, 3), torch.arange(6 * ROWS) % 10
+    return some_images(6 * ROWS, 32, 3), torch.arange(6 * ROWS) % 10
 
 
 def write_binary(folder: Path) -> None:
@@ -166,23 +166,23 @@ def test_damaged_cifar10_is_refused_in_one_sentence(tmp_path: Path) -> None:
 
 def test_damaged_cifar10_png_is_refused_in_one_sentence(tmp_path: Path) -> None:
     write_png(tmp_path)
-    with pytest.raises(DataError, match="15 labels for 20 pictures"):
+    with pytest.raises(DataError, match="15 labels for 20 images"):
         cifar10(tmp_path, ROWS + 1)
     (tmp_path / "train_lables.json").write_text("[1, 2")
-    with pytest.raises(DataError, match="is no JSON"):
+    with pytest.raises(DataError, match="is not JSON"):
         cifar10(tmp_path, ROWS)
     (tmp_path / "train_lables.json").write_text('{"a": 1}')
-    with pytest.raises(DataError, match="no list of whole numbers"):
+    with pytest.raises(DataError, match="not a list of whole numbers"):
         cifar10(tmp_path, ROWS)
     outside = [(str([label, *[1] * 14]), "label outside 0 to 9") for label in (10**30, -1, 10)]
-    for labels, says in (*outside, ("[" * 100_000, "is no JSON")):
+    for labels, says in (*outside, ("[" * 100_000, "is not JSON")):
         (tmp_path / "train_lables.json").write_text(labels)
         with pytest.raises(DataError, match=says):
             cifar10(tmp_path, ROWS)
     write_png(tmp_path)
     png = (tmp_path / "data_batch_2.png").read_bytes()
     (tmp_path / "data_batch_2.png").write_bytes(png[: len(png) // 2])
-    with pytest.raises(DataError, match=r"data_batch_2.png: cannot be read as a picture"):
+    with pytest.raises(DataError, match=r"data_batch_2.png: cannot be read as an image"):
         cifar10(tmp_path, ROWS)
     (tmp_path / "data_batch_2.png").write_bytes((tmp_path / "data_batch_1.png").read_bytes())
     (tmp_path / "test_lables.json").unlink()
@@ -199,7 +199,7 @@ def test_picture_too_large_for_any_memory_is_refused_in_one_sentence(tmp_path: P
     header = part(b"IHDR", struct.pack(">IIBBBBB", 30_000, 30_000, 8, 2, 0, 0, 0))
     rest = part(b"IDAT", zlib.compress(b"")) + part(b"IEND", b"")
     (path := tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + rest)
-    with pytest.raises(DataError, match=r"a.png: cannot be read as a picture \(.*900000000 pixels.*\)$") as caught:
+    with pytest.raises(DataError, match=r"a.png: cannot be read as an image \(.*900000000 pixels.*\)$") as caught:
         read_png(path)
     assert "\n" not in str(caught.value)
 
@@ -236,7 +236,7 @@ def test_batch_is_a_function_of_seed_stream_and_position() -> None:
 
 
 def test_scaled_pictures_have_mean_zero_and_variance_one_by_channel() -> None:
-    pixels = torch.stack([pictures(20, 4)[:, 0], pictures(20, 4)[:, 0] // 2 + 100], dim=1)
+    pixels = torch.stack([some_images(20, 4)[:, 0], some_images(20, 4)[:, 0] // 2 + 100], dim=1)
     scaled = Scale(pixels)(pixels)
     torch.testing.assert_close(scaled.mean((0, 2, 3)), torch.zeros(2), atol=1e-5, rtol=0)
     torch.testing.assert_close(scaled.var((0, 2, 3), unbiased=False), torch.ones(2), atol=1e-4, rtol=0)

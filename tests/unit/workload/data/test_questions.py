@@ -12,8 +12,8 @@ import torch
 from atoll.errors import ConfigError, DataError
 from atoll.workload.data.images import Scale, digits
 from atoll.workload.data.questions import (
+    IGNORED_TARGET,
     PLACES,
-    UNASKED,
     Encoded,
     QuestionData,
     QuestionStream,
@@ -54,7 +54,7 @@ def test_every_answer_is_true_of_digits_of_its_own_side(side: str) -> None:
     known = {p.contiguous().numpy().tobytes(): int(label) for p, label in zip(source.pixels[:, 0], source.labels, strict=True)}
     part = getattr(small(), side)
     shown = [digits_of(pixels, known) for pixels in part.pixels]
-    for at, (question, answer) in zip(part.picture.tolist(), part.texts, strict=True):
+    for at, (question, answer) in zip(part.image_index.tolist(), part.texts, strict=True):
         assert answer == right_answer(question, shown[at]), question
     kinds = {question.split()[1 if question.startswith("which") else 0] for question, _ in part.texts}
     assert kinds == {"describe.", "digit", "is", "how"}  # "which is larger", "is there"
@@ -73,7 +73,7 @@ def test_targets_are_the_answer_and_its_end_and_nothing_else() -> None:
     batch = Encoded(held, Scale(small().train.pixels), 58).batch(range(40))
     assert batch.images.shape == (40, 1, 16, 16) and batch.tokens.shape == batch.targets.shape == (40, 58)
     for row, (question, answer) in enumerate(held.texts[:40]):
-        asked = batch.targets[row] != UNASKED
+        asked = batch.targets[row] != IGNORED_TARGET
         assert batch.targets[row][asked].tolist() == [*answer.encode(), END_OF_DOCUMENT]
         first = int(asked.nonzero()[0])
         assert bytes(batch.tokens[row, : first + 1].tolist()) == question.encode() + b"\n"
@@ -113,7 +113,7 @@ def test_easy_vqa_is_read_with_captions_of_what_its_answers_say(tmp_path: Path) 
     write_easy(tmp_path)
     train = load_questions(f"easy_vqa:{tmp_path}").train
     assert train.pixels.shape == (2, 3, 8, 8) and train.pixels[:, 0, 0, 0].tolist() == [3, 7]
-    assert train.picture.tolist() == [0, 0, 1, 0]
+    assert train.image_index.tolist() == [0, 0, 1, 0]
     assert train.texts[-1] == ("describe.", "teal circle")
 
 
@@ -133,7 +133,7 @@ def test_damaged_easy_vqa_is_refused_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"7.png: is missing"):
         load_questions(f"easy_vqa:{tmp_path}")
     (tmp_path / "train" / "questions.json").write_text('[["what?", "yes"]]')
-    with pytest.raises(DataError, match=r"no list of \[question, answer, picture\]"):
+    with pytest.raises(DataError, match=r"not a list of \[question, answer, image\]"):
         load_questions(f"easy_vqa:{tmp_path}")
 
 
@@ -143,7 +143,7 @@ def test_easy_vqa_sides_of_different_sizes_are_refused(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for side in ("train", "test"):
         (tmp_path / side / side).rename(tmp_path / "data" / side)
-    with pytest.raises(DataError, match=r"data: its train pictures are 8 x 8 and its test pictures 6 x 6; they must"):
+    with pytest.raises(DataError, match=r"data: its train images are 8 x 8 and its test images 6 x 6; they must"):
         load_questions(f"easy_vqa:{tmp_path}/data")
 
 
@@ -153,7 +153,7 @@ def test_easy_vqa_sides_of_different_sizes_are_refused(tmp_path: Path) -> None:
 def test_easy_vqa_entry_that_is_no_question_is_refused_by_its_number(tmp_path: Path, row: str) -> None:
     write_easy(tmp_path)
     (tmp_path / "train" / "questions.json").write_text(f'[["what?", "yes", 3], {row}]')
-    with pytest.raises(DataError, match=r"questions.json: is no list of \[question, answer, picture\]; entry 2 is \[") as caught:
+    with pytest.raises(DataError, match=r"questions.json: is not a list of \[question, answer, image\]; entry 2 is \[") as caught:
         load_questions(f"easy_vqa:{tmp_path}")
     assert str(caught.value).isascii() and len(str(caught.value)) < 300
 

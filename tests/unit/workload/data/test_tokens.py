@@ -241,7 +241,7 @@ def test_files_named_twice_or_passed_over_are_told_whatever_is_cached(here: Path
     assert text_data(data(here, corpus=str(here / "folder"))).notes == ()
     (here / "folder" / "notes.md").write_bytes(b"x")
     (note,) = text_data(data(here, corpus=str(here / "folder"))).notes
-    assert note.startswith(f"data.corpus: files in folders passed over by name or kind: 1, such as {here}/folder/notes.md; of")
+    assert note.startswith(f"data.corpus: files in folders ignored by name or kind: 1, such as {here}/folder/notes.md; in")
 
 
 def test_processes_that_race_for_the_same_text_get_the_same_tokens(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,14 +62,14 @@ def test_every_task_has_a_wording_that_is_tested_or_shared() -> None:
     ("content", "sentence"),
     [
         ("", "task piqa: FILE is empty"),
-        ('{"ctx": "a", "gold": 0}\n', "task piqa: line 1 of FILE is no example of it (key 'choices' is missing)"),
-        ('{"a":' + "[" * 5000, "task piqa: line 1 of FILE is no example of it "
+        ('{"ctx": "a", "gold": 0}\n', "task piqa: line 1 of FILE is not an example of it (key 'choices' is missing)"),
+        ('{"a":' + "[" * 5000, "task piqa: line 1 of FILE is not an example of it "
          "(maximum recursion depth exceeded while deserializing an object)"),
-        ("[1]\n", "task piqa: line 1 of FILE is no example of it (Expected `object`, got `array`)"),
+        ("[1]\n", "task piqa: line 1 of FILE is not an example of it (Expected `object`, got `array`)"),
         ('{"ctx": "a", "choices": ["b", "c"], "gold": 2}\n', "task piqa: line 1 of FILE has gold = 2 and 2 choices"),
         ('{"ctx": "a", "choices": ["b", "c"], "gold": true}\n', "task piqa: line 1 of FILE has gold = True and 2 choices"),
         ('{"ctx": "a\\ud800", "choices": ["b", "c"], "gold": 0}\n',
-         "task piqa: line 1 of FILE is no example of it (it holds \\ud800, half of a surrogate pair and no character)"),
+         "task piqa: line 1 of FILE is not an example of it (it holds \\ud800, half of a surrogate pair and no character)"),
     ],
 )  # fmt: skip
 def test_file_that_is_no_benchmark_is_refused_in_one_sentence(content: str, sentence: str, tmp_path: Path) -> None:
@@ -113,11 +113,11 @@ def test_record_of_other_types_is_refused_with_its_line_and_never_scored(
     path.write_text(json.dumps(RECORDS[task]) + "\n" + json.dumps(RECORDS[task] | changes) + "\n")
     with pytest.raises(DataError) as caught:
         read_items(task, path)
-    assert str(caught.value) == f"task {task}: line 2 of {path} is no example of it ({what})"
+    assert str(caught.value) == f"task {task}: line 2 of {path} is not an example of it ({what})"
 
 
 def test_missing_folder_or_file_says_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"--data .*/nowhere: is no folder"):
+    with pytest.raises(DataError, match=r"--data .*/nowhere: is not a folder"):
         find_file("piqa", tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"has no file arc_easy.jsonl or arc_easy_test.jsonl or arc_easy_val.jsonl"):
         find_file("arc_easy", tmp_path)
@@ -141,7 +141,7 @@ def test_question_without_any_token_is_refused() -> None:
         def encode(self, text: bytes) -> list[int]:
             return []
 
-    with pytest.raises(DataError, match="the tokenizer has no entry for any of '日本', which is asked: take another"):
+    with pytest.raises(DataError, match="the tokenizer has no entry for any of '日本', a question: use another tokenizer"):
         encode(Query("日", "本"), Deaf())
 
 

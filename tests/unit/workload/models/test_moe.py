@@ -18,7 +18,7 @@ from atoll.tasks.task import layout_for
 from atoll.tasks.trained import open_trained
 from atoll.workload.evaluation.evaluate import heldout_loss
 from atoll.workload.models.decoder import Decoder, build_decoder, build_model, language_model_loss, token_losses
-from atoll.workload.models.moe import ExpertMlp, route, run_experts, unevenness
+from atoll.workload.models.moe import ExpertMlp, load_balancing_loss, route, run_experts
 
 RECIPE = Path(__file__).parents[4] / "recipes" / "moe_tiny.toml"
 SHAPE = DecoderShape(vocab=40, width=16, layers=2, heads=2, mlp=24, context=12, experts=5, top_k=2)
@@ -71,12 +71,12 @@ def test_several_learners_experts_run_as_groups_of_one_product() -> None:
     torch.testing.assert_close(together, alone)
 
 
-def test_unevenness_is_one_when_even_and_grows_with_the_share_of_the_chosen() -> None:
+def test_load_balancing_loss_is_one_when_even_and_grows_with_the_share_of_the_chosen() -> None:
     even = torch.full((8, 4), 0.25)
     in_turn = torch.arange(8)[:, None] % 2 * 2 + torch.arange(2)
-    assert unevenness(even, in_turn).item() == pytest.approx(1.0)
+    assert load_balancing_loss(even, in_turn).item() == pytest.approx(1.0)
     one_pair = torch.tensor([[0.5, 0.5, 0.0, 0.0]]).expand(8, 4)
-    assert unevenness(one_pair, torch.tensor([[0, 1]]).expand(8, 2)).item() == pytest.approx(4 / 2)
+    assert load_balancing_loss(one_pair, torch.tensor([[0, 1]]).expand(8, 2)).item() == pytest.approx(4 / 2)
 
 
 def test_training_loss_has_the_balance_term_and_held_out_loss_has_not() -> None:

@@ -10,11 +10,11 @@ from atoll.errors import ConfigError
 from atoll.tasks.vision import VISION_MODELS
 from atoll.tensors.layout import build_layout
 from atoll.workload.data.images import Scale
-from atoll.workload.data.questions import UNASKED, Encoded, Questions, digits_grid, prompt
+from atoll.workload.data.questions import IGNORED_TARGET, Encoded, Questions, digits_grid, prompt
 from atoll.workload.evaluation.evaluate import heldout_classes
 from atoll.workload.models.decoder import build_model
 from atoll.workload.models.vision import LeNet5, ResNet, classification_loss
-from atoll.workload.models.vlm import answer, answer_loss, cut, heldout_answers, vision_language
+from atoll.workload.models.vlm import answer, answer_loss, heldout_answers, patchify, vision_language
 
 EYES = {"channels": 1, "size": 16, "width": 32, "layers": 2, "heads": 2, "mlp": 64}
 
@@ -45,7 +45,7 @@ def test_weights_come_from_the_seed_alone_and_leave_the_global_generator_alone(n
 @pytest.mark.parametrize("size", [4, 8, 14, 28, 32])
 def test_lenet_takes_pictures_of_any_usual_size(size: int) -> None:
     assert LeNet5(0, size=size, channels=3)(torch.zeros(2, 3, size, size)).shape == (2, 10)
-    with pytest.raises(ConfigError, match=r"pictures are 3 x 3: .* at least 4 x 4"):
+    with pytest.raises(ConfigError, match=r"images are 3 x 3: .* at least 4 x 4"):
         LeNet5(0, size=3)
 
 
@@ -95,7 +95,7 @@ def test_accuracy_counts_pictures_and_not_batches() -> None:
 
 def test_patches_are_cut_row_by_row() -> None:
     images = torch.arange(16.0).reshape(1, 1, 4, 4)
-    assert cut(images, 2).tolist() == [[[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]]
+    assert patchify(images, 2).tolist() == [[[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]]
 
 
 def test_every_byte_sees_the_whole_picture_and_no_later_byte() -> None:
@@ -114,7 +114,7 @@ def test_every_byte_sees_the_whole_picture_and_no_later_byte() -> None:
 
 
 def test_sizes_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.numbers.patch = 5: pictures are 16 x 16"):
+    with pytest.raises(ConfigError, match=r"model.numbers.patch = 5: images are 16 x 16"):
         vision_language(0, **EYES, patch=5)
     with pytest.raises(ConfigError, match=r"16 patches and 9 tokens need model.numbers.context of at least 25"):
         vision_language(0, **EYES, context=24)(torch.zeros(1, 1, 16, 16), torch.zeros(1, 9, dtype=torch.int64))
@@ -138,7 +138,7 @@ def memorised() -> tuple[nn.Module, Questions, Scale]:
 
 def test_exact_match_is_what_greedy_decoding_byte_by_byte_gets_right() -> None:
     model, data, scale = memorised()
-    said = [answer(model, scale(data.pixels[at]), q) for at, (q, _) in zip(data.picture.tolist(), data.texts, strict=True)]
+    said = [answer(model, scale(data.pixels[at]), q) for at, (q, _) in zip(data.image_index.tolist(), data.texts, strict=True)]
     right = sum(said[n] == data.texts[n][1] for n in range(12))
     batches = [Encoded(data, scale, 64).batch(part) for part in (range(8), range(8, 12))]
     loss, accuracy = heldout_answers(model, batches)
@@ -163,8 +163,8 @@ def test_loss_is_of_the_answers_alone() -> None:
     batch = Encoded(data, Scale(data.pixels), 64).batch(range(12))
     model = vision_language(0, **EYES, context=80)
     logits = model(batch.images, batch.tokens)
-    asked = batch.targets != UNASKED
-    expected = torch.nn.functional.cross_entropy(logits[asked], batch.targets[asked])
-    z = 1e-4 * torch.logsumexp(logits[asked], -1).square().mean()
+    in_answer = batch.targets != IGNORED_TARGET
+    expected = torch.nn.functional.cross_entropy(logits[in_answer], batch.targets[in_answer])
+    z = 1e-4 * torch.logsumexp(logits[in_answer], -1).square().mean()
     torch.testing.assert_close(answer_loss(model, batch), expected + z)
     torch.testing.assert_close(heldout_answers(model, [batch])[0], float(expected.detach()), rtol=1e-5, atol=1e-6)
