@@ -324,7 +324,7 @@ def test_exported_tokenizer_is_what_training_used_of_the_file(run: Path, tmp_pat
 
 
 def test_runs_that_cannot_be_exported_say_why(run: Path, tmp_path: Path) -> None:
-    assert refusal("export", tmp_path, "--hf", tmp_path / "hf").endswith("is no run's folder, it has no config.toml")
+    assert refusal("export", tmp_path, "--hf", tmp_path / "hf").endswith("is not a run's folder: it has no config.toml")
     shutil.copy(run / "config.toml", tmp_path)
     assert "holds no weights" in refusal("export", tmp_path, "--hf", tmp_path / "hf")
     tensors = load_file(run / "theta.safetensors")
@@ -374,7 +374,7 @@ def test_eval_refuses_unknown_tasks_and_missing_files_before_it_loads_anything(t
 
 def test_commands_end_with_exit_code_2_and_one_sentence(tmp_path: Path) -> None:
     done = command.atoll("export", "nowhere", "--hf", "out", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "atoll: run nowhere: is no run's folder, it has no config.toml\n")
+    assert (done.returncode, done.stderr) == (2, "atoll: run nowhere: is not a run's folder: it has no config.toml\n")
 
 
 def test_run_that_never_trained_ends_with_exit_code_2(run: Path, tmp_path: Path) -> None:
