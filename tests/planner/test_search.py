@@ -25,6 +25,7 @@ from atoll.sim.estimates.decoupled import measure_decoupled, settings_for
 from atoll.sim.run import run_virtual
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
+pytestmark = pytest.mark.xdist_group("planner")  # searches are kept for the whole file
 TEXTBOOK = ("one_datacentre", "two_continents", "spot")
 
 
@@ -186,7 +187,29 @@ def accepted(found: SearchResult, judge: Judge) -> Config:
     return config
 
 
-@settings(max_examples=3, deadline=None, derandomize=True)
+def assert_a_plan_is_a_config(
+    kinds: list[dict[str, object]], parameters: float, layers: int, gbit: float, latency: float
+) -> None:
+    sites = [{"name": f"s{i}", **kind} for i, kind in enumerate(kinds)]
+    cluster = site.cluster_from_builtins({
+        "model": {"parameters": parameters, "layers": layers}, "sites": sites, "link": {"gbit": gbit, "latency_seconds": latency},
+    })  # fmt: skip
+    judge = Judge(cluster)
+    found = search(cluster, judge.memory)
+    assert 0 <= found.best.score <= 1.0001
+    assert math.isfinite(found.best.staleness)
+    accepted(found, judge)
+
+
+def test_a_plan_for_two_unlike_sites_is_a_config() -> None:
+    """One cluster of those that `make soak` draws: preempted chips of uneven speed beside steady ones, on a slow link."""
+    spot = {"chips": 1, "count": 7, "step_seconds": 2.0, "mtbi_hours": 200.0, "preemptions_per_day": 2.0, "speed_spread": 0.3}
+    steady = {"chips": 15, "count": 1, "step_seconds": 1.0, "mtbi_hours": 1e5, "preemptions_per_day": 0.0, "speed_spread": 0.0}
+    assert_a_plan_is_a_config([spot, steady], 1e9, 12, 0.5, 0.1)
+
+
+@pytest.mark.soak
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(
     kinds=st.lists(
         st.fixed_dictionaries({
@@ -201,15 +224,7 @@ def accepted(found: SearchResult, judge: Judge) -> Config:
 def test_a_plan_for_any_cluster_is_a_config(
     kinds: list[dict[str, object]], parameters: float, layers: int, gbit: float, latency: float
 ) -> None:
-    sites = [{"name": f"s{i}", **kind} for i, kind in enumerate(kinds)]
-    cluster = site.cluster_from_builtins({
-        "model": {"parameters": parameters, "layers": layers}, "sites": sites, "link": {"gbit": gbit, "latency_seconds": latency},
-    })  # fmt: skip
-    judge = Judge(cluster)
-    found = search(cluster, judge.memory)
-    assert 0 <= found.best.score <= 1.0001
-    assert math.isfinite(found.best.staleness)
-    accepted(found, judge)
+    assert_a_plan_is_a_config(kinds, parameters, layers, gbit, latency)
 
 
 @pytest.mark.parametrize("name", TEXTBOOK)
