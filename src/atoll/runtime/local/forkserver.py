@@ -142,6 +142,10 @@ def _warm_up() -> None:
     """Imports everything a worker needs; torch's optimisers import more when the first one is built."""
     import torch
 
+    import atoll.executor.learner
+    import atoll.runtime.learner.process
+    import atoll.runtime.syncer.process  # noqa: F401
+
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
 
