@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pages import DOCS, PAGES, ROOT, anchors_of, links_of, text_of
 
-TERM = re.compile(r"^- \*\*(.+?)\*\*: ", re.MULTILINE)
+TERM = re.compile(r"^#### (.+)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
