@@ -33,7 +33,7 @@ import msgspec
 
 from atoll.codecs import codec
 from atoll.config import Config, from_builtins
-from atoll.executor.null import wire_bits
+from atoll.config.codecs import wire_bits
 from atoll.rules import Schedule
 from atoll.sim.estimates.decoupled import measure_decoupled, settings_for
 from atoll.sim.estimates.utilisation import Compute, Exchange, utilisation

@@ -1,19 +1,26 @@
-"""Atoll: one model, many islands of compute that never wait for each other."""
+"""Atoll: one model on many learners that never wait for each other."""
 
 from typing import TYPE_CHECKING, Any
 
 from atoll.version import __version__
 
 if TYPE_CHECKING:
+    from atoll.extend import CodecSpec, MergeSpec, register_codec, register_merge
     from atoll.runtime.join.learner import Learner, join
 
-__all__ = ["Learner", "__version__", "join"]
+__all__ = ["CodecSpec", "Learner", "MergeSpec", "__version__", "join", "register_codec", "register_merge"]
+
+_EXTENDING = ("CodecSpec", "MergeSpec", "register_codec", "register_merge")
 
 
 def __getattr__(name: str) -> Any:
-    """`atoll.join` brings torch and gRPC with it: whoever only asks for the version does not wait for them."""
+    """Imported when first asked for: torch and gRPC take seconds, and the version needs neither."""
     if name in ("Learner", "join"):
-        from atoll.runtime.join import learner as join
+        from atoll.runtime.join import learner
 
-        return getattr(join, name)
+        return getattr(learner, name)
+    if name in _EXTENDING:
+        from atoll import extend
+
+        return getattr(extend, name)
     raise AttributeError(f"module 'atoll' has no attribute {name!r}")

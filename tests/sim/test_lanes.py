@@ -6,7 +6,7 @@ import pytest
 from resumption import RecordingExecutor, Run
 
 from atoll.config import Config, load
-from atoll.executor.null import wire_bits
+from atoll.config.codecs import wire_bits
 from atoll.ids import SYNCER
 from atoll.protocol.causality import Mailbox
 from atoll.protocol.vocabulary import (

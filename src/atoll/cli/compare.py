@@ -10,7 +10,7 @@ import typer
 
 from atoll.chaos import ChaosPlan, load_plan
 from atoll.cli.building import check_buildable
-from atoll.cli.options import AllowOption, DeviceOption
+from atoll.cli.options import AllowOption, DeviceOption, PluginOption
 from atoll.cli.runs import _refuse_custom, check_live, run_live, run_virtually
 from atoll.cli.shared import (
     ChaosOption,
@@ -50,6 +50,7 @@ def compare(
     ] = None,
     device: DeviceOption = "cpu",
     allow_model: AllowOption = None,
+    allow_plugin: PluginOption = None,
 ) -> None:
     """Train several presets on the same recipe, data and number of outer steps; print one table and draw it."""
     names = list(dict.fromkeys(presets or PRESETS))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from atoll import config
+from atoll.cli.options import PluginOption
 from atoll.cli.shared import LearnersOption, PresetOption, Recipe, SeedOption, SetOption, settings_from
 
 
@@ -14,6 +15,7 @@ def show_config(
     learners: LearnersOption = None,
     set_: SetOption = None,
     seed: SeedOption = None,
+    allow_plugin: PluginOption = None,
 ) -> None:
     """Print the complete resolved config as TOML that `atoll train` accepts."""
     typer.echo(config.to_toml(settings_from(recipe, preset, learners, seed, set_)), nl=False)

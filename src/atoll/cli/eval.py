@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 
 from atoll.cli.building import built
-from atoll.cli.options import AllowOption, ObeyOption
+from atoll.cli.options import AllowOption, ObeyOption, PluginOption
 from atoll.cli.shared import JsonOption, ThreadsOption, err, out, print_json, told
 from atoll.cli.syncer import end_with_stdin
 from atoll.config import CUSTOM
@@ -37,6 +37,7 @@ def evaluate(
     threads: ThreadsOption = 1,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu",
     allow_model: AllowOption = None,
+    allow_plugin: PluginOption = None,
     follow: Annotated[
         bool, typer.Option("--follow", help="Of a live run while it trains: its held-out loss, again and again, until it ends.")
     ] = False,

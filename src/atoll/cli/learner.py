@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from atoll.cli.building import log_to_stderr
-from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption
+from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption, PluginOption
 from atoll.cli.shared import ThreadsOption
 from atoll.errors import UserError
 from atoll.tape.folder import refuse_unusable
@@ -32,6 +32,7 @@ def learner(
     insecure: InsecureOption = False,
     device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu",
     allow_model: AllowOption = None,
+    allow_plugin: PluginOption = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Where its tape and its part of snapshots go.")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="This learner's part of a snapshot.")] = None,
     threads: ThreadsOption = 1,

@@ -16,6 +16,22 @@ AllowOption = Annotated[
 ]
 
 
+
+def _load_plugins(names: list[str] | None) -> list[str] | None:
+    if names:
+        from atoll.extend import load_plugins  # imports torch, which takes seconds
+
+        load_plugins(names)
+    return names
+
+
+PluginOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow-plugin", callback=_load_plugins,
+        help="A Python file or module of your own that registers codecs or merges. Repeatable; every process of a run needs it.",
+    ),
+]  # fmt: skip
 ObeyOption = Annotated[bool, typer.Option("--obey-stdin", hidden=True, help="Of a launcher: end when it does.")]
 
 

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from atoll.cli.options import PluginOption
 from atoll.cli.shared import JsonOption, err, out, print_json
 from atoll.errors import UserError
 from atoll.planner import recipe, site
@@ -32,6 +33,7 @@ def plan(
     ] = True,
     verbose: Annotated[bool, typer.Option("--verbose", help="Show runners-up, and the constants of the quality model.")] = False,
     as_json: JsonOption = False,
+    allow_plugin: PluginOption = None,
 ) -> None:
     """Recommend preset, learners, H, P, tau, K and codecs for a cluster, with what to expect and why."""
     cluster = site.load_cluster(cluster_file)

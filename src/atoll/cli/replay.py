@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from atoll.cli.options import AllowOption
+from atoll.cli.options import AllowOption, PluginOption
 from atoll.cli.shared import err, out
 from atoll.tape.weave import Woven, open_run
 
@@ -17,6 +17,7 @@ def replay(
     weights: Annotated[bool, typer.Option("--weights", help="Train again, and demand every Theta bit for bit.")] = False,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="By default as many as the tape says.")] = None,
     allow_model: AllowOption = None,
+    allow_plugin: PluginOption = None,
 ) -> None:
     """Feed a run's tapes to new machines and demand the same decisions; stops at the first difference with its story."""
     from atoll.executor.environment import use_threads

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from atoll.chaos import ChaosPlan, load_plan
+from atoll.cli.options import PluginOption
 from atoll.cli.runs import run_virtually
 from atoll.cli.shared import (
     ChaosOption,
@@ -27,6 +28,7 @@ def sim(
     seed: SeedOption = None,
     out_dir: OutOption = None,
     as_json: JsonOption = False,
+    allow_plugin: PluginOption = None,
 ) -> None:
     """Run the protocol alone, without tensors: who merges with whom, who waits, what travels."""
     settings = settings_from(recipe, preset, learners, seed, set_)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli.building import built, log_to_stderr
-from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption
+from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption, PluginOption
 from atoll.cli.resume import _refuse_nothing_left
 from atoll.cli.shared import LearnersOption, PresetOption, Recipe, SeedOption, SetOption, ThreadsOption, settings_from
 from atoll.errors import UserError
@@ -90,6 +90,7 @@ def syncer(
     keys: KeysOption = None,
     insecure: InsecureOption = False,
     allow_model: AllowOption = None,
+    allow_plugin: PluginOption = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="A snapshot's folder to go on from.")] = None,
     threads: ThreadsOption = 1,
     obey_stdin: ObeyOption = False,

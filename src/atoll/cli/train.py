@@ -10,7 +10,7 @@ import typer
 
 from atoll import config
 from atoll.chaos import ChaosPlan, load_plan
-from atoll.cli.options import AllowOption, DeviceOption
+from atoll.cli.options import AllowOption, DeviceOption, PluginOption
 from atoll.cli.resume import snapshot_to_resume
 from atoll.cli.runs import run_live, run_on_tape, run_virtually
 from atoll.cli.shared import (
@@ -51,6 +51,7 @@ def train(
     snapshot: Annotated[int | None, typer.Option("--snapshot", help="With --resume: from this outer step's snapshot.")] = None,
     device: DeviceOption = "cpu",
     allow_model: AllowOption = None,
+    allow_plugin: PluginOption = None,
     tape: Annotated[
         Path | None,
         typer.Option("--tape", help="Train on this history, in virtual time: a virtual run's folder, or of atoll simulate tape."),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from atoll.codecs.choice import available_kernels, kernels, kernels_in_use
-from atoll.codecs.layout import BLOCK, CODECS
+from atoll.codecs.layout import BLOCK
 from atoll.codecs.packet import Packet
-from atoll.codecs.registry import Codec, UncheckedCodec, codec, encode_with_feedback
+from atoll.codecs.registry import Codec, UncheckedCodec, codec, encode_with_feedback, register_codec
 
 __all__ = [
     "BLOCK",
-    "CODECS",
     "Codec",
     "Packet",
     "UncheckedCodec",
@@ -18,4 +17,5 @@ __all__ = [
     "encode_with_feedback",
     "kernels",
     "kernels_in_use",
+    "register_codec",
 ]

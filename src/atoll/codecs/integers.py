@@ -30,6 +30,7 @@ from atoll.codecs.blocks import (
 from atoll.codecs.layout import BLOCK, block_count
 from atoll.codecs.packet import Packet
 from atoll.codecs.scaled import Kernel, Scaled
+from atoll.config.codecs import codec_spec
 from atoll.errors import ConfigError
 
 _STEP: Final = 4.0
@@ -89,6 +90,10 @@ class IntCodec(Scaled):
         absmax = block_absmax(x)
         half_step = absmax / self._code_max * (0.5 + self._code_max * 2.0**-21)
         return per_element(torch.where(absmax > TINY, half_step, absmax), x.numel())
+
+
+def int_codec(name: str) -> IntCodec:
+    return IntCodec(int(codec_spec(name).bits))
 
 
 class _SignKernel:
@@ -156,3 +161,7 @@ def _exact_sums(x: Tensor) -> Tensor:
     for panel, target in zip(panels(x, BLOCK, blocks), panels(sums, 1, blocks), strict=True):
         torch.sum(panel.abs(), dim=1, keepdim=True, dtype=torch.float64, out=target)
     return sums
+
+
+def sign_codec(name: str) -> SignCodec:
+    return SignCodec()

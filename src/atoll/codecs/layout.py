@@ -1,4 +1,4 @@
-"""Names and sizes: what a codec's packet weighs, known before anything is encoded.
+"""Sizes: what a codec's packet weighs, known before anything is encoded.
 
     family       codes                        scales
     fp32         numel x fp32                 none
@@ -9,6 +9,7 @@
     int1         eight elements a byte        one a block
     top_k:s      kept x int32 (indices)       kept x fp32 (values)
     random_drop:s   the same                  the same
+    registered   bytes of their own           inside them
 
 A block is 256 elements; the last one may be shorter and then takes just the bytes it needs. The bytes of a wire
 format are a promise, so the sizes live here alone: codecs allocate by them and `Packet.from_bytes` refuses by them.
@@ -21,14 +22,10 @@ from typing import Final
 
 import torch
 
-from atoll.errors import ConfigError
+from atoll.config.codecs import CODECS, codec_spec, packed_bytes, share_kept
 
-BLOCK: Final = 256
-CODECS: Final[tuple[str, ...]] = ("fp32", "bf16", "int8", "int4", "int2", "int1", "e3m0")
-SPARSE: Final[tuple[str, ...]] = ("top_k", "random_drop")
-"""Ablations; their name carries the share that is kept, as in `top_k:0.1`."""
-
-BITS: Final[dict[str, int]] = {"int8": 8, "int4": 4, "int2": 2, "int1": 1, "e3m0": 4}
+BLOCK: Final = CODECS["int4"].block
+"""Elements that share a scale, in every codec of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,25 +39,6 @@ class CodeLayout:
         return self.codes * self.code_dtype.itemsize + 4 * (self.scales or 0)
 
 
-def parse(name: str) -> tuple[str, float]:
-    """The family and the share kept (1.0 where the family has none)."""
-    if name in CODECS:
-        return name, 1.0
-    family, _, text = name.partition(":")
-    if family in SPARSE:
-        try:
-            share = float(text)
-        except ValueError:
-            share = 0.0
-        # A NaN fails both comparisons, so it is refused too.
-        if 0.0 < share <= 1.0:
-            return family, share
-    raise ConfigError(
-        f"codec {name!r} is unknown: allowed are {', '.join(CODECS)}, and top_k:SHARE or random_drop:SHARE "
-        "with a share kept in (0, 1], such as top_k:0.1"
-    )
-
-
 def block_count(numel: int) -> int:
     return -(-numel // BLOCK)
 
@@ -71,14 +49,14 @@ def kept_count(numel: int, share: float) -> int:
 
 
 def layout(name: str, numel: int) -> CodeLayout:
-    family, share = parse(name)
-    if family == "fp32":
-        return CodeLayout(torch.float32, numel, None)
-    if family == "bf16":
-        return CodeLayout(torch.bfloat16, numel, None)
-    if family in SPARSE:
-        kept = kept_count(numel, share)
+    spec = codec_spec(name)
+    if spec.kind == "plain":
+        return CodeLayout(torch.float32 if spec.bits == 32 else torch.bfloat16, numel, None)
+    if spec.kind == "sparse":
+        kept = kept_count(numel, share_kept(name))
         return CodeLayout(torch.int32, kept, kept)
-    per_byte = 8 // BITS[family]
+    if spec.kind == "bytes":
+        return CodeLayout(torch.uint8, packed_bytes(spec, numel), None)
+    per_byte = 8 // int(spec.bits)
     full, rest = divmod(numel, BLOCK)
     return CodeLayout(torch.int8, full * (BLOCK // per_byte) + -(-rest // per_byte), block_count(numel))

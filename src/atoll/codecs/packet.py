@@ -22,7 +22,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from atoll.codecs.layout import SPARSE, CodeLayout, layout, parse
+from atoll.codecs.layout import CodeLayout, layout
+from atoll.config.codecs import codec_spec
 from atoll.errors import ConfigError, DataError
 
 MAGIC: Final = b"ATPK"
@@ -116,13 +117,12 @@ def _tensor(view: memoryview, at: int, dtype: torch.dtype, count: int) -> Tensor
 
 def _refuse_bad_content(name: str, numel: int, codes: Tensor, scales: Tensor | None) -> None:
     """Whatever byte pattern arrives, decoding it is finite and stays inside the tensor."""
-    family, _ = parse(name)
     for part in (codes, scales):
         if part is not None and part.is_floating_point() and part.numel():
             low, high = torch.aminmax(part)
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise DataError(f"packet of {name} holds NaN or Inf")
-    if family in SPARSE and codes.numel():
+    if codec_spec(name).kind == "sparse" and codes.numel():
         # Strictly rising also means no index twice, which would add one element twice.
         rising = codes.numel() == 1 or bool((codes[1:] > codes[:-1]).all())
         if not rising or int(codes[0]) < 0 or int(codes[-1]) >= numel:

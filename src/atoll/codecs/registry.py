@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from atoll.codecs.e3m0 import E3M0
-from atoll.codecs.integers import IntCodec, SignCodec
-from atoll.codecs.layout import BITS, SPARSE, parse
 from atoll.codecs.packet import Packet
-from atoll.codecs.plain import PlainCodec
-from atoll.codecs.sparse import SparseCodec
+from atoll.codecs.registered import Decode, Encode, RegisteredCodec
+from atoll.config.codecs import CodecSpec, add_codec, codec_spec
+from atoll.errors import ConfigError
 
 
 class Codec(Protocol):
@@ -54,16 +53,29 @@ class UncheckedCodec(Codec, Protocol):
         ...
 
 
+_registered: dict[str, Codec] = {}
+
+
 def codec(name: str) -> Codec:
-    """The codec of that name; ConfigError names the allowed ones."""
-    family, _ = parse(name)
-    if family in SPARSE:
-        return SparseCodec(name)
-    if family == "e3m0":
-        return E3M0()
-    if family == "int1":
-        return SignCodec()
-    return IntCodec(BITS[family]) if family in BITS else PlainCodec(family)
+    """The codec of that name; ConfigError lists the known ones."""
+    spec = codec_spec(name)
+    if not spec.made_by:
+        return _registered[spec.name]
+    module, _, function = spec.made_by.partition(":")
+    made: Codec = getattr(importlib.import_module(module), function)(name)
+    return made
+
+
+def register_codec(spec: CodecSpec, encode: Encode, decode: Decode) -> None:
+    """Adds a codec of your own. `encode` and `decode` are pure functions of their arguments: every learner and the syncer must
+    compute the same. Registering the same row again replaces its functions."""
+    if spec.kind != "bytes" or spec.made_by or spec.stochastic or spec.random or spec.on_device:
+        raise ConfigError(
+            f"codec {spec.name!r}: a codec that is registered has kind 'bytes', no made_by, and is neither stochastic nor random "
+            f"nor on_device"
+        )
+    add_codec(spec)
+    _registered[spec.name] = RegisteredCodec(spec, encode, decode)
 
 
 def encode_with_feedback(

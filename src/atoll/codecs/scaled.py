@@ -10,9 +10,10 @@ from torch import Tensor
 
 from atoll.codecs.blocks import Scratch, padded, panels, require_codec, require_vector, scratch_for
 from atoll.codecs.choice import below, kernels_for
-from atoll.codecs.layout import BITS, BLOCK, block_count, layout
+from atoll.codecs.layout import BLOCK, block_count, layout
 from atoll.codecs.neon import FACTOR_LIMIT
 from atoll.codecs.packet import Packet
+from atoll.config.codecs import codec_spec
 from atoll.errors import NotFinite
 
 
@@ -48,7 +49,7 @@ class Scaled:
 
     @property
     def per_byte(self) -> int:
-        return 8 // BITS[self.name]
+        return 8 // int(codec_spec(self.name).bits)
 
     def encode(self, x: Tensor, *, rng: torch.Generator | None = None) -> Packet:
         require_vector(x, "x")

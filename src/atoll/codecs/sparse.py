@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from atoll.codecs.blocks import require_codec, require_vector
-from atoll.codecs.layout import kept_count, layout, parse
+from atoll.codecs.layout import kept_count, layout
 from atoll.codecs.packet import Packet
 from atoll.codecs.plain import finite_absmax
+from atoll.config.codecs import codec_spec, share_kept
 from atoll.errors import ConfigError, NotFinite
 
 _SEED: Final = 0x41544F4C
@@ -28,7 +29,7 @@ class SparseCodec:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._family, self._share = parse(name)
+        self._family, self._share = codec_spec(name).name, share_kept(name)
 
     def encode(self, x: Tensor, *, rng: torch.Generator | None = None) -> Packet:
         require_vector(x, "x")

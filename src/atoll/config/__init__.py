@@ -9,12 +9,11 @@ from __future__ import annotations
 from atoll.config.border import changed, from_builtins, load, recipe_for
 from atoll.config.checks import warnings
 from atoll.config.presets import PRESETS, preset
-from atoll.config.sections import ALL, CODEC, CUSTOM, CodecName, Config, Data, Limits, Outer
+from atoll.config.sections import ALL, CUSTOM, CodecName, Config, Data, Limits, Outer
 from atoll.toml import read_toml, to_toml
 
 __all__ = [
     "ALL",
-    "CODEC",
     "CUSTOM",
     "PRESETS",
     "CodecName",

@@ -12,6 +12,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 
 from atoll.config.checks import contradictions
+from atoll.config.codecs import is_codec, known_codecs
+from atoll.config.merges import MERGES, known_merges
 from atoll.config.models import check_model, resolved_model, with_size
 from atoll.config.presets import PRESETS, preset
 from atoll.config.renamed import RENAMED
@@ -168,8 +170,6 @@ def _explain(error: str, raw: Any) -> str:
             kind = get_type_hints(kind).get(part, kind) if isinstance(kind, type) else kind
         elif isinstance(value, list | tuple) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]
-    if "matching regex" in what:
-        what = "must be fp32, bf16, int8, int4, int2, int1, e3m0, top_k:SHARE or random_drop:SHARE with a share up to 1"
     if what.startswith("Invalid enum value"):
         what = "must be one of " + ", ".join(_choices(kind))
     return f"key {path or '(top)'} = {value!r}: {what[0].lower()}{what[1:]}"
@@ -193,11 +193,24 @@ def _resolved(config: Config) -> Config:
     if protocol.fragments == 0:
         protocol = msgspec.structs.replace(protocol, fragments=_layer_fragments(config))
     config = msgspec.structs.replace(config, protocol=protocol)
+    _check_tables(config)
     for wrong, sentence in contradictions(config):
         if wrong:
             raise ConfigError(sentence)
     check_model(config)
     return config
+
+
+def _check_tables(config: Config) -> None:
+    """Codecs and merges are rows of tables that a user may add to, so no type can list them."""
+    p = config.protocol
+    for key, value, known, choices in (
+        ("codec_up", p.codec_up, is_codec, known_codecs()), ("codec_down", p.codec_down, is_codec, known_codecs()),
+        ("merge", p.merge, MERGES.__contains__, known_merges()),
+        ("embedding_merge", p.embedding_merge, MERGES.__contains__, known_merges()),
+    ):  # fmt: skip
+        if not known(value):
+            raise ConfigError(f"key protocol.{key} = {value!r}: must be {choices}, or one that --allow-plugin FILE registers")
 
 
 def _layer_fragments(config: Config) -> int:

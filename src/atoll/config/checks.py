@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atoll.config.codecs import CODECS, codec_spec
 from atoll.config.sections import ALL, IMAGE_MODELS, Config, Data
 
 
@@ -10,6 +11,7 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
     p, o = c.protocol, c.outer
     exact_all = p.quorum == ALL and p.adopt == "exact"
     context = c.model.numbers.get("context", c.data.seq_len)
+    up, rounds = codec_spec(p.codec_up), " or ".join(spec.name for spec in CODECS.values() if spec.stochastic)
     return [
         (p.overlap >= p.local_steps_per_round and p.anchor != "round_start" and p.overlap > 0,
          f"key protocol.overlap = {p.overlap}: must be below protocol.local_steps_per_round = {p.local_steps_per_round}"),
@@ -49,9 +51,9 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
          "key protocol.lead = 0: would make adoption on arrival wait at every step; use -1, or at least 1"),
         (p.lead >= 0 and p.adopt == "exact" and p.lead != p.overlap,
          f"key protocol.lead = {p.lead}: exact adoption leads by overlap = {p.overlap}; leave it at -1"),
-        (p.error_feedback and p.codec_up == "fp32", "key protocol.error_feedback = true: fp32 leaves no error to feed back"),
-        (p.stochastic_rounding and p.codec_up not in ("int8", "int4", "int2", "e3m0"),
-         f"key protocol.stochastic_rounding = true: needs int8, int4, int2 or e3m0 as codec_up, not {p.codec_up!r}"),
+        (p.error_feedback and up.lossless, f"key protocol.error_feedback = true: {p.codec_up} leaves no error to feed back"),
+        (p.stochastic_rounding and not up.stochastic,
+         f"key protocol.stochastic_rounding = true: needs {rounds} as codec_up, not {p.codec_up!r}"),
         (c.learners > c.limits.members_max, f"key learners = {c.learners}: above limits.members_max = {c.limits.members_max}"),
         (c.model.name in ("decoder", "vlm") and context < c.data.seq_len,
          f"key model.numbers.context = {context}: must be at least data.seq_len = {c.data.seq_len}"),
@@ -101,7 +103,7 @@ def warnings(c: Config) -> list[str]:
         found.append(f"protocol.overlap = {p.overlap}: above 5 brings no utilisation and costs quality")
     if p.freeze_not_due:
         found.append("protocol.freeze_not_due = true trains only what is due next (FedPart): known to be far worse")
-    if p.codec_up.partition(":")[0] in ("top_k", "random_drop"):
+    if codec_spec(p.codec_up).kind == "sparse":
         found.append(f"protocol.codec_up = {p.codec_up!r} drops values: an ablation, known to be worse than int4")
     if p.contribution == "weights" and c.inner.optimizer == "SGD" and p.local_steps_per_round > 1:
         found.append("inner.optimizer = 'SGD': DiLoCo is defined with AdamW inside")

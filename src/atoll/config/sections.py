@@ -19,8 +19,8 @@ CUSTOM = "custom"
 """A model the syncer has no code of: the first learner to join brings its shapes and initial weights."""
 IMAGE_MODELS = ("lenet5", "resnet18", "vlm")
 """Models that read pictures: the text's keys of [data] mean nothing to them."""
-CODEC = r"^(fp32|bf16|int8|int4|int2|int1|e3m0|(top_k|random_drop):(0?\.\d*[1-9]\d*|1(\.0*)?))$"
-CodecName = Annotated[str, Meta(pattern=CODEC, description="fp32 bf16 int8 int4 int2 int1 e3m0 top_k:SHARE random_drop:SHARE")]
+CodecName = Annotated[str, Meta(description="a codec of config/codecs.py, or one that was registered")]
+MergeName = Annotated[str, Meta(description="a merge of config/merges.py, or one that was registered")]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -61,9 +61,9 @@ class Protocol(_Section, frozen=True):
     aggregation_weighting: Literal["uniform", "num_samples", "tokens"] = "tokens"
     """Weight of a learner in a merge: `uniform`; `num_samples`: its samples since it last adopted the fragment; `tokens`: its
     tokens since then, times its tokens per step."""
-    merge: Literal["mean", "rda"] = "rda"
+    merge: MergeName = "rda"
     """How the learners' outer gradients become one: their weighted `mean`, or radial-directional averaging (`rda`)."""
-    embedding_merge: Literal["mean", "rda"] = "mean"
+    embedding_merge: MergeName = "mean"
     """The same for embeddings."""
     merge_norm: Literal["tensor", "row", "fragment"] = "tensor"
     """What RDA takes as one vector: each tensor, each row of a tensor, or the whole fragment."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs import Packet, codec, encode_with_feedback
+from atoll.config.codecs import codec_spec
 from atoll.errors import NotFinite
 from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of, first_samples, on_host, to_device
 from atoll.executor.cuda.staging import adopt_into
@@ -252,7 +253,7 @@ class TensorLearner:
 
     def _rounding(self, effect: Stage) -> torch.Generator | None:
         """Resident tensors use a generator of their device."""
-        if not (self._config.protocol.stochastic_rounding or self._codec.name.startswith("random_drop")):
+        if not (self._config.protocol.stochastic_rounding or codec_spec(self._codec.name).random):
             return None
         rng = generator("rounding", self._config.seed, self._learner, effect.fragment, effect.local_step)
         if self._cuda is not None or self._device.type == "cpu":

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atoll.config import Config
+from atoll.config.codecs import wire_bits
 from atoll.errors import InvariantViolated
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import Payload
@@ -37,14 +38,6 @@ from atoll.protocol.vocabulary import (
     Unstage,
 )  # fmt: skip
 from atoll.rules import samples_of, shrunk
-
-BITS = {"fp32": 32.0, "bf16": 16.0, "int8": 8.125, "int4": 4.125, "int2": 2.125, "int1": 1.125, "e3m0": 4.125}
-"""Bits a parameter on the wire: codes, and one fp32 scale a block of 256."""
-
-
-def wire_bits(codec: str) -> float:
-    name, _, share = codec.partition(":")
-    return BITS[name] if name in BITS else 64.0 * float(share or 1.0)  # dropped values send index and value
 
 
 class NullLearner:

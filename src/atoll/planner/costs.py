@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from atoll.config import Limits
-from atoll.executor.null import wire_bits
+from atoll.config.codecs import codec_spec, wire_bits
 from atoll.planner.division import DAY, Division, LearnerKind, syncer_site
 from atoll.planner.score import GRADIENT_BITS, Candidate, Judge, Scored
 
@@ -147,7 +147,7 @@ def syncer_need(c: Candidate, judge: Judge) -> SyncerNeed | None:
     n, step = judge.cluster.model.parameters, judge.step_seconds(judge.divisions[c.learners])
     up, down = (wire_bits(codec) / 8 for codec in (c.codec_up, c.codec_down))
     a_second = n / c.interval / step  # parameters merged, each of M contributions
-    stored = 3 * WORD + down if c.codec_down != "fp32" else 2 * WORD
+    stored = 3 * WORD + down if not codec_spec(c.codec_down).lossless else 2 * WORD
     waiting = max(SYNCER_LEARNER_BYTES, in_flight(c) * n / c.fragments * up)
     return SyncerNeed(
         syncer_site(judge.cluster),

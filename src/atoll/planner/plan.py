@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from atoll.executor.null import wire_bits
+from atoll.config.codecs import wire_bits
 from atoll.planner import quality
 from atoll.planner.changes import Change, changes
 from atoll.planner.costs import Costs, costs

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import math
 
+from atoll.config.codecs import codec_spec
+from atoll.errors import ConfigError
 from atoll.planner.site import Quality
 
 SIZE = 35e6
 INTERVAL = 30
 PUBLISHED_LEARNERS = 8
-TWO_BITS_PERCENT, ONE_BIT_PERCENT = 32.0, 83.0
-"""Decoupled DiLoCo, table 10. Nobody would want them; a user who fixes them is told."""
-DROPPED_PERCENT = 10.0
-"""top_k and random_drop: seen to be worse than four bits, by how much is not published [ours]."""
 
 
 def learners_factor(learners: int, quality: Quality) -> float:
@@ -33,12 +31,10 @@ def learners_factor(learners: int, quality: Quality) -> float:
 
 
 def codec_percent(codec: str, quality: Quality) -> float:
-    name = codec.partition(":")[0]
-    percent = {
-        "fp32": 0.0, "bf16": 0.0, "int8": quality.four_bit_percent / 2, "int4": quality.four_bit_percent, "e3m0": 0.0,
-        "int2": TWO_BITS_PERCENT, "int1": ONE_BIT_PERCENT,
-    }  # fmt: skip
-    return percent.get(name, DROPPED_PERCENT)
+    spec = codec_spec(codec)
+    if spec.loss_percent is None:
+        raise ConfigError(f"codec {codec!r}: its loss is not known; give its row a loss_percent, and the planner can weigh it")
+    return spec.loss_percent + spec.four_bit_share * quality.four_bit_percent
 
 
 def loss_percent(

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from atoll.config import Config
-from atoll.executor.null import wire_bits
+from atoll.config.codecs import wire_bits
 from atoll.planner import quality
 from atoll.planner.division import Division, LearnerKind, divisions, failure_model, pace_share
 from atoll.planner.site import FREE, ClusterDescription

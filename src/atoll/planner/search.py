@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from atoll.config.codecs import wire_bits
+from atoll.config.presets import preset as preset_config
 from atoll.errors import ConfigError
-from atoll.executor.null import wire_bits
 from atoll.planner import costs
 from atoll.planner.score import GOODPUT_PRECISION, ROUGH_PRECISION, Candidate, Judge, Scored, SimulatorCache
 from atoll.planner.site import ClusterDescription, Fixed
@@ -33,11 +34,6 @@ OVERLAPS = (1, 2, 3, 5)
 CODECS_UP = ("fp32", "bf16", "int8", "int4")
 STREAMING_UP = ("fp32", "bf16", "e3m0")
 CODECS_DOWN = ("fp32", "bf16")
-USUAL = {
-    "ddp": (1, 1, 0, "fp32", "fp32"), "diloco": (500, 1, 0, "fp32", "fp32"), "async_diloco": (100, 1, 100, "fp32", "fp32"),
-    "streaming": (30, 0, 1, "e3m0", "fp32"), "decoupled": (24, 24, 2, "int4", "bf16"),
-}  # fmt: skip
-"""H, P, tau and codecs as the presets have them; P = 0: layers in threes."""
 Progress = Callable[[str], None]
 
 
@@ -268,7 +264,8 @@ def simplest(scored: list[Scored], layers: int) -> Scored:
 
 def departures(c: Candidate, layers: int) -> int:
     """Knobs that differ from the preset's. H is not one of them: that is for the links to say."""
-    _, fragments, overlap, up, down = USUAL[c.preset]
+    usual = preset_config(c.preset).protocol  # P = 0: layers in threes
+    fragments, overlap, up, down = usual.fragments, usual.overlap, usual.codec_up, usual.codec_down
     changed = [c.codec_up != up, c.codec_down != down, c.quorum > 1]
     if c.preset in ("streaming", "decoupled"):
         changed += [c.fragments != (fragments or math.ceil(layers / 3) + 1), c.overlap != overlap]

@@ -24,6 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from atoll.config import CodecName
+from atoll.config.codecs import codec_spec
 from atoll.errors import ConfigError
 from atoll.toml import read_toml
 
@@ -196,6 +197,11 @@ def cluster_from_builtins(raw: Mapping[str, Any]) -> ClusterDescription:
         cluster = msgspec.convert(raw, ClusterDescription, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), raw)) from None
+    for key, name in (("codec_up", cluster.fixed.codec_up), ("codec_down", cluster.fixed.codec_down)):
+        try:
+            codec_spec(name or "fp32")
+        except ConfigError as error:
+            raise ConfigError(f"key fixed.{key} = {name!r}: {error}") from None
     for wrong, sentence in _cross_checks(cluster):
         if wrong:
             raise ConfigError(sentence)
@@ -245,8 +251,6 @@ def _explain(error: str, raw: Any) -> str:
             value = value.get(part)
         elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
             value = value[int(part)]
-    if "matching regex" in what:
-        what = "must be fp32, bf16, int8, int4, e3m0 or another codec of docs/research/presets.md"
     if what.startswith("Invalid enum value"):
         what = "must be ddp, diloco, async_diloco, streaming or decoupled"
     what = re.sub(r"Expected `(\w+)(?: \| null)?` ", lambda m: f"must be {_WORDS.get(m[1], m[1])} ", what)

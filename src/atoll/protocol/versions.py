@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from atoll.config import Config
+from atoll.config.codecs import codec_spec
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.effects import Effects
 from atoll.protocol.membership import JOINING, LEFT, Member, Roster
@@ -24,7 +25,7 @@ class Versions:
         self._effects = effects
         self._roster = roster
         self._keep_max = config.limits.versions_max
-        self._always_full = config.protocol.codec_down == "fp32"
+        self._always_full = codec_spec(config.protocol.codec_down).lossless
         fragments = config.protocol.fragments
         self._kept: list[list[OuterStep]] = [[0] for _ in range(fragments)]
         self._merged: list[dict[OuterStep, tuple[LearnerId, ...]]] = [{} for _ in range(fragments)]

@@ -9,15 +9,36 @@ bit (it divides by a number as by its reciprocal), so one run merges on one kind
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from atoll.config.merges import MergeSpec, add_merge, merge_spec
+from atoll.errors import ConfigError
 from atoll.tensors.layout import Fragment, Slot
 
-METHODS = ("mean", "rda")
 NORMS = ("tensor", "row", "fragment")
+
+MergeFunction = Callable[[Sequence[Tensor], Sequence[float]], Tensor]
+"""The learners' outer gradients of one parameter, each in its shape, in LearnerId order, and their weights, all above 0; to one
+tensor of that shape. A pure function: a merge that is computed twice must give the same bits."""
+
+_registered: dict[str, MergeFunction] = {}
+
+
+def register_merge(spec: MergeSpec, merge_parameter: MergeFunction) -> None:
+    """Adds a merge of your own, which works parameter by parameter. Registering the same row again replaces its function."""
+    add_merge(spec)
+    _registered[spec.name] = merge_parameter
+
+
+def _by_registered(name: str, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    merged = _registered[name](deltas, weights)
+    if merged.shape != deltas[0].shape or merged.dtype != deltas[0].dtype:
+        raise ConfigError(f"merge {name!r} returned {tuple(merged.shape)} of {merged.dtype} for {tuple(deltas[0].shape)} of fp32")
+    return merged.reshape(-1)
+
 
 CANCELLED = 1e-6
 """Directions cancel when their weighted average is no longer than this (unit vectors average to a length of 0 to 1,
@@ -67,7 +88,8 @@ def merge(
     `norm` says what RDA takes for one vector: each slot ("tensor"), each stretch along the last axis ("row"; slots of
     one axis as one), or all non-embedding slots together and all embedding slots together ("fragment").
     """
-    assert method in METHODS and embedding_method in METHODS and norm in NORMS, (method, embedding_method, norm)
+    assert norm in NORMS, norm
+    merge_spec(method), merge_spec(embedding_method)
     assert all(delta.shape == (fragment.numel,) for delta in deltas), "deltas are flat vectors of the whole fragment"
     if method == embedding_method == "mean":
         return mean(deltas, weights)
@@ -79,6 +101,10 @@ def merge(
             for offset, numel in _runs(slots):
                 part = slice(offset, offset + numel)
                 out[part] = mean([voter[part] for voter in voters], shares)
+        elif how in _registered:
+            for slot in slots:
+                part = slice(slot.offset, slot.offset + slot.numel)
+                out[part] = _by_registered(how, [voter[part].view(slot.shape) for voter in voters], shares)
         elif norm == "fragment":
             _rda_joint(voters, shares, _runs(slots), out)
         else:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from atoll.cli.simulate import bandwidth_options
-from atoll.executor.null import wire_bits
+from atoll.config.codecs import wire_bits
 from atoll.sim.estimates.bandwidth import (
     METHODS,
     PUBLISHED_METHODS,

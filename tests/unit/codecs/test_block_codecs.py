@@ -12,9 +12,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from atoll.codecs import BLOCK, CODECS, codec
+from atoll.codecs import BLOCK, codec
 from atoll.codecs.blocks import PANEL_CPU, TINY
+from atoll.config.codecs import CODECS as TABLE
 from atoll.errors import ConfigError, DataError, NotFinite
+
+CODECS = tuple(spec.name for spec in TABLE.values() if spec.kind in ("plain", "blocks"))
 
 pytestmark = pytest.mark.usefixtures("each_kernels")
 

@@ -177,7 +177,8 @@ def test_unknown_preset_is_refused_with_the_presets_there_are() -> None:
         ("cluster.up_gbit=0", "key cluster.up_gbit = 0: expected `float` >= 1e-06"),
         ("cluster.slow_factor=0.9", "key cluster.slow_factor = 0.9: expected `float` >= 1.0"),
         ("limits.versions_max=1", "key limits.versions_max = 1: expected `int` >= 2"),
-        ("protocol.merge=median", "key protocol.merge = 'median': must be one of 'mean', 'rda'"),
+        ("protocol.merge=median", "key protocol.merge = 'median': must be one of mean, rda, or one that --allow-plugin FILE "
+         "registers"),
         ("protocol.adopt=late", "key protocol.adopt = 'late': must be one of 'exact', 'arrival'"),
         ("model.dtype=float16", "key model.dtype = 'float16': must be one of 'float32', 'bfloat16'"),
         ("inner.optimizer=Lion", "key inner.optimizer = 'Lion': must be one of 'AdamW', 'Adam', 'SGD', 'Muon'"),
@@ -242,7 +243,7 @@ def test_unknown_codec_is_refused_at_the_border_with_the_codecs_there_are(key: s
         ("decoupled", ["protocol.lead=0"], "protocol.lead = 0", "-1, or at least 1"),
         ("streaming", ["protocol.lead=3"], "protocol.lead = 3", "leave it at -1"),
         ("diloco", ["protocol.error_feedback=true"], "protocol.error_feedback = true", "fp32 leaves no error"),
-        ("diloco", ["protocol.stochastic_rounding=true"], "protocol.stochastic_rounding = true", "int8, int4, int2 or e3m0"),
+        ("diloco", ["protocol.stochastic_rounding=true"], "protocol.stochastic_rounding = true", "int8 or int4 or int2 or e3m0"),
         ("decoupled", ["protocol.fragments=0"], "protocol.fragments = 0", "give a number"),
         ("streaming", ["model.name=mlp"], "protocol.fragments = 0", "model.numbers.layers"),
         ("decoupled", ["limits.members_max=3"], "learners = 4", "limits.members_max = 3"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 
+from atoll.cli.options import PluginOption
 from atoll.cli.shared import err, out, print_json
 from atoll.cli.simulate import bandwidth_options as o
 from atoll.errors import UserError
@@ -61,6 +62,7 @@ def bandwidth(
     as_json: o.Json = False,
     csv_file: o.Csv = None,
     figure: o.FigureFile = None,
+    allow_plugin: PluginOption = None,
 ) -> None:
     """The bandwidth between datacentres that a compute utilisation needs: the published table, or any model and link.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.config import CODEC
-from atoll.errors import UserError
+from atoll.config.codecs import codec_spec
+from atoll.errors import ConfigError, UserError
 
 if TYPE_CHECKING:  # numpy is imported when a table is asked for
     from atoll.sim.estimates.bandwidth import LinkSettings, Question, Star
@@ -223,8 +222,11 @@ def check_star(star: Star, link: LinkSettings) -> None:
 
 
 def _codec(option: str, name: str | None) -> tuple[bool, str]:
-    fits = name is None or re.fullmatch(CODEC, name) is not None
-    return not fits, f"{option} {name}: must be fp32, bf16, int8, int4, int2, int1, e3m0, top_k:SHARE or random_drop:SHARE"
+    try:
+        codec_spec(name or "fp32")
+    except ConfigError as error:
+        return True, f"{option} {name}: {error}"
+    return False, ""
 
 
 def above_0(value: float) -> bool:

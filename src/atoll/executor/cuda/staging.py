@@ -28,13 +28,12 @@ import torch
 from torch import Tensor
 
 from atoll.codecs import BLOCK, Codec, Packet, UncheckedCodec, encode_with_feedback
+from atoll.config.codecs import codec_spec
 from atoll.errors import NotFinite
 from atoll.tensors.access import cast_like, read_buffers, read_params, write_buffers, write_params
 from atoll.tensors.layout import Fragment
 from atoll.tensors.outer import mix
 
-DEVICE_CODECS: Final = frozenset({"fp32", "bf16", "int8", "int4", "int2", "e3m0"})
-"""Each of their steps is elementwise and correctly rounded, or a maximum, so the order of execution changes no bit."""
 MASTER_KEYS: Final = ("master", "master_param", "master_weights", "fp32_param")
 """Where optimisers of 16-bit models keep a parameter's fp32 master copy in its state."""
 FREE_MAX: Final = 8
@@ -51,15 +50,14 @@ class EventLike(Protocol):
     def query(self) -> bool: ...
 
 
-def why_on_host(codec: Codec, rng: torch.Generator | None) -> str:
-    """The reason why this packet is encoded on the host; "" if the device encodes it."""
+def why_on_host(codec: Codec, rng: torch.Generator | None) -> str | None:
+    """The reason why this packet is encoded on the host; None if the device encodes it. The steps of a device codec are
+    elementwise and correctly rounded, or a maximum, so the order of execution changes no bit."""
     if rng is not None:
         return "the device's random numbers differ from the host's, so stochastic rounding would give other bytes"
-    if codec.name == "int1":
-        return "int1's scales are sums of floats, which the device adds in another order"
-    if codec.name not in DEVICE_CODECS or not isinstance(codec, UncheckedCodec):
-        return f"{codec.name} selects elements, and the device breaks ties and shuffles differently from the host"
-    return ""
+    if not codec_spec(codec.name).on_device or not isinstance(codec, UncheckedCodec):
+        return f"{codec.name} sums, selects or shuffles elements, which the device does in another order"
+    return None
 
 
 def master_weights(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor | None:
@@ -289,7 +287,7 @@ class CudaStager:
                 vector.copy_(weights)
             else:  # casting is idempotent: weights that were read are already cast
                 torch.sub(cast_like(fragment, self._to_device(before)), weights, out=vector)
-            if why_on_host(codec, rng):
+            if why_on_host(codec, rng) is not None:
                 staged = self._for_host(fragment, codec, vector, buffers, rng, feedback, residual)
             else:
                 if residual is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from atoll.config.codecs import codec_digests
 from atoll.errors import UserError
 from atoll.runtime.syncer.places import JoinRequest, Placement
 from atoll.transport import (
@@ -54,7 +55,7 @@ async def request_place(address: Address, wants: int, rng: random.Random) -> Pla
     backoff, last_reason = Backoff(rng), ""
     deadline = asyncio.get_running_loop().time() + address.join_timeout_seconds
     metadata = {"token": address.token} | ({"run": address.run} if address.run else {})
-    request = msgspec.msgpack.encode(JoinRequest(wants=wants))
+    request = msgspec.msgpack.encode(JoinRequest(wants=wants, codecs=codec_digests()))
     while True:
         try:
             reply = await call(address.syncer, "Join", metadata, request, address.credentials)

@@ -20,6 +20,7 @@ from pathlib import Path
 from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Scavenge, Slow, describe_fault
 from atoll.config import Config, to_toml
 from atoll.errors import AtollError, RunFailed, UserError
+from atoll.extend import loaded_plugins
 from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
 from atoll.protocol.vocabulary import Finished, FixParticipants
 from atoll.runtime.local.failure import Failure
@@ -112,11 +113,12 @@ class LocalCluster:
         self._address = ""
         self.struck: list[str] = []
         common = ["--threads", str(threads), "--obey-stdin"]
-        models = [word for name in allowed for word in ("--allow-model", name)]
+        own_code = [word for name in allowed for word in ("--allow-model", name)]
+        own_code += [word for name in loaded_plugins() for word in ("--allow-plugin", name)]
         self._workers: dict[WorkerId, _Worker] = {}
-        self._syncer_options = ["--dir", str(directory / "syncer"), *common, *models, *_resume_syncer(resume)]
-        self._learner_options = [*common, *models, "--device", device]
-        self._evaluator_argv = ["eval", str(directory), "--follow", "--obey-stdin", *models, "--device", device]
+        self._syncer_options = ["--dir", str(directory / "syncer"), *common, *own_code, *_resume_syncer(resume)]
+        self._learner_options = [*common, *own_code, "--device", device]
+        self._evaluator_argv = ["eval", str(directory), "--follow", "--obey-stdin", *own_code, "--device", device]
         self._resume = resume
 
     # ------------------------------------------------------------ running

@@ -36,6 +36,8 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     protocol: int = PROTOCOL
     wants: int = -1
     """The learner id that this process asks for, or -1 for any."""
+    codecs: dict[str, str] = {}
+    """The codecs that this process has, with a digest of each row."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):

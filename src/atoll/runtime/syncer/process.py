@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from atoll.config import Config
+from atoll.config.codecs import codec_digests, codec_spec
 from atoll.errors import DataError, RunFailed
 from atoll.ids import SYNCER, LearnerId, OuterStep, nanos, worker_name
 from atoll.protocol.causality import may_overtake
@@ -138,6 +139,7 @@ class SyncerProcess:
             raise Refused(f"this syncer speaks protocol {PROTOCOL}, not {asked.protocol}: install the same atoll", retry=False)
         if self._directory.machine.finished:
             raise Refused("the run is over", retry=False)
+        self._refuse_without_codecs(asked)
         placed, key = self._directory.places.place(asked.wants, self._loop.time())
         peer_log.info("%s is incarnation %d", worker_name(placed.learner), placed.incarnation)
         return msgspec.msgpack.encode(Placement(
@@ -146,6 +148,15 @@ class SyncerProcess:
             layout=self._directory.layout_digest, needs_model=self._directory.layout is None,
             tokenizer=self._directory.tokenizer_fingerprint,
         ))  # fmt: skip
+
+    def _refuse_without_codecs(self, asked: JoinRequest) -> None:
+        """A peer that lacks a codec of this run, or has another one under its name, could send only what is refused later."""
+        ours, p = codec_digests(), self._config.protocol
+        for key, name in (("codec_up", codec_spec(p.codec_up).name), ("codec_down", codec_spec(p.codec_down).name)):
+            if asked.codecs.get(name) != ours[name]:
+                have = "has another codec of that name" if name in asked.codecs else "lacks it"
+                remedy = "start the learner with the --allow-plugin of the syncer"
+                raise Refused(f"protocol.{key} = {name!r}: the learner {have}; {remedy}", retry=False)
 
     def _upload_model(self, metadata: object, data: bytearray) -> bytes:
         """For a custom model, the first learner uploads the shapes and initial weights."""

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from atoll.config import Config
-from atoll.executor.null import wire_bits
+from atoll.config.codecs import wire_bits
 from atoll.sim.estimates.decoupled import (
     DecoupledEstimate,
     at_bandwidth,
