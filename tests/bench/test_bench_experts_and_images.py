@@ -83,7 +83,7 @@ def test_expert_load_of_the_first_block_is_what_a_count_by_hand_gives(task: Any)
     assert not mlp._forward_pre_hooks, "nothing of the listening is left in the model"
 
 
-def test_pictures_have_answers_and_no_experts(task: Any) -> None:
+def test_images_have_answers_and_no_experts(task: Any) -> None:
     told = task.train("tried", task.settings("vqa", "ddp", 0, SMALL))
     assert told["expert_load"] == [] and task.load_range(told) == "-"
     assert 0.0 <= task.percent(told) <= 100.0

@@ -49,7 +49,7 @@ def refusal(*words: object) -> str:
 
 @pytest.fixture
 def not_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever runs the tests may write everywhere: ask the mode instead."""
+    """Root may write everywhere: ask the mode instead."""
     monkeypatch.setattr("os.access", lambda path, mode: not mode & os.W_OK or bool(Path(path).stat().st_mode & 0o200))
 
 

@@ -150,7 +150,7 @@ def test_custom_model_on_a_tape_is_refused_as_in_a_live_run(tmp_path: Path) -> N
     assert "learners bring that model" in refusal("train", "--tape", "history", "--set", "model.name=custom")
 
 
-def test_picture_models_of_the_config_are_those_that_are_built() -> None:
+def test_image_models_of_the_config_are_those_that_are_built() -> None:
     assert set(IMAGE_MODELS) == set(VISION_MODELS)
 
 

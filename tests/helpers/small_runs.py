@@ -66,7 +66,7 @@ def small_task_for(
 
 
 class _Tapped:
-    """Hands that tell of every effect they carried out and of every message's bytes."""
+    """An executor that reports every effect it carried out and every message's payload."""
 
     def __init__(self, run: Run, worker: WorkerId, executor: Executor) -> None:
         self._run, self._worker, self._executor = run, worker, executor
@@ -102,7 +102,7 @@ class Run:
         self.seen.append((now, worker, event, tuple(effects)))
 
     def carried_out(self, worker: WorkerId, effect: Effect) -> None:
-        """For a test to look at the worker's tensors at this moment."""
+        """For a test to read the worker's tensors at this moment."""
 
     def sent(self, envelope: Envelope, payload: Payload | None) -> None:
         if isinstance(envelope.body, Contribution) and payload is not None:

@@ -71,7 +71,7 @@ from atoll.transport.wire import Channel, GrpcStream, StreamBroken
 
 Rng = random.Random
 EXPECTED = (Refused, LinkFailed, StreamBroken, Violation, TimeoutError, OSError, AtollError)
-"""What being thrown out looks like from outside."""
+"""What a refused peer sees."""
 
 EDGES = (
     0, 1, -1, 2, 5, 6, 7, 63, 255, 256, 1023, 4096, 2**31 - 1, 2**31, 2**32, 2**53 - 1, 2**53, 2**53 + 1, 2**62, 2**63 - 1,
@@ -616,10 +616,10 @@ def answer(
             ears.say(true, payload(rng, siege, fragment))
 
 
-# ---------------------------------------------------------------- (d) the door
+# ---------------------------------------------------------------- (d) places
 
 
-async def knocking(siege: Siege, rng: Rng) -> None:
+async def asking_for_places(siege: Siege, rng: Rng) -> None:
     for _ in range(10):
         metadata = {"token": siege.token}
         request = msgspec.msgpack.encode(JoinRequest(wants=rng.randrange(siege.honest)))
@@ -638,7 +638,7 @@ async def knocking(siege: Siege, rng: Rng) -> None:
                 metadata |= {"learner": "0", "incarnation": "0", "key": rng.choice(("", "0" * 64))}
             case _:
                 pass
-        siege.thrown["knock"] += 1
+        siege.thrown["place"] += 1
         try:
             await call(siege.address, rng.choice(("Join", "Join", "Join", "Nobody")), metadata, request)
         except (Refused, LinkFailed):
@@ -765,7 +765,7 @@ async def deaf(siege: Siege, rng: Rng) -> None:
 Attack = Callable[[Siege, Rng], Awaitable[None]]
 ATTACKS: tuple[tuple[Attack, float], ...] = (
     (frames_that_are_none, 8), (right_frames_of_noise, 6), (heads_that_are_none, 6), (liar, 12), (spammer, 8), (turncoat, 4),
-    (knocking, 3), (all_places, 0.3), (wrong_keys, 2), (junk_models, 1), (half_open, 1), (slow_loris, 0.5), (mute, 0.7),
+    (asking_for_places, 3), (all_places, 0.3), (wrong_keys, 2), (junk_models, 1), (half_open, 1), (slow_loris, 0.5), (mute, 0.7),
     (deaf, 1), (hostage, 0.5),
 )  # fmt: skip
 

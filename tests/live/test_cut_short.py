@@ -1,4 +1,4 @@
-"""A live run that is cut by Ctrl-C: what it had stored is a model, and whoever takes it is told how far it got."""
+"""A live run that is cut by Ctrl-C: what it had stored is a model, and the commands that take it say how far it got."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def ranks_of(directory: Path) -> dict[int, int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode(errors="replace").split("\0")
-        except OSError:  # it ended while we looked
+        except OSError:  # it has ended since
             continue
         if "atoll.runtime.ddp.launch" in words and str(directory) in words:
             found[int(words[words.index(str(directory)) + 1])] = int(path.parent.name)

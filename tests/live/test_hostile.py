@@ -234,7 +234,7 @@ def _told(effects: list[Effect], kind: type[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("index", [2**20, 2**40, 2**50, 2**53])
-def test_data_that_a_liar_names_can_be_drawn_and_reported_by_whoever_is_given_it(index: int) -> None:
+def test_data_that_a_liar_names_can_be_drawn_and_reported_by_another(index: int) -> None:
     table = Table()
     table.say(5, _hello())
     table.say(5, _hello(Unit(5, index)))
@@ -262,7 +262,7 @@ def test_places_that_were_given_to_nobody_are_free_again_soon(tmp_path: Path) ->
         assert places.place(-1, 100.0)[0].learner == learner
     with pytest.raises(Refused, match="all 3 places") as no:
         places.place(-1, 101.0)
-    assert no.value.retry, "whoever knocks goes on knocking"
+    assert no.value.retry, "the learner asks again"
     assert places.place(-1, 100.0 + RESERVED_SECONDS)[0].learner == 1
 
 

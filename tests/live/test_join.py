@@ -168,13 +168,13 @@ def test_joining_loads_theta_before_the_first_step_over_the_second_learners_weig
 ) -> None:
     syncer = start(custom("diloco", learners=1))
     first, second = model_of(seed=1), model_of(seed=2)
-    brought = [parameter.detach().clone() for parameter in first.parameters()]
+    given = [parameter.detach().clone() for parameter in first.parameters()]
     with syncer.join(first, torch.optim.AdamW(first.parameters())) as one:
         assert not one.over and one.outer_step == 0 and one.progress == 0.0
-        assert all(torch.equal(a, b) for a, b in zip(brought, first.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(given, first.parameters(), strict=True))
         with syncer.join(second, torch.optim.AdamW(second.parameters())) as two:
             assert two.id != one.id
-            assert all(torch.equal(a, b) for a, b in zip(brought, second.parameters(), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(given, second.parameters(), strict=True))
     assert one.over and two.over
 
 
@@ -445,7 +445,7 @@ def test_syncer_killed_while_it_takes_a_model_asks_the_next_learner_again(
     cut(third)
 
 
-# ---------------------------------------------------------------- refused at the door
+# ---------------------------------------------------------------- refused before joining
 
 
 class Callables(torch.optim.SGD):

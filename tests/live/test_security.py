@@ -114,7 +114,9 @@ class Island:
     def token(self) -> str:
         return (self.keys / "token").read_text().strip()
 
-    def knock(self, token: str | None = None, *, run: str = "", wants: int = -1, credentials: Any = "learner-0") -> Placement:
+    def ask_for_place(
+        self, token: str | None = None, *, run: str = "", wants: int = -1, credentials: Any = "learner-0"
+    ) -> Placement:
         """As `atoll learner` does at first, once."""
         if isinstance(credentials, str):
             credentials = shown_as(load_learner(self.keys, credentials))
@@ -212,14 +214,14 @@ def test_each_wrong_token_is_refused_for_good_logged_once_and_not_repeated(islan
     tries = refused_tokens(island)
     for token, run, reason in tries:
         with pytest.raises(UserError, match=rf"^syncer {island.address}: refuses this learner: {re.escape(reason)}$"):
-            island.knock(token, run=run)
+            island.ask_for_place(token, run=run)
         island.syncer.until(f"refused: {reason}", seen)
     refusals = [line.partition("refused: ")[2] for line in island.syncer.lines[seen:] if "refused: " in line]
     assert refusals == [reason for _, _, reason in tries]
     for token, _, _ in tries:
         assert len(token) < 10 or token not in island.syncer.text
     assert not any(line.startswith("Traceback") for line in island.syncer.lines)
-    assert island.knock(run=island.run, wants=5).run == island.run
+    assert island.ask_for_place(run=island.run, wants=5).run == island.run
 
 
 def test_client_without_a_certificate_of_this_authority_is_refused_and_logged(island: Island) -> None:
@@ -234,21 +236,21 @@ def test_client_without_a_certificate_of_this_authority_is_refused_and_logged(is
     ):
         seen = len(island.syncer.lines)
         with pytest.raises(UserError, match=rf"^syncer {island.address}: cannot be joined: {island.address} cannot be reached"):
-            island.knock(credentials=credentials)
+            island.ask_for_place(credentials=credentials)
         assert "Handshake failed" in island.syncer.until(told, seen)
     assert island.syncer.is_alive
-    assert island.knock(wants=6).learner == 6, "and who has one gets in"
+    assert island.ask_for_place(wants=6).learner == 6, "and who has one gets in"
 
 
 def test_learner_does_not_talk_to_a_syncer_of_another_authority(island: Island) -> None:
     seen = len(island.syncer.lines)
     with pytest.raises(UserError, match="cannot be joined"):
-        island.knock(credentials=shown_as(load_learner(island.strangers, "learner-0")))
+        island.ask_for_place(credentials=shown_as(load_learner(island.strangers, "learner-0")))
     assert not any("refused: " in line for line in island.syncer.lines[seen:]), "the token was not shown to it"
 
 
 def test_older_incarnation_wrong_key_and_no_place_are_refused(island: Island) -> None:
-    first, second = island.knock(wants=7), island.knock(wants=7)
+    first, second = island.ask_for_place(wants=7), island.ask_for_place(wants=7)
     assert (first.incarnation, second.incarnation) == (0, 1)
     for placement, changes, reason in (
         (first, {}, "incarnation 0 of learner7 was replaced by 1"),
@@ -287,10 +289,10 @@ def test_honest_learner_is_served_among_strangers_and_no_secret_is_written_anywh
     )  # fmt: skip
     try:
         with pytest.raises(UserError, match="wrong token"):
-            island.knock("atoll1.AAAA")
+            island.ask_for_place("atoll1.AAAA")
         island.syncer.until("learner0 is in_sync", seen)
         with pytest.raises(UserError, match="wrong token"):
-            island.knock("atoll1.AAAA")
+            island.ask_for_place("atoll1.AAAA")
         assert learner.stop() == 0, learner.text
         assert "learner0 is left" in island.syncer.until("learner0 is left", seen)
     finally:

@@ -113,7 +113,7 @@ def test_pulled_cable_is_noticed_on_both_ends_in_the_middle_of_a_transfer(wire: 
             assert noticed["at"] - pulled < NOTICED_SECONDS
 
 
-def test_bulk_connection_that_is_lost_alone_is_noticed_by_whoever_sends_on_it(wire: Cable) -> None:
+def test_bulk_connection_that_is_lost_alone_is_noticed_by_its_sender(wire: Cable) -> None:
     """The talk stream says that the peer is there, so only the lack of progress tells. The bound is shortened for the test."""
     stall = 3.0
     with linked(wire, 6_000_000, stall) as ends:

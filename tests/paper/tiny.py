@@ -1,4 +1,4 @@
-"""A tiny task to train for real in virtual time, and hands that remember what they sent. Also a script: prints a run's digest."""
+"""A tiny task to train for real in virtual time, and executors that keep what they sent. Also a script: prints a run's digest."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Sent:
 
 
 class Run:
-    """A cluster that trains; everything that was sent and every effect, to look at afterwards."""
+    """A cluster that trains; everything that was sent and every effect, to read afterwards."""
 
     def __init__(
         self, config: Config, build: Build = mlp, plan: ChaosPlan | None = None, task: Task | None = None

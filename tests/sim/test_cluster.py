@@ -124,7 +124,7 @@ def test_no_leased_unit_vanishes_when_connections_break() -> None:
     story = Story("decoupled", *faults, total_steps=120, protocol={"fragments": 4, "local_steps_per_round": 4})
     drawn = {(e.stream, e.batch // 4) for _, _, _, fx in story.log for e in fx if isinstance(e, InnerStep)}
     leases = story.cluster.syncer.leases
-    ahead = {(u.stream, u.index) for book in leases.by_learner.values() for u in book.granted}
+    ahead = {(u.stream, u.index) for held in leases.by_learner.values() for u in held.granted}
     pool = {(u.stream, u.index) for u in leases._pool}
     for stream in range(3):
         for index in range(leases.own_next(stream)):
@@ -132,7 +132,7 @@ def test_no_leased_unit_vanishes_when_connections_break() -> None:
 
 
 def test_pulls_that_overlap_are_timed_each_by_itself_and_slow_uplinks_are_waited_for() -> None:
-    """Timed from the newest pull, five that overlap looked five times as fast as they were: every deadline was too short, and
+    """Timed from the newest pull, five that overlap seemed five times as fast as they were: every deadline was too short, and
     what was pulled again queued behind what had been on its way already."""
     story = Story("decoupled", learners=5, total_steps=150, until=1500.0, cluster={"latency_seconds": 0.1, "up_gbit": 1e-4},
                   protocol={"local_steps_per_round": 12, "fragments": 12, "overlap": 5, "quorum": "all", "pace": 0})  # fmt: skip

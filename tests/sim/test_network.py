@@ -22,7 +22,7 @@ def config(**cluster: float) -> Config:
 
 
 class Town:
-    """Everybody's door: notes what arrives and what happens, with the time."""
+    """Every worker's receiver: notes what arrives and what happens, with the time."""
 
     def __init__(self, **cluster: float) -> None:
         self.world = World()

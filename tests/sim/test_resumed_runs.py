@@ -25,7 +25,7 @@ pytestmark = pytest.mark.xdist_group("resumed runs")  # one uninterrupted run se
 
 @pytest.mark.parametrize("learners", [4, 2, 6])
 @pytest.mark.parametrize("preset", CASES)
-def test_resumed_run_ends_whoever_comes_back(preset: str, learners: int) -> None:
+def test_resumed_run_ends_with_any_number_of_learners(preset: str, learners: int) -> None:
     story = Story(preset, learners)
     run = story.after
     assert 10 <= story.snapshot < 40
@@ -62,7 +62,7 @@ def test_units_of_learners_that_do_not_come_back_are_trained_by_those_that_do(pr
 
 
 def test_learner_killed_in_a_resumed_run_and_a_killed_syncer_come_back_as_ever() -> None:
-    """The re-derived syncer is fed the books again; the learner's new process has no snapshot to go on from."""
+    """The re-derived syncer is given its state again; the learner's new process has no snapshot to go on from."""
     plan = ChaosPlan((Kill(5.3, 1, 3.0), KillSyncer(12.2, 2.0), Kill(14.0, 0, 2.0)))
     for preset in ("decoupled", "streaming", "diloco"):
         story = Story(preset, 4, plan=plan)

@@ -1,4 +1,4 @@
-"""The held-out loss of Theta while it trains: looks that change nothing."""
+"""The held-out loss of Theta while it trains: points that change nothing."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def test_fragments_by_layer_follow_from_the_size() -> None:
     assert load(preset_name="streaming", assignments=["model.size=35M"]).protocol.fragments == 6 // 3 + 1
 
 
-def test_unknown_size_is_refused_with_the_list_and_a_size_of_another_model_with_those_it_is_for() -> None:
+def test_unknown_size_is_refused_with_the_list_and_one_of_another_model_by_its_name() -> None:
     with pytest.raises(ConfigError) as caught:
         load(assignments=["model.size=36M"])
     assert str(caught.value) == f"key model.size = '36M': no such size; there are {', '.join(SIZES)}"

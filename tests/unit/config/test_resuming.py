@@ -50,7 +50,7 @@ def refused(before: Config, *changes: str) -> str:
 
 
 def test_every_key_is_kept_or_known_to_be_harmless() -> None:
-    """A new key is one or the other: whoever adds it has thought of it. Limits and virtual hardware are nobody's state."""
+    """A new key is one or the other: its author decides which. Limits and virtual hardware are nobody's state."""
     keys = {key for key in keys_of(Config()) if not key.startswith(("limits.", "cluster."))}
     named = [row.key for row in (*KEPT, *DATA)]
     assert len(named) == len(set(named))
@@ -123,7 +123,7 @@ def test_longer_run_keeps_the_ramp_it_is_in() -> None:
     assert "ramps over its first 0 outer steps" in refused(load(), "protocol.ramp=0.5")
 
 
-def test_other_data_is_refused_by_the_key_that_brought_it() -> None:
+def test_other_data_is_refused_by_the_key_that_chose_it() -> None:
     before = load()
     with pytest.raises(ConfigError, match=r"^key data.corpus = 'b.txt': the run that is resumed had 'stdlib', and its places"):
         refuse_changed_data(plain(before), changed(before, ["data.corpus=b.txt"]))

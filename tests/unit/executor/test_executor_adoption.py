@@ -20,7 +20,7 @@ from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_pa
 
 
 class Watched(Run):
-    """Looks at a learner right after each of its adoptions, while the version is still on the syncer's disk."""
+    """Reads a learner right after each of its adoptions, while the version is still on the syncer's disk."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)

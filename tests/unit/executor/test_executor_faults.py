@@ -325,7 +325,7 @@ class Recovery(Run):
 
     def carried_out(self, worker: WorkerId, effect: Effect) -> None:
         if isinstance(effect, LoadState):
-            # what the peer holds now may be a step further than what it sent; the blob is the state it sent
+            # what the peer holds now may be a step further than what it sent; the payload is the state it sent
             self.moment = (self.executor.learners[worker].state(), self._sent_state)
 
     def sent(self, envelope: Envelope, payload: Payload | None) -> None:

@@ -81,8 +81,8 @@ def test_resident_learners_take_the_same_course_to_the_same_bits(preset: str, ke
 
 
 def test_held_out_set_is_measured_where_the_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
-    pictures = ("model.name=lenet5", "data.corpus=digits", "data.max_bytes=0")
-    task = task_for(small("decoupled", *pictures, "protocol.fragments=2"))
+    images = ("model.name=lenet5", "data.corpus=digits", "data.max_bytes=0")
+    task = task_for(small("decoupled", *images, "protocol.fragments=2"))
     assert evaluated_on(task, CPU) is task
     moved: list[Any] = []
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: moved.append(device) or model)

@@ -51,7 +51,7 @@ def conv() -> nn.Module:
     return nn.Sequential(nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(288, 2)).to(memory_format=torch.channels_last)
 
 
-def picture(seed: int) -> Tensor:
+def image(seed: int) -> Tensor:
     chance = torch.Generator().manual_seed(seed)
     return torch.randn(2, 4, 8, 8, generator=chance).contiguous(memory_format=torch.channels_last)
 
@@ -95,14 +95,14 @@ def test_channels_last_model_steps_with_a_loaded_state_as_the_one_it_came_from(m
     giver, taker = conv(), conv()
     gives, takes = make(giver.parameters()), make(taker.parameters())
     for seed in range(2):
-        step(giver, gives, picture(seed))
+        step(giver, gives, image(seed))
     taker.load_state_dict(giver.state_dict())
     load_optimizer(takes, sent(gives.state_dict()))
     for ours, theirs in zip(taker.parameters(), giver.parameters(), strict=True):
         for key, value in gives.state[theirs].items():
             assert takes.state[ours][key].stride() == value.stride(), key
-    step(giver, gives, picture(2))
-    step(taker, takes, picture(2))
+    step(giver, gives, image(2))
+    step(taker, takes, image(2))
     assert same(dict(taker.state_dict()), dict(giver.state_dict()))
 
 
@@ -121,7 +121,7 @@ def test_state_keeps_the_dtypes_it_was_sent_with_whatever_its_parameters_are() -
 def test_loaded_state_shares_no_memory_with_its_source_which_stays_as_it_was(bare: bool) -> None:
     for model, kind in ((mlp().bfloat16(), Mastered), (conv(), torch.optim.AdamW)):
         optimizer = kind(model.parameters())
-        inputs = torch.randn(4, 12) if kind is Mastered else picture(0)
+        inputs = torch.randn(4, 12) if kind is Mastered else image(0)
         if not bare:
             step(model, optimizer, inputs)
         source = on_host(optimizer.state_dict())
@@ -147,7 +147,7 @@ def test_step_count_of_a_parameter_without_axes_stays_what_torch_makes_of_it() -
 
 
 class OneState:
-    """A shelf with the state of a snapshot."""
+    """A snapshot store with one state."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -175,7 +175,7 @@ def test_learner_with_a_peers_or_its_own_earlier_state_steps_as_that_one_would(s
     make: Make = Mastered
     if kind == "channels_last":
         make = lambda p: torch.optim.AdamW(p, lr=0.1, fused=True)  # noqa: E731
-    inputs = [picture(seed) if kind == "channels_last" else torch.randn(4, 12) for seed in range(4)]
+    inputs = [image(seed) if kind == "channels_last" else torch.randn(4, 12) for seed in range(4)]
     task = small_task_for(configured(), build)
     model = task.build()
     giver = TensorLearner(task, 1, model=model, optimizer=make(model.parameters()))

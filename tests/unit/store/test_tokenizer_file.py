@@ -105,7 +105,7 @@ def test_damaged_file_is_told(tmp_path: Path) -> None:
         open_trained(run)
 
 
-def test_run_of_pictures_keeps_none(tmp_path: Path) -> None:
+def test_run_of_images_keeps_none(tmp_path: Path) -> None:
     overrides = {"learners": 2, "model": {"name": "lenet5"}, "data": {"corpus": "digits"}}
     write_tokenizer_file(tmp_path, task_for(load(preset_name="diloco", overrides=overrides)))
     assert not (tmp_path / FILE).exists()
@@ -150,7 +150,7 @@ KILLED = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWar
 
 @KILLED
 def test_syncer_that_comes_back_takes_no_other_tokenizer(tmp_path: Path) -> None:
-    """Whoever is still there would train on under the old one, and newcomers under the new."""
+    """Learners that are still there would train on under the old one, and newcomers under the new."""
     corpus = text(tmp_path / "text.jsonl", "atoll")
     config = load(preset_name="decoupled", overrides=settings(corpus, "bpe"))
     SyncerDirectory(tmp_path / "syncer", config, language_task(config)).close(complete=False)

@@ -1,4 +1,4 @@
-"""Recipes on pictures: each is chosen by its model's name, trains in virtual time, and is measured by accuracy too."""
+"""Recipes on images: each is chosen by its model's name, trains in virtual time, and is measured by accuracy too."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(name: str, sets: list[str]
 
 
 def test_text_may_lie_in_a_file_whose_name_looks_like_a_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What stands behind a colon is a folder of pictures' sources alone: of a text's name it is letters."""
+    """What stands behind a colon is a folder for sources of images alone: of a text's name it is letters."""
     monkeypatch.chdir(tmp_path)
     config = recipe("tiny", "data.corpus=foo:~nobody-of-this-name")
     with pytest.raises(DataError, match=r"data.corpus: foo:~nobody-of-this-name does not exist"):

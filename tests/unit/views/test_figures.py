@@ -1,4 +1,4 @@
-"""The picture of a comparison: what it says, that it can be read, and what is refused."""
+"""The figure of a comparison: what it says, that it can be read, and what is refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def said(summaries: list[Summary]) -> set[str]:
 
 
 @pytest.mark.parametrize("runs", [FAMILY, LONG, FAMILY[:1], FAMILY[5:6]], ids=["family", "long names", "only ddp", "without ddp"])
-def test_no_text_lies_on_another_or_outside_the_picture(runs: list[Summary]) -> None:
+def test_no_text_lies_on_another_or_outside_the_figure(runs: list[Summary]) -> None:
     figure, pieces = texts(runs)
     renderer = figure.canvas.get_renderer()
     boxes = []

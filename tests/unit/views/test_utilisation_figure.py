@@ -1,4 +1,4 @@
-"""The picture of utilisation over bandwidth: what it says, and that it can be read."""
+"""The figure of utilisation over bandwidth: what it says, and that it can be read."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_sends_behind_one_that_waits_for_the_device_keep_their_order_by_lane() -
         sender.put(lambda: said.append(word), waits_for_device=False, control=control, overtakes=overtakes)
 
     say("before")
-    assert said == ["before"], "what needs no wait is sent at once, by whoever says it"
+    assert said == ["before"], "what needs no wait is sent at once, by the caller"
     first, second = Gate(said, "first packet"), Gate(said, "second packet")
     sender.put(first, waits_for_device=True, control=False, overtakes=False)
     sender.put(second, waits_for_device=True, control=False, overtakes=False)

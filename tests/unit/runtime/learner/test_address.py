@@ -1,4 +1,4 @@
-"""Whose model is it: a learner's is held against what the syncer was brought."""
+"""Whose model is it: a learner's is compared with the one that the syncer was sent."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fingerprint(model: nn.Module) -> str:
 def test_learner_is_let_in_where_what_trains_is_alike_and_the_frozen_part_the_same(caplog: pytest.LogCaptureFixture) -> None:
     for frozen in (False, True):
         agree(model_of(0.5, frozen=frozen), fingerprint(model_of(0.5, frozen=frozen)))
-    agree(model_of(0.5, frozen=False), fingerprint(model_of(0.25, frozen=False)))  # its weights do not matter: they are brought
+    agree(model_of(0.5, frozen=False), fingerprint(model_of(0.25, frozen=False)))  # its weights are overwritten
     assert not caplog.records
 
 
@@ -70,7 +70,7 @@ def test_learner_with_other_tensors_is_told_that_and_not_of_its_frozen_part() ->
 
 
 def test_run_that_was_never_told_of_its_frozen_part_is_joined_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    """An older Atoll brought the model or keeps it: such a run must not become one that nobody can come back to."""
+    """An older Atoll sent the model or keeps it: such a run must not become one that nobody can come back to."""
     with caplog.at_level(logging.WARNING):
         agree(model_of(0.5), layout_of(model_of(0.5)).fingerprint)
     assert ["not compared" in r.getMessage() for r in caplog.records] == [True]

@@ -1,5 +1,5 @@
-"""An onlooker looks when another multiple is reached, at whatever is newest then, and knows a version that is gone from one that
-is damaged."""
+"""An evaluator measures when another multiple is reached, the newest version then, and knows a version that is gone from a
+damaged one."""
 
 from __future__ import annotations
 

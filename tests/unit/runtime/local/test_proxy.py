@@ -45,7 +45,7 @@ class Target:
         await self._server.wait_closed()
 
 
-class Bench:
+class Wires:
     def __init__(self) -> None:
         self.target = Target()
         self.proxies: list[Proxy] = []
@@ -67,23 +67,23 @@ class Bench:
         return client, await self.target.accepted.get()
 
 
-def live(test: Callable[[Bench], Awaitable[None]]) -> Callable[[], None]:
+def live(test: Callable[[Wires], Awaitable[None]]) -> Callable[[], None]:
     """Run in a loop of its own, with everything the loop complains about turned into a failure."""
 
     async def run() -> None:
         complaints: list[dict[str, Any]] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
-        bench = Bench()
-        await bench.target.start()
+        wires = Wires()
+        await wires.target.start()
         try:
-            await asyncio.wait_for(test(bench), LIMIT)
+            await asyncio.wait_for(test(wires), LIMIT)
         finally:
-            for proxy in bench.proxies:
+            for proxy in wires.proxies:
                 await proxy.stop()
                 assert proxy.open_connections == 0
-            for _, writer in bench.clients:
+            for _, writer in wires.clients:
                 writer.transport.abort()
-            await bench.target.stop()
+            await wires.target.stop()
             await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "a task was left behind"
         gc.collect(1)  # tasks and futures dropped with an error complain when they are collected
@@ -93,7 +93,7 @@ def live(test: Callable[[Bench], Awaitable[None]]) -> Callable[[], None]:
     def wrapper() -> None:
         asyncio.run(run())
 
-    del wrapper.__wrapped__  # pytest would take `bench` for a fixture
+    del wrapper.__wrapped__  # pytest would take `wires` for a fixture
     return wrapper
 
 
@@ -121,9 +121,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @live
-async def test_bytes_go_both_ways_whole_and_are_counted(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (reader, writer), (far_reader, far_writer) = await bench.pair()
+async def test_bytes_go_both_ways_whole_and_are_counted(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (reader, writer), (far_reader, far_writer) = await wires.pair()
     up, down = bytes(range(256)) * 8192, bytes(reversed(range(256))) * 4096
     results = await asyncio.gather(
         far_reader.readexactly(len(up)), reader.readexactly(len(down)), send(writer, up), send(far_writer, down)
@@ -133,18 +133,18 @@ async def test_bytes_go_both_ways_whole_and_are_counted(bench: Bench) -> None:
 
 
 @live
-async def test_a_reader_that_does_not_read_is_felt_by_the_writer(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (_, writer), _ = await bench.pair()
+async def test_a_reader_that_does_not_read_is_felt_by_the_writer(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (_, writer), _ = await wires.pair()
     await nothing_comes(send(writer, bytes(64 << 20)))
     await until(lambda: proxy.bytes_up > 0)
     assert proxy.bytes_up < 32 << 20, "the proxy does not hoard what nobody takes"
 
 
 @live
-async def test_half_close_passes_and_the_answer_still_comes(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (reader, writer), (far_reader, far_writer) = await bench.pair()
+async def test_half_close_passes_and_the_answer_still_comes(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (reader, writer), (far_reader, far_writer) = await wires.pair()
     writer.write(b"question")
     writer.write_eof()
     assert await far_reader.read() == b"question"
@@ -155,9 +155,9 @@ async def test_half_close_passes_and_the_answer_still_comes(bench: Bench) -> Non
 
 
 @live
-async def test_who_closes_first_closes_the_other_after_its_bytes(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (_, writer), (far_reader, far_writer) = await bench.pair()
+async def test_who_closes_first_closes_the_other_after_its_bytes(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (_, writer), (far_reader, far_writer) = await wires.pair()
     writer.write(b"last words" * 50_000)
     writer.close()
     assert await far_reader.read() == b"last words" * 50_000
@@ -166,10 +166,10 @@ async def test_who_closes_first_closes_the_other_after_its_bytes(bench: Bench) -
 
 
 @live
-async def test_a_reset_passes_as_a_reset(bench: Bench) -> None:
-    proxy = await bench.proxy()
+async def test_a_reset_passes_as_a_reset(wires: Wires) -> None:
+    proxy = await wires.proxy()
     for near_dies in (True, False):
-        near, far = await bench.pair()
+        near, far = await wires.pair()
         victim, witness = (near, far) if near_dies else (far, near)
         victim[1].get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         victim[1].transport.abort()
@@ -178,20 +178,20 @@ async def test_a_reset_passes_as_a_reset(bench: Bench) -> None:
 
 
 @live
-async def test_the_target_is_looked_up_at_each_connection(bench: Bench) -> None:
-    where = [bench.target.address]
-    await bench.proxy(lambda: where[0])
-    await bench.pair()
+async def test_the_target_is_looked_up_at_each_connection(wires: Wires) -> None:
+    where = [wires.target.address]
+    await wires.proxy(lambda: where[0])
+    await wires.pair()
     where[0] = ""  # it died and has no address yet
-    await sees_reset((await bench.dial())[0])
+    await sees_reset((await wires.dial())[0])
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         where[0] = f"127.0.0.1:{nobody.getsockname()[1]}"
-        await sees_reset((await bench.dial())[0])
+        await sees_reset((await wires.dial())[0])
     moved = Target()
     await moved.start()
     where[0] = moved.address
-    _, writer = await bench.dial()
+    _, writer = await wires.dial()
     await send(writer, b"hello")
     far_reader, _ = await moved.accepted.get()
     assert await far_reader.readexactly(5) == b"hello"
@@ -199,21 +199,21 @@ async def test_the_target_is_looked_up_at_each_connection(bench: Bench) -> None:
 
 
 @live
-async def test_nonsense_is_refused_at_the_start(bench: Bench) -> None:
+async def test_nonsense_is_refused_at_the_start(wires: Wires) -> None:
     with pytest.raises(UserError, match="host:port"):
-        await bench.proxy("nowhere")
-    proxy = await bench.proxy()
+        await wires.proxy("nowhere")
+    proxy = await wires.proxy()
     with pytest.raises(RuntimeError, match="listens already"):
-        await proxy.start(bench.target.address)
+        await proxy.start(wires.target.address)
     with pytest.raises(ValueError, match="above 0"):
         proxy.limit(0)
 
 
 @live
-async def test_connections_have_a_limit(bench: Bench) -> None:
-    proxy = await bench.proxy()
+async def test_connections_have_a_limit(wires: Wires) -> None:
+    proxy = await wires.proxy()
     proxy._links = {object() for _ in range(CONNECTIONS_MAX)}  # type: ignore[misc]
-    await sees_reset((await bench.dial())[0])
+    await sees_reset((await wires.dial())[0])
     proxy._links = set()
 
 
@@ -221,9 +221,9 @@ async def test_connections_have_a_limit(bench: Bench) -> None:
 
 
 @live
-async def test_held_bytes_come_late_and_in_order_and_the_other_way_is_free(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (reader, writer), (far_reader, far_writer) = await bench.pair()
+async def test_held_bytes_come_late_and_in_order_and_the_other_way_is_free(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (reader, writer), (far_reader, far_writer) = await wires.pair()
     proxy.hold("up")
     words = [b"%06d" % i for i in range(5000)]
     for word in words:
@@ -238,9 +238,9 @@ async def test_held_bytes_come_late_and_in_order_and_the_other_way_is_free(bench
 
 
 @live
-async def test_holds_nest(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (reader, _), (_, far_writer) = await bench.pair()
+async def test_holds_nest(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (reader, _), (_, far_writer) = await wires.pair()
     proxy.hold()
     proxy.hold("down")
     await send(far_writer, b"late")
@@ -254,21 +254,21 @@ async def test_holds_nest(bench: Bench) -> None:
 
 
 @live
-async def test_new_connections_are_accepted_and_held(bench: Bench) -> None:
-    proxy = await bench.proxy()
+async def test_new_connections_are_accepted_and_held(wires: Wires) -> None:
+    proxy = await wires.proxy()
     proxy.hold()
-    _, writer = await bench.dial()
+    _, writer = await wires.dial()
     await send(writer, b"early")
-    await nothing_comes(bench.target.accepted.get())
+    await nothing_comes(wires.target.accepted.get())
     proxy.release()
-    far_reader, _ = await bench.target.accepted.get()
+    far_reader, _ = await wires.target.accepted.get()
     assert await far_reader.readexactly(5) == b"early"
 
 
 @live
-async def test_a_reset_is_held_too(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (_, writer), (far_reader, _) = await bench.pair()
+async def test_a_reset_is_held_too(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (_, writer), (far_reader, _) = await wires.pair()
     proxy.hold("up")
     writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     writer.transport.abort()
@@ -278,13 +278,13 @@ async def test_a_reset_is_held_too(bench: Bench) -> None:
 
 
 @live
-async def test_a_cut_ends_what_is_held_and_what_waits(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (reader, writer), (far_reader, _) = await bench.pair()
+async def test_a_cut_ends_what_is_held_and_what_waits(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (reader, writer), (far_reader, _) = await wires.pair()
     await send(writer, b"x")
     await far_reader.readexactly(1)
     proxy.hold()
-    waiting, _ = await bench.dial()
+    waiting, _ = await wires.dial()
     await send(writer, b"never")
     await until(lambda: proxy.open_connections == 2)
     proxy.cut()
@@ -292,7 +292,7 @@ async def test_a_cut_ends_what_is_held_and_what_waits(bench: Bench) -> None:
         await sees_reset(end)
     await until(lambda: proxy.open_connections == 0)
     proxy.release()
-    _, (far_reader, _) = await bench.pair()
+    _, (far_reader, _) = await wires.pair()
     await nothing_comes(far_reader.read(1))  # and not the bytes of the dead
 
 
@@ -300,26 +300,26 @@ async def test_a_cut_ends_what_is_held_and_what_waits(bench: Bench) -> None:
 
 
 @live
-async def test_a_partition_holds_then_breaks_then_refuses_then_heals(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (reader, writer), (far_reader, far_writer) = await bench.pair()
+async def test_a_partition_holds_then_breaks_then_refuses_then_heals(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (reader, writer), (far_reader, far_writer) = await wires.pair()
     split = proxy.partition("both", LIMIT)
     await send(writer, b"lost")
     await send(far_writer, b"lost")
     await nothing_comes(far_reader.read(1))
     proxy._notice(split)  # rather than wait for the timer, which the next but one does
     await asyncio.gather(sees_reset(reader), sees_reset(far_reader))
-    await sees_reset((await bench.dial())[0])
+    await sees_reset((await wires.dial())[0])
     proxy.heal()
-    (_, writer), (far_reader, _) = await bench.pair()
+    (_, writer), (far_reader, _) = await wires.pair()
     await send(writer, b"again")
     assert await far_reader.readexactly(5) == b"again"
 
 
 @live
-async def test_a_partition_healed_before_it_is_noticed_was_a_clog(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (_, writer), (far_reader, _) = await bench.pair()
+async def test_a_partition_healed_before_it_is_noticed_was_a_clog(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (_, writer), (far_reader, _) = await wires.pair()
     split = proxy.partition("both", LIMIT)
     await send(writer, b"late")
     proxy.heal()
@@ -328,9 +328,9 @@ async def test_a_partition_healed_before_it_is_noticed_was_a_clog(bench: Bench) 
 
 
 @live
-async def test_a_one_way_partition_leaves_the_other_way_until_noticed(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (reader, writer), (far_reader, far_writer) = await bench.pair()
+async def test_a_one_way_partition_leaves_the_other_way_until_noticed(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (reader, writer), (far_reader, far_writer) = await wires.pair()
     split = proxy.partition("up", LIMIT)
     await send(writer, b"lost")
     await send(far_writer, b"free")
@@ -341,18 +341,18 @@ async def test_a_one_way_partition_leaves_the_other_way_until_noticed(bench: Ben
 
 
 @live
-async def test_overlapping_partitions_end_in_any_order(bench: Bench) -> None:
-    proxy = await bench.proxy()
+async def test_overlapping_partitions_end_in_any_order(wires: Wires) -> None:
+    proxy = await wires.proxy()
     first = proxy.partition("both", 0.0)
     second = proxy.partition("up", LIMIT)
     await until(lambda: first.noticed)
-    await sees_reset((await bench.dial())[0])
+    await sees_reset((await wires.dial())[0])
     proxy.heal(first)
-    reader, writer = await bench.dial()  # `second` is not noticed: it still only holds, and only up
+    reader, writer = await wires.dial()  # `second` is not noticed: it still only holds, and only up
     await send(writer, b"late")
-    await nothing_comes(bench.target.accepted.get())
+    await nothing_comes(wires.target.accepted.get())
     proxy.heal(second)
-    far_reader, far_writer = await bench.target.accepted.get()
+    far_reader, far_writer = await wires.target.accepted.get()
     assert await far_reader.readexactly(4) == b"late"
     await send(far_writer, b"free")
     assert await reader.readexactly(4) == b"free"
@@ -362,9 +362,9 @@ async def test_overlapping_partitions_end_in_any_order(bench: Bench) -> None:
 
 
 @live
-async def test_one_byte_of_the_next_long_chunk_is_damaged(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (reader, writer), (far_reader, far_writer) = await bench.pair()
+async def test_one_byte_of_the_next_long_chunk_is_damaged(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (reader, writer), (far_reader, far_writer) = await wires.pair()
     proxy.corrupt_next("up")
     proxy.corrupt_next("up")
     await send(writer, bytes(63))
@@ -378,19 +378,19 @@ async def test_one_byte_of_the_next_long_chunk_is_damaged(bench: Bench) -> None:
 
 
 @live
-async def test_a_cut_takes_the_damage_along(bench: Bench) -> None:
-    proxy = await bench.proxy()
+async def test_a_cut_takes_the_damage_along(wires: Wires) -> None:
+    proxy = await wires.proxy()
     proxy.corrupt_next("up")
     proxy.cut()
-    (_, writer), (far_reader, _) = await bench.pair()
+    (_, writer), (far_reader, _) = await wires.pair()
     await send(writer, bytes(100))
     assert await far_reader.readexactly(100) == bytes(100)
 
 
 @live
-async def test_a_limit_is_kept_by_all_connections_together_and_lifted(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    pairs = [await bench.pair() for _ in range(2)]
+async def test_a_limit_is_kept_by_all_connections_together_and_lifted(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    pairs = [await wires.pair() for _ in range(2)]
     loop, rate, each = asyncio.get_running_loop(), 1_000_000, 100_000
 
     async def through() -> float:
@@ -408,9 +408,9 @@ async def test_a_limit_is_kept_by_all_connections_together_and_lifted(bench: Ben
 
 
 @live
-async def test_stop_breaks_what_is_open_held_or_slow(bench: Bench) -> None:
-    proxy = await bench.proxy()
-    (reader, writer), (far_reader, _) = await bench.pair()
+async def test_stop_breaks_what_is_open_held_or_slow(wires: Wires) -> None:
+    proxy = await wires.proxy()
+    (reader, writer), (far_reader, _) = await wires.pair()
     proxy.partition("down", LIMIT)
     proxy.limit(10_000)
     await send(writer, bytes(10_000))
@@ -420,7 +420,7 @@ async def test_stop_breaks_what_is_open_held_or_slow(bench: Bench) -> None:
     with pytest.raises(ConnectionResetError):
         await far_reader.read()
     with pytest.raises(ConnectionRefusedError):
-        await bench.dial()
+        await wires.dial()
     proxy.heal()
     await proxy.stop()  # twice does no harm
 
@@ -428,13 +428,13 @@ async def test_stop_breaks_what_is_open_held_or_slow(bench: Bench) -> None:
 # ---------------------------------------------------------------- a plan's faults
 
 
-async def passes(bench: Bench, address: str, direction: str, patience: float = LIMIT) -> bool:
+async def passes(wires: Wires, address: str, direction: str, patience: float = LIMIT) -> bool:
     """Do bytes pass in this direction on a new connection? With the way up held, not even the connection does."""
-    near = await bench.dial(address)
+    near = await wires.dial(address)
     if direction == "up":
         await send(near[1], b"x")
     try:
-        far = await asyncio.wait_for(bench.target.accepted.get(), patience)
+        far = await asyncio.wait_for(wires.target.accepted.get(), patience)
         if direction == "down":
             await send(far[1], b"x")
         return await asyncio.wait_for((far if direction == "up" else near)[0].readexactly(1), patience) == b"x"
@@ -442,10 +442,10 @@ async def passes(bench: Bench, address: str, direction: str, patience: float = L
         return False
 
 
-async def cluster(bench: Bench, detect_seconds: float = LIMIT) -> tuple[Faults, dict[str, tuple[Proxy, str]]]:
+async def cluster(wires: Wires, detect_seconds: float = LIMIT) -> tuple[Faults, dict[str, tuple[Proxy, str]]]:
     named = {}
     for name in ("m0", "m1", "peer0", "peer1", "peer2"):
-        named[name] = (await bench.proxy(), bench.address)
+        named[name] = (await wires.proxy(), wires.address)
     proxies = {m: named[f"m{m}"][0] for m in (0, 1)}
     peers = {m: named[f"peer{m}"][0] for m in (0, 1, 2)}
     return Faults(proxies, peers, detect_seconds=detect_seconds), named
@@ -466,8 +466,8 @@ async def cluster(bench: Bench, detect_seconds: float = LIMIT) -> tuple[Faults, 
 )
 def test_a_fault_strikes_its_link_in_its_direction(fault: Clog | Partition, held: dict[str, str]) -> None:
     @live
-    async def scenario(bench: Bench) -> None:
-        faults, named = await cluster(bench)
+    async def scenario(wires: Wires) -> None:
+        faults, named = await cluster(wires)
         await faults.inject(fault)
         holds = {
             name: " ".join(d for d in ("up", "down") if proxy._ways[d]._holds)  # type: ignore[index]
@@ -476,45 +476,45 @@ def test_a_fault_strikes_its_link_in_its_direction(fault: Clog | Partition, held
         assert {name: ways for name, ways in holds.items() if ways} == held
         name, ways = next(iter(held.items()))
         proxy, address = named[name]
-        assert not await passes(bench, address, ways.split()[0], SOON)
+        assert not await passes(wires, address, ways.split()[0], SOON)
         proxy.cut()  # that try, lest it be taken for the next
         assert faults.active == 1
         await faults.stop()
         assert faults.active == 0
-        assert await passes(bench, address, ways.split()[0])
+        assert await passes(wires, address, ways.split()[0])
 
     scenario()
 
 
 @live
-async def test_a_fault_ends_by_itself(bench: Bench) -> None:
-    faults, named = await cluster(bench)
+async def test_a_fault_ends_by_itself(wires: Wires) -> None:
+    faults, named = await cluster(wires)
     await faults.inject(Partition(0.0, 0, SYNCER, SOON))
     await faults.inject(Clog(0.0, 0, SYNCER, SOON / 2))
     assert faults.active == 2
     await until(lambda: faults.active == 0)
-    assert await passes(bench, named["m0"][1], "up") and await passes(bench, named["m0"][1], "down")
+    assert await passes(wires, named["m0"][1], "up") and await passes(wires, named["m0"][1], "down")
 
 
 @live
-async def test_a_partition_of_a_plan_is_noticed_after_detect_seconds(bench: Bench) -> None:
-    faults, named = await cluster(bench, detect_seconds=0.0)
+async def test_a_partition_of_a_plan_is_noticed_after_detect_seconds(wires: Wires) -> None:
+    faults, named = await cluster(wires, detect_seconds=0.0)
     proxy, address = named["m0"]
     await faults.inject(Partition(0.0, 0, SYNCER, LIMIT))
     await until(lambda: proxy._splits[0].noticed)
-    await sees_reset((await bench.dial(address))[0])
+    await sees_reset((await wires.dial(address))[0])
     await faults.stop()
-    assert await passes(bench, address, "up")
+    assert await passes(wires, address, "up")
 
 
 @live
-async def test_corruption_between_learners_strikes_one_chunk_in_either_place(bench: Bench) -> None:
-    faults, named = await cluster(bench)
+async def test_corruption_between_learners_strikes_one_chunk_in_either_place(wires: Wires) -> None:
+    faults, named = await cluster(wires)
     await faults.inject(Corrupt(0.0, 1, 0))
     got = []
     for name, upwards in (("peer1", False), ("peer0", True)):  # what learner 1 serves to others, what it sends to learner 0
-        near = await bench.dial(named[name][1])
-        far = await bench.target.accepted.get()
+        near = await wires.dial(named[name][1])
+        far = await wires.target.accepted.get()
         source, sink = (near, far) if upwards else (far, near)
         await send(source[1], bytes(64))
         got.append(await sink[0].readexactly(64))
@@ -523,8 +523,8 @@ async def test_corruption_between_learners_strikes_one_chunk_in_either_place(ben
 
 
 @live
-async def test_a_link_without_a_proxy_is_the_plans_fault(bench: Bench) -> None:
-    faults = Faults({0: await bench.proxy()})
+async def test_a_link_without_a_proxy_is_the_plans_fault(wires: Wires) -> None:
+    faults = Faults({0: await wires.proxy()})
     with pytest.raises(PlanError, match=r"no proxy of learner 3 .* learner3 to syncer"):
         await faults.inject(Clog(0.0, 3))
     with pytest.raises(PlanError, match=r"learner0 to learner1"):

@@ -26,7 +26,7 @@ def test_whole_line_that_is_no_place_is_refused_with_its_number(tmp_path: Path, 
         places(tmp_path)
     said = str(caught.value)
     assert said.startswith(f"{file}, line 2: is not a place") and "\n" not in said
-    assert file.read_bytes() == content, "whoever mends it finds it as it was"
+    assert file.read_bytes() == content, "the file is left as it was"
 
 
 @pytest.mark.parametrize(("content", "given"), [(b"", 0), (b"{", 0), (GIVEN, 3), (GIVEN + b'{"learner":0,"inc', 3)])

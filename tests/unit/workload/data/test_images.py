@@ -1,4 +1,4 @@
-"""Labelled pictures: what the loaders read, what they refuse, and batches that follow from (seed, stream, position) alone."""
+"""Labelled images: what the loaders read, what they refuse, and batches that follow from (seed, stream, position) alone."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_mnist_files_are_read_plain_or_packed(tmp_path: Path, packed: bool) -> N
     assert data.train.labels.tolist() == [*range(10), 0, 1] and data.classes == 10
 
 
-def test_fingerprint_is_of_the_pictures_and_labels(tmp_path: Path) -> None:
+def test_fingerprint_is_of_the_images_and_labels(tmp_path: Path) -> None:
     write_mnist(tmp_path)
     before = mnist(tmp_path).fingerprint
     assert mnist(tmp_path).fingerprint == before
@@ -141,7 +141,7 @@ def write_png(folder: Path) -> None:
     (folder / "test_lables.json").write_text(json.dumps(labels[5 * ROWS :].tolist()))
 
 
-def test_both_forms_of_cifar10_are_the_same_pictures(tmp_path: Path) -> None:
+def test_both_forms_of_cifar10_are_the_same_images(tmp_path: Path) -> None:
     for name, write in (("binary", write_binary), ("png", write_png)):
         (tmp_path / name).mkdir()
         write(tmp_path / name)
@@ -190,7 +190,7 @@ def test_damaged_cifar10_png_is_refused_in_one_sentence(tmp_path: Path) -> None:
         cifar10(tmp_path, ROWS)
 
 
-def test_picture_too_large_for_any_memory_is_refused_in_one_sentence(tmp_path: Path) -> None:
+def test_image_too_large_for_any_memory_is_refused_in_one_sentence(tmp_path: Path) -> None:
     """Of a few bytes, that say they are 30,000 x 30,000 pixels."""
 
     def part(kind: bytes, content: bytes) -> bytes:
@@ -235,7 +235,7 @@ def test_batch_is_a_function_of_seed_stream_and_position() -> None:
         assert not torch.equal(one.batch(2, position)[0], one.batch(3, position)[0])
 
 
-def test_scaled_pictures_have_mean_zero_and_variance_one_by_channel() -> None:
+def test_scaled_images_have_mean_zero_and_variance_one_by_channel() -> None:
     pixels = torch.stack([some_images(20, 4)[:, 0], some_images(20, 4)[:, 0] // 2 + 100], dim=1)
     scaled = Scale(pixels)(pixels)
     torch.testing.assert_close(scaled.mean((0, 2, 3)), torch.zeros(2), atol=1e-5, rtol=0)
@@ -243,7 +243,7 @@ def test_scaled_pictures_have_mean_zero_and_variance_one_by_channel() -> None:
     assert torch.isfinite(Scale(torch.zeros(2, 1, 4, 4, dtype=torch.uint8))(pixels[:, :1])).all()
 
 
-def test_crop_moves_each_picture_by_at_most_an_eighth_and_flip_mirrors_some() -> None:
+def test_crop_moves_each_image_by_at_most_an_eighth_and_flip_mirrors_some() -> None:
     marked = torch.zeros(64, 2, 16, 16)
     marked[:, :, 8, 8] = 1.0
     moved = crop(marked, generator("test", 0))
@@ -255,7 +255,7 @@ def test_crop_moves_each_picture_by_at_most_an_eighth_and_flip_mirrors_some() ->
     assert set(columns.tolist()) == {7, 8}
 
 
-def test_held_out_batches_cover_all_pictures_or_are_spread_over_them() -> None:
+def test_held_out_batches_cover_all_images_or_are_spread_over_them() -> None:
     data = load_images("digits")
     assert sum(labels.numel() for _, labels in heldout_images(data, 16, 1000)) == 359
     few = [labels for _, labels in heldout_images(data, 4, 3)]

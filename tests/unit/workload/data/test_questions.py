@@ -1,4 +1,4 @@
-"""Pictures with questions: what is asked is true of the picture, and only answers are learnt."""
+"""Images with questions: what is asked is true of the image, and only answers are learnt."""
 
 from __future__ import annotations
 

@@ -402,7 +402,7 @@ def test_text_that_changes_while_it_is_encoded_is_not_cached(here: Path, monkeyp
 # ---------------------------------------------------------------- the task that stands on it
 
 
-def test_workbench_on_files_trains_on_their_tokens_and_passes_the_notes_on(here: Path) -> None:
+def test_task_on_files_trains_on_their_tokens_and_passes_the_notes_on(here: Path) -> None:
     (here / "val-b.jsonl").write_bytes(lines(["", "never seen b" * 9]))
     path = saved(here, trained())
     config = load(overrides={"data": {

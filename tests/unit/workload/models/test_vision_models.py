@@ -23,7 +23,7 @@ def size_of(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def test_sizes_are_those_of_the_papers_with_a_stem_for_small_pictures() -> None:
+def test_sizes_are_those_of_the_papers_with_a_stem_for_small_images() -> None:
     assert size_of(LeNet5(0)) == 61_706
     assert size_of(ResNet(0)) == 11_173_962
     assert len(ResNet(0, width=4).blocks) == 8
@@ -43,7 +43,7 @@ def test_weights_come_from_the_seed_alone_and_leave_the_global_generator_alone(n
 
 
 @pytest.mark.parametrize("size", [4, 8, 14, 28, 32])
-def test_lenet_takes_pictures_of_any_usual_size(size: int) -> None:
+def test_lenet_takes_images_of_any_usual_size(size: int) -> None:
     assert LeNet5(0, size=size, channels=3)(torch.zeros(2, 3, size, size)).shape == (2, 10)
     with pytest.raises(ConfigError, match=r"images are 3 x 3: .* at least 4 x 4"):
         LeNet5(0, size=3)
@@ -57,8 +57,8 @@ def test_resnet_halves_three_times_and_its_blocks_are_layers() -> None:
     assert all(fragment.buffers for fragment in layout.fragments)
 
 
-def test_resnet_trains_on_one_picture_that_is_one_value_a_channel_at_last() -> None:
-    """So far lost slices may shrink a batch of small pictures."""
+def test_resnet_trains_on_one_image_that_is_one_value_a_channel_at_last() -> None:
+    """So far lost slices may shrink a batch of small images."""
     model, pair = ResNet(0, width=4), torch.rand(2, 3, 8, 8)
     model(pair)
     last, first = model.blocks[-1].norm2, model.stem_norm
@@ -73,14 +73,14 @@ def test_resnet_trains_on_one_picture_that_is_one_value_a_channel_at_last() -> N
     assert torch.equal(first(x), plain(x))
 
 
-def test_bfloat16_classifiers_take_float_pictures() -> None:
+def test_bfloat16_classifiers_take_float_images() -> None:
     model = ResNet(0, width=4).to(torch.bfloat16)
     batch = (torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 3]))
     classification_loss(model, batch).backward()
     assert model.stem.weight.grad is not None
 
 
-def test_accuracy_counts_pictures_and_not_batches() -> None:
+def test_accuracy_counts_images_and_not_batches() -> None:
     """The last batch may be smaller."""
     model = nn.Identity()
     batches = [(torch.eye(4), torch.tensor([0, 1, 2, 0])), (torch.eye(4)[:1], torch.tensor([1]))]
@@ -98,7 +98,7 @@ def test_patches_are_cut_row_by_row() -> None:
     assert patchify(images, 2).tolist() == [[[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]]
 
 
-def test_every_byte_sees_the_whole_picture_and_no_later_byte() -> None:
+def test_every_byte_sees_the_whole_image_and_no_later_byte() -> None:
     model = vision_language(0, **EYES)
     images, tokens = torch.randn(1, 1, 16, 16), torch.randint(0, 256, (1, 9))
     before = model(images, tokens)
