@@ -34,15 +34,6 @@ Z_LOSS: Final = 1e-4
 """Weight of the squared log of the softmax's denominator: it keeps logits from drifting. The held-out loss is without it."""
 
 
-class RmsNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, (x.shape[-1],), self.weight, NORM_EPS)
-
-
 class Attention(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -51,8 +42,8 @@ class Attention(nn.Module):
         self.k = uninitialised_linear(shape.width, shape.width)
         self.v = uninitialised_linear(shape.width, shape.width)
         self.o = uninitialised_linear(shape.width, shape.width)
-        self.q_norm = RmsNorm(shape.width // shape.heads)
-        self.k_norm = RmsNorm(shape.width // shape.heads)
+        self.q_norm = nn.RMSNorm(shape.width // shape.heads, eps=NORM_EPS)
+        self.k_norm = nn.RMSNorm(shape.width // shape.heads, eps=NORM_EPS)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         samples, time, width = x.shape
@@ -79,9 +70,9 @@ class GatedMlp(nn.Module):
 class Block(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
-        self.norm1 = RmsNorm(shape.width)
+        self.norm1 = nn.RMSNorm(shape.width, eps=NORM_EPS)
         self.attention = Attention(shape)
-        self.norm2 = RmsNorm(shape.width)
+        self.norm2 = nn.RMSNorm(shape.width, eps=NORM_EPS)
         self.mlp = _expert_mlp(shape) if shape.experts else GatedMlp(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -125,7 +116,7 @@ class Decoder(nn.Module):
         self.shape = shape
         self.embedding = nn.Embedding(shape.vocab, shape.width, _weight=torch.empty(shape.vocab, shape.width))
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = RmsNorm(shape.width)
+        self.norm = nn.RMSNorm(shape.width, eps=NORM_EPS)
         self.head = uninitialised_linear(shape.width, shape.vocab)
         if shape.tied:
             self.head.weight = self.embedding.weight
