@@ -24,7 +24,9 @@ from typer.models import ArgumentInfo, OptionInfo, ParamMeta
 from typer.utils import get_params_from_function
 
 from atoll.cli.app import app
-from atoll.config import PRESETS, Config, from_builtins
+from atoll.config import PRESETS, Config
+from atoll.config.codecs import CODECS, wire_bits
+from atoll.config.merges import MERGES
 
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
@@ -180,10 +182,27 @@ def preset_table() -> str:
     return "\n".join(lines)
 
 
-def check_presets() -> None:
-    """Every preset is a config that the border accepts."""
-    for make in PRESETS.values():
-        from_builtins(msgspec.to_builtins(make()))
+# ---------------------------------------------------------------- codecs and merges
+
+
+def codec_table() -> str:
+    """The rows of config/codecs.py."""
+    lines = ["| codec | bits an element, with scales | block | lossless | stochastic rounding |", "|---|---|---|---|---|"]
+    for spec in CODECS.values():
+        sparse = spec.kind == "sparse"
+        name, bits = (f"{spec.name}:SHARE", f"{spec.bits:g} x SHARE") if sparse else (spec.name, f"{wire_bits(spec.name):g}")
+        lines.append(f"| `{name}` | {bits} | {spec.block or ''} | {_yes(spec.lossless)} | {_yes(spec.stochastic)} |")
+    return "\n".join(lines)
+
+
+def merge_table() -> str:
+    """The rows of config/merges.py."""
+    rows = [f"| `{spec.name}` | {spec.summary} |" for spec in MERGES.values()]
+    return "\n".join(["| merge | what it is |", "|---|---|", *rows])
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else ""
 
 
 # ---------------------------------------------------------------- commands
@@ -267,5 +286,7 @@ def _cell(text: str) -> str:
 PARTS: dict[str, Callable[[], str]] = {
     "config": config_reference,
     "presets": preset_table,
+    "codecs": codec_table,
+    "merges": merge_table,
     "commands": command_reference,
 }

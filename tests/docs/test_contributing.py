@@ -111,6 +111,27 @@ assert machine.slowed == {0: 1}
 
 
 @pytest.fixture(scope="module")
+def codec(tmp_path_factory: pytest.TempPathFactory) -> Followed:
+    return follow("Add a codec", tmp_path_factory.mktemp("codec"))
+
+
+def test_a_codec_touches_two_files_and_a_run_uses_it(codec: Followed) -> None:
+    assert len(codec.touched) <= 2
+    summary = json.loads((codec.folder / "runs" / "fp16" / "summary.json").read_text(encoding="utf8"))
+    assert summary["loss_final"] < summary["loss_first"]
+    run_in(codec.folder, "-c", """
+import torch
+from atoll.codecs import Packet, codec
+from atoll.config.codecs import wire_bits
+
+half, x = codec("fp16"), torch.tensor([0.0, -1.5, 2.0**-14, 1e9, -3.14159])
+packet = half.encode(x)
+assert packet.nbytes == half.nbytes(5) == 10 and wire_bits("fp16") == 16
+assert half.decode(packet).tolist() == [0.0, -1.5, 2.0**-14, 65504.0, -3.140625]
+""")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
 def preset(tmp_path_factory: pytest.TempPathFactory) -> Followed:
     return follow("Add a preset", tmp_path_factory.mktemp("preset"))
 

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 
 from atoll.cli.app import app
 from atoll.config import PRESETS, Config
+from atoll.config.codecs import CODECS
+from atoll.config.merges import MERGES
 
 
 def keys_of(value: Any, path: str = "") -> Iterator[str]:
@@ -57,6 +59,11 @@ def test_every_preset_is_in_the_table_of_the_arithmetic() -> None:
     header = next(line for line in text.splitlines() if line.startswith("| key |"))
     assert all(f"`{name}`" in header for name in PRESETS)
     assert set(PRESETS) <= anchors_of(text), "each preset has a section with its formulas"
+
+
+def test_every_codec_and_merge_is_in_the_reference() -> None:
+    text = text_of(DOCS / "reference" / "config.md")
+    assert not [name for name in (*CODECS, *MERGES) if f"| `{name}` |" not in text and f"| `{name}:SHARE` |" not in text]
 
 
 def shown_commands(path: tuple[str, ...] = ()) -> Iterator[str]:
