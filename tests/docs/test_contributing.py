@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
 from pages import ROOT
 
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf8")
@@ -25,7 +23,6 @@ COMMANDS = re.compile(r"^```\n(?P<block>atoll .*?)^```$", re.MULTILINE | re.DOTA
 
 
 class Followed(NamedTuple):
-    folder: Path
     touched: set[str]
     """Files of src that were changed or made."""
     output: str
@@ -56,7 +53,8 @@ def run_in(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def follow(title: str, folder: Path) -> Followed:
+def follow(title: str, folder: Path, check: str) -> Followed:
+    """Applies the recipe's blocks, runs its commands and then `check`, with the sources that result."""
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     steps, touched = recipe(title), set[str]()
@@ -74,20 +72,23 @@ def follow(title: str, folder: Path) -> Followed:
     understood = len(EDIT.findall(steps)) + len(NEW.findall(steps)) + len(commands)
     assert understood == blocks, "a block of the recipe is neither an edit nor a file nor commands"
     run_in(folder, "-m", "ruff", "check", "--config", str(ROOT / "pyproject.toml"), *sorted(touched))
-    lines = [line for block in commands for line in block.splitlines()]
-    output = "".join(run_in(folder, "-m", *shlex.split(line.partition(" #")[0])) for line in lines)
-    return Followed(folder, {name for name in touched if name.startswith("src/")}, output)
+    lines = [line.partition(" #")[0] for block in commands for line in block.splitlines()]
+    output = run_in(folder, "-c", COMMANDS_THEN_CHECK, check, *lines)
+    return Followed({name for name in touched if name.startswith("src/")}, output)
 
 
-@pytest.fixture(scope="module")
-def message(tmp_path_factory: pytest.TempPathFactory) -> Followed:
-    return follow("Add a message", tmp_path_factory.mktemp("message"))
+COMMANDS_THEN_CHECK = """
+import shlex, sys
+from atoll.cli.app import app
+for line in sys.argv[2:]:
+    assert not app(shlex.split(line)[1:], standalone_mode=False), line
+exec(sys.argv[1])
+"""
+"""All in one process: torch is imported once."""
 
 
-def test_a_message_touches_four_files_and_the_machine_handles_it(message: Followed) -> None:
-    assert len(message.touched) <= 4
-    assert "> syncer slowed" in message.output and "< learner1 slowed" in message.output
-    run_in(message.folder, "-c", """
+def test_a_message_touches_four_files_and_the_machine_handles_it(tmp_path: Path) -> None:
+    done = follow("Add a message", tmp_path, """
 import msgspec
 from atoll.config import load
 from atoll.protocol.causality import Mailbox
@@ -108,20 +109,14 @@ impossible = mailbox.seal(-1, Slowed(-1, 0))
 assert [effect for effect in machine.on(Received(impossible, 0), 2) if isinstance(effect, Refuse)]
 assert machine.slowed == {0: 1}
 """)  # fmt: skip
+    assert len(done.touched) <= 4
+    assert "> syncer slowed" in done.output and "< learner1 slowed" in done.output
 
 
-@pytest.fixture(scope="module")
-def codec(tmp_path_factory: pytest.TempPathFactory) -> Followed:
-    return follow("Add a codec", tmp_path_factory.mktemp("codec"))
-
-
-def test_a_codec_touches_two_files_and_a_run_uses_it(codec: Followed) -> None:
-    assert len(codec.touched) <= 2
-    summary = json.loads((codec.folder / "runs" / "fp16" / "summary.json").read_text(encoding="utf8"))
-    assert summary["loss_final"] < summary["loss_first"]
-    run_in(codec.folder, "-c", """
+def test_a_codec_touches_two_files_and_a_run_uses_it(tmp_path: Path) -> None:
+    done = follow("Add a codec", tmp_path, """
 import torch
-from atoll.codecs import Packet, codec
+from atoll.codecs import codec
 from atoll.config.codecs import wire_bits
 
 half, x = codec("fp16"), torch.tensor([0.0, -1.5, 2.0**-14, 1e9, -3.14159])
@@ -129,15 +124,17 @@ packet = half.encode(x)
 assert packet.nbytes == half.nbytes(5) == 10 and wire_bits("fp16") == 16
 assert half.decode(packet).tolist() == [0.0, -1.5, 2.0**-14, 65504.0, -3.140625]
 """)  # fmt: skip
+    assert len(done.touched) <= 2
+    learnt(tmp_path / "runs" / "fp16")
 
 
-@pytest.fixture(scope="module")
-def preset(tmp_path_factory: pytest.TempPathFactory) -> Followed:
-    return follow("Add a preset", tmp_path_factory.mktemp("preset"))
+def test_a_preset_touches_one_file_and_trains(tmp_path: Path) -> None:
+    done = follow("Add a preset", tmp_path, "from atoll.config import PRESETS; assert 'local_sgd' in PRESETS")
+    assert done.touched == {"src/atoll/config/presets.py"}
+    assert 'preset = "local_sgd"' in done.output
+    learnt(tmp_path / "runs" / "local_sgd")
 
 
-def test_a_preset_touches_one_file_and_trains(preset: Followed) -> None:
-    assert preset.touched == {"src/atoll/config/presets.py"}
-    assert 'preset = "local_sgd"' in preset.output
-    summary = json.loads((preset.folder / "runs" / "local_sgd" / "summary.json").read_text(encoding="utf8"))
+def learnt(run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text(encoding="utf8"))
     assert summary["loss_final"] < summary["loss_first"]
