@@ -1,40 +1,19 @@
-"""Rooms import only what ARCHITECTURE.md allows; no stray prints, sleeps or unfinished notes."""
+"""Rooms import only what ARCHITECTURE.md's table allows, files do not import each other in a circle, retired words stay out, and
+nothing decides by the words of a sentence."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parent.parent / "src" / "atoll"
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "atoll"
 FILES = sorted(SOURCE.rglob("*.py"))
-
-BELOW = {"ids", "errors"}
-ROOMS: dict[str, set[str]] = {
-    "ids": set(),
-    "errors": set(),
-    "toml": BELOW,
-    "config": BELOW | {"toml"},
-    "rules": BELOW | {"config"},
-    "protocol": BELOW | {"config", "rules"},
-    "tensors": BELOW | {"config"},
-    "codecs": BELOW,
-    "tape": BELOW | {"config", "protocol"},
-    "chaos": BELOW,
-    "workload": BELOW | {"config"},
-    "executor": BELOW | {"config", "rules", "protocol", "tensors", "codecs", "workload"},
-    "transport": BELOW,
-    "sim": BELOW | {"config", "rules", "protocol", "tape", "chaos", "executor", "tensors"},
-    "planner": BELOW | {"toml", "config", "rules", "sim", "executor"},
-    "runtime": BELOW
-    | {"config", "rules", "protocol", "tape", "chaos", "executor", "tensors", "codecs", "transport", "workload", "views"},
-    "views": BELOW | {"config", "protocol", "tape"},
-    "cli": BELOW | {"planner", "config", "protocol", "tape", "chaos", "views", "sim", "executor", "runtime", "transport"},
-    "__main__": {"cli"},
-}
-"""A room imports itself and what its row names: the table of ARCHITECTURE.md."""
 
 NOT_IN_PROTOCOL = {"torch", "asyncio", "time", "random", "os", "socket", "threading", "logging", "numpy"}
 FORBIDDEN: dict[str, set[str]] = {
@@ -47,10 +26,31 @@ FORBIDDEN: dict[str, set[str]] = {
     "sim": {"asyncio", "time", "threading"},
 }
 
+EVERYWHERE = {"ids", "errors", "version"}
+
+
+def table() -> dict[str, set[str]]:
+    """The rooms of ARCHITECTURE.md and what each may import. A sub-room has its room's row."""
+    rooms: dict[str, set[str]] = {}
+    for line in (ROOT / "ARCHITECTURE.md").read_text(encoding="utf8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        names = re.findall(r"`([a-z_]+)(?:\.py|/)`", cells[0]) if line.startswith("| `") and len(cells) == 3 else []
+        for name in names:
+            rooms[name] = set() if cells[2] == "everything" else set(re.findall(r"[a-z_]+", cells[2]))
+            if cells[2] == "everything":
+                rooms[name] = {room_of(path) for path in FILES}
+    return rooms
+
 
 def room_of(path: Path) -> str:
-    part = path.relative_to(SOURCE).parts[0]
-    return part.removesuffix(".py")
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def module_of(path: Path) -> str:
+    return ".".join(("atoll", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+MODULES = {module_of(path): path for path in FILES}
 
 
 def imports_of(path: Path) -> set[str]:
@@ -63,14 +63,134 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
+ROOMS = table()
+
+
 @pytest.mark.parametrize("path", [f for f in FILES if f.name != "__init__.py"], ids=lambda p: str(p.relative_to(SOURCE)))
 def test_room_imports_only_what_its_row_names(path: Path) -> None:
     room = room_of(path)
     for name in imports_of(path):
         parts = name.split(".")
-        if parts[0] == "atoll" and len(parts) > 1 and parts[1] != "__version__":
-            assert parts[1] == room or parts[1] in ROOMS[room], f"{path.name} imports {name}"
+        if parts[0] == "atoll" and len(parts) > 1 and room != "__main__":
+            assert parts[1] in {room, *EVERYWHERE, *ROOMS[room]}, f"{path.name} imports {name}"
         assert parts[0] not in FORBIDDEN.get(room, set()), f"{path.name} imports {name}"
+
+
+def test_every_room_has_a_row_and_every_sub_room_a_line() -> None:
+    assert {room_of(f) for f in FILES} - {"__init__", "__main__"} == set(ROOMS)
+    written = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf8")
+    for room in ("executor", "runtime", "workload", "sim"):
+        for folder in (SOURCE / room).iterdir():
+            if (folder / "__init__.py").exists():
+                assert f"| `{room}/{folder.name}/` |" in written
+
+
+def test_no_two_files_import_each_other_directly_or_in_a_circle() -> None:
+    """Not for types either: an import below TYPE_CHECKING counts."""
+    graph: dict[str, set[str]] = {}
+    for module, path in MODULES.items():
+        if path.parent == SOURCE and path.name == "__init__.py":
+            continue  # the package's public names are imported when they are asked for
+        wanted = {name if name in MODULES else name.rpartition(".")[0] for name in imports_of(path)}
+        graph[module] = {name for name in wanted if name in MODULES and name not in (module, "atoll")}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, f"a circle: {' -> '.join((*trail[trail.index(module) :], module))}"
+        if module not in done:
+            for other in sorted(graph.get(module, ())):
+                visit(other, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+# ---------------------------------------------------------------- words
+
+RETIRED = re.compile(
+    r"\b(?:TensorHands|FleetHands|BroughtHands|Hands|hands_for|blob|Blob|desk|Desk|errand|Errand|shelf|Shelf|shelves|workbench|"
+    r"Workbench|onlooker|Onlooker|nursery|Nursery|hurdles?|Hurdles|muster|mustered|stance|Stance|entrance|kept_text|"
+    r"outer_steps|muster_seconds)\b"
+)
+SPEAKS_OF_THEM = {"src/atoll/config/renamed.py", "tests/test_tidy.py", "CHANGELOG.md"}
+"""Where an old key is named so that its new name can be told."""
+
+
+def pages() -> Iterator[Path]:
+    for folder, endings in (("src", ("*.py",)), ("tests", ("*.py",)), ("docs", ("*.md", "*.py")), ("bench", ("*.py",))):
+        for ending in endings:
+            yield from (ROOT / folder).rglob(ending)
+    yield from (ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"))
+
+
+def test_retired_words_are_nowhere() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {word}"
+        for path in pages()
+        if path.relative_to(ROOT).as_posix() not in SPEAKS_OF_THEM
+        for number, line in enumerate(path.read_text(encoding="utf8").splitlines(), 1)
+        for word in RETIRED.findall(line)
+        if "renamed" not in line and "is called" not in line
+    ]
+    assert not found
+
+
+SENTENCES = {"reason", "reasons", "flaw", "detail", "message", "sentence", "refusal", "objection", "log_line", "stderr", "why"}
+READING = {"startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "find", "index", "split"}
+
+
+def is_sentence(node: ast.expr) -> bool:
+    """A name or attribute that holds words for people, or such words made by `str(error)`."""
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "str" and len(node.args) == 1:
+        argument = node.args[0]
+        return isinstance(argument, ast.Name) and argument.id in ({"error"} | SENTENCES)
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    return name in SENTENCES
+
+
+def is_text(node: ast.expr) -> bool:
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return any(map(is_text, node.elts))
+    constant = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value != ""
+    return constant or isinstance(node, ast.JoinedStr)
+
+
+def decides_by_words(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            function = node.func
+            if function.attr in READING and is_sentence(function.value):
+                yield ast.unparse(node)
+            if isinstance(function.value, ast.Name) and function.value.id == "re" and any(map(is_sentence, node.args)):
+                yield ast.unparse(node)
+        elif isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(map(is_sentence, sides)) and any(map(is_text, sides)):
+                yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_nothing_decides_by_the_words_of_a_sentence(path: Path) -> None:
+    assert not list(decides_by_words(ast.parse(path.read_text(encoding="utf8"))))
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        "if effect.reason.startswith('poisoned'): pass",
+        "late = 'late' in refusal.detail",
+        "gone = reason == 'is gone'",
+        "found = re.search(r'os error (\\d+)', str(error))",
+        "full = 'No space' in str(error)",
+        "if flaw in ('NaN', 'Inf'): pass",
+    ],
+)
+def test_planted_decision_by_words_is_found(planted: str) -> None:
+    assert list(decides_by_words(ast.parse(planted)))
+
+
+# ---------------------------------------------------------------- habits
 
 
 def test_every_test_file_has_a_name_of_its_own() -> None:
@@ -79,8 +199,14 @@ def test_every_test_file_has_a_name_of_its_own() -> None:
     assert not [name for name, count in names.items() if count > 1]
 
 
-def test_every_room_has_a_row() -> None:
-    assert {room_of(f) for f in FILES} - {"__init__"} == set(ROOMS)
+def test_test_names_are_short_and_no_test_imports_a_private_name() -> None:
+    for path in Path(__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                assert len(node.name) <= 80, f"{path.name}: {node.name}"
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("atoll"):
+                private = [a.name for a in node.names if a.name.startswith("_") and a.name != "__version__"]
+                assert not private, f"{path.name} imports {private}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))

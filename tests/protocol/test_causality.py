@@ -135,7 +135,7 @@ def test_sequence_numbers_count_per_receiver() -> None:
     assert [box.seal(r, Tick(1)).seq for r in (0, 0, 1, 0, 1)] == [0, 1, 0, 2, 1]
 
 
-def test_restart_begins_channels_anew_under_the_higher_incarnation_and_keeps_the_clock() -> None:
+def test_restart_begins_channels_anew_under_a_higher_incarnation() -> None:
     box = Mailbox(SYNCER, 0, 2)
     box.advance(3)
     box.seal(0, Tick(1))

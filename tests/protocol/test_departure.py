@@ -6,7 +6,7 @@ from stage import TOKENS, LearnerStage, SyncerStage, arrival, exact, of, others,
 
 from atoll.ids import SYNCER, nanos
 from atoll.protocol.departure import Departure
-from atoll.protocol.learner import DONE
+from atoll.protocol.phases import DONE
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     AbortRound,

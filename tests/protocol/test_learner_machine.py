@@ -166,7 +166,7 @@ def test_staging_ahead_covers_the_fragments_of_the_next_tau_outer_steps() -> Non
     assert [s.fragment for s in of(effects, Stage)] == [0, 2, 3]
 
 
-def test_staging_ahead_where_rounds_spin_covers_as_many_more_as_went_by_during_the_last_step() -> None:
+def test_staging_ahead_covers_as_many_more_rounds_as_passed_during_the_last_step() -> None:
     stage = LearnerStage(arrival(fragments=8, interval=8, overlap=2))
     stage.enters()
     assert [s.fragment for s in of(stage.steps(), Stage)] == [1, 2]
@@ -196,7 +196,7 @@ def test_adoption_zeroes_the_counters_of_its_fragment_alone() -> None:
     assert stage.machine.counters.since(0) == (3, 3 * TOKENS, 3)
 
 
-def test_adoption_of_a_version_it_was_merged_in_mixes_by_alpha_and_otherwise_takes_theta() -> None:
+def test_adoption_mixes_by_alpha_only_where_its_own_work_was_merged() -> None:
     stage = LearnerStage(exact("streaming", interval=4, overlap=1, fragmentation="balanced", fragments=2))
     stage.enters()
     stage.steps()
@@ -638,7 +638,7 @@ def snapped() -> LearnerStage:
     return stage
 
 
-def test_marker_seen_records_at_the_boundary_before_adopting_and_returns_with_the_report() -> None:
+def test_marker_is_recorded_at_the_boundary_before_adopting_and_returned() -> None:
     stage = snapped()
     stage.announced(2, 0, previous=0)
     effects = stage.steps()
@@ -656,7 +656,7 @@ def test_marker_is_recorded_once() -> None:
     assert of(stage.steps(), RecordState) == []
 
 
-def test_pull_sent_after_the_snapshot_began_is_not_answered_before_the_state_is_recorded() -> None:
+def test_pull_after_a_snapshot_began_is_not_answered_before_the_state_is_recorded() -> None:
     stage = snapped()
     stage.syncer_clock = 2
     assert stage.hears(Pull(3, (1,))) == []

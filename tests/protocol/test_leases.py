@@ -45,7 +45,7 @@ def test_unit_is_settled_when_every_fragment_was_pulled_at_a_step_that_covers_it
     assert leases.settled == 1
 
 
-def test_learner_that_went_on_by_itself_before_a_grant_came_draws_what_was_before_it_afterwards() -> None:
+def test_learner_that_went_on_before_a_grant_came_draws_earlier_units_afterwards() -> None:
     """It issued itself the second unit of a grant that was still on its way, and draws the first after it."""
     leases, batches = Leases(1, 4), Batches(0, 4)
     leases.top_up(1)
@@ -70,7 +70,7 @@ def test_learner_that_went_on_by_itself_before_a_grant_came_draws_what_was_befor
     assert drawn[::4] == [Unit(0, 0), Unit(0, 1), Unit(1, 1), Unit(0, 2), Unit(0, 3)]
 
 
-def test_units_of_a_lost_learner_go_to_whoever_asks_next_begun_ones_counted_as_repeats() -> None:
+def test_units_of_a_lost_learner_are_reissued_and_begun_ones_counted_as_repeats() -> None:
     leases = Leases(1, 2)
     leases.top_up(0)
     draw(leases, 0, 0, 3)  # unit 0 done, unit 1 begun
@@ -153,7 +153,7 @@ def test_square_with_a_unit_reported_done_and_still_listed_settles_it_once() -> 
     assert leases.settled == 1
 
 
-def test_unit_whose_last_batch_still_trains_when_books_are_squared_is_not_settled_by_an_earlier_pull() -> None:
+def test_unit_still_training_at_reconciliation_is_not_settled_by_an_earlier_pull() -> None:
     """It is settled by a pull at a local step that covers it: the step that is running is not covered yet."""
     leases, batches = Leases(1, 2), Batches(0, 2)
     batches.granted(Grant(leases.top_up(0), leases.own_next(0)))

@@ -43,7 +43,7 @@ def test_adoption_of_a_version_it_is_not_merged_in_discards_all_it_had_in_flight
     assert ledger.fates().discarded == {NOT_IN_ROUND: 100}
 
 
-def test_adoption_under_round_start_discards_nothing_because_the_next_difference_holds_it() -> None:
+def test_adoption_under_round_start_discards_nothing() -> None:
     ledger = Ledger(1, adoption_discards=False)
     ledger.trained(0, 100)
     ledger.adopted(0, 0, 100, version=1)

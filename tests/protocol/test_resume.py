@@ -117,7 +117,7 @@ def test_unit_drawn_after_the_syncers_cut_and_before_the_learners_is_done() -> N
     assert [u for u, _ in s.machine.leases.by_learner[0].done] == list(units(0, 3, 4))
 
 
-def test_resumed_learner_that_is_behind_the_newest_version_is_sent_it_before_it_enters() -> None:
+def test_resumed_learner_behind_the_newest_version_is_sent_it_before_it_enters() -> None:
     s = resumed(syncer_state(*TWO))
     effects = back(s, 0, units(0, 4, 5), held=(7, 10))
     assert [type(b) for b in sent(effects, 0)] == [Welcome, Announce, Grant, Enter]
@@ -173,7 +173,7 @@ def test_learner_more_than_the_snapshot_had_joins_by_a_peer_once_one_is_in_sync(
     back(s, 1, units(1, 4, 5))
     s.cast[0].held = s.cast[1].held = list(NEWEST)
     assert sent(s.hello(2), 2) == [Welcome(10)]
-    s.now = 61_000 * MS  # the muster is over
+    s.now = 61_000 * MS  # the start-up wait is over
     s.full_round(who=[0, 1])
     assert s.machine.admission._roster.get(2).peer == 0  # type: ignore[union-attr]
 
@@ -185,7 +185,7 @@ def test_learner_more_than_the_snapshot_had_takes_theta_where_nobody_is_in_sync(
     assert of(s.loads(2, 1), Recovered) != []
 
 
-def test_preset_that_waits_for_all_does_not_wait_for_learners_that_never_came_to_the_resumed_run() -> None:
+def test_quorum_of_all_does_not_wait_for_learners_that_never_came_to_a_resumed_run() -> None:
     """A dead rank stops data-parallel training; one that was not started again never was a rank of this run."""
     three = tuple(Lease(m, units(m, 4, 5), ()) for m in range(3))
     s = SyncerStage(exact("ddp", learners=2, interval=1))
@@ -244,7 +244,7 @@ def test_resumed_learner_weighs_what_it_trained_since_its_last_adoption() -> Non
     assert contribution == Contribution(11, 1, 25, 10, 2, 200, 2, 2500)
 
 
-def test_contribution_of_a_resumed_learner_that_stands_where_it_is_due_weighs_its_whole_interval() -> None:
+def test_contribution_of_a_resumed_learner_weighs_its_whole_interval() -> None:
     """Counted from zero it would weigh nothing, and all it trained since the last round would be thrown away."""
     stage = LearnerStage(exact(interval=4))
     stage.on(Resumed(10, LearnerState((8,), 12, 10, units(0, 3), 0, 5, 12, 1200, 12, ((4, 400, 4),))))

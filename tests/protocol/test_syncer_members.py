@@ -264,7 +264,7 @@ def test_reconnected_member_whose_versions_were_forgotten_recovers() -> None:
     assert sent(effects, 1) == [Welcome(6), Recover(forgotten)]
 
 
-def test_hello_on_a_standing_connection_starts_the_channel_over_and_drops_it_from_open_rounds() -> None:
+def test_hello_on_a_standing_connection_starts_over_and_drops_it_from_rounds() -> None:
     s = SyncerStage(arrival(2, quorum="all"), joined=2)
     s.steps(0)
     s.steps(1)
@@ -370,7 +370,7 @@ def test_lost_member_keeps_its_leases_until_it_is_given_up() -> None:
     assert of(effects, Reissue) == [Reissue(1, (Unit(1, 0), Unit(1, 1), Unit(1, 2)), 1)]
 
 
-def test_lost_member_that_comes_back_as_a_new_process_loses_its_leases_and_tokens_in_flight() -> None:
+def test_lost_member_back_as_a_new_process_loses_leases_and_tokens_in_flight() -> None:
     s = SyncerStage(arrival(2), joined=2)
     s.steps(1)
     s.on(ConnectionLost(1, "gone"))
@@ -459,7 +459,7 @@ def test_restarted_syncer_aborts_what_was_not_stored_and_keeps_what_was() -> Non
     assert s.machine.outer_step == 1
 
 
-def test_restarted_syncer_greets_with_its_new_incarnation_and_gathers_the_same_outer_step() -> None:
+def test_restarted_syncer_has_a_new_incarnation_and_gathers_the_same_outer_step() -> None:
     s = SyncerStage(arrival(2), joined=2)
     s.full_round(who=[0])
     s.steps(1)  # round 2 pulls from 1

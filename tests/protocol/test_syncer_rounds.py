@@ -87,7 +87,7 @@ def test_report_of_an_older_session_is_booked_and_not_counted() -> None:
     assert s.machine.fates().trained == 2 * TOKENS
 
 
-def test_report_under_exact_adoption_counts_once_the_learner_stands_at_the_outer_step() -> None:
+def test_report_under_exact_adoption_counts_once_the_learner_is_at_the_outer_step() -> None:
     s = SyncerStage(exact("diloco", 2, interval=2), joined=2)
     s.steps(0)
     s.steps(0)  # stands at 2, and outer step 1 has nothing due
@@ -95,7 +95,7 @@ def test_report_under_exact_adoption_counts_once_the_learner_stands_at_the_outer
     assert of(effects, FixParticipants) == [FixParticipants(1, (), (0, 1), Reason(Why.ALL_REPORTED, "all 2 in sync reported"))]
 
 
-# ---------------------------------------------------------------- muster
+# ---------------------------------------------------------------- start-up wait
 
 
 def test_first_round_waits_for_the_declared_learners_until_the_muster_ends() -> None:
@@ -193,7 +193,7 @@ def test_pace_zero_fixes_as_soon_as_the_quorum_is_met() -> None:
 # ---------------------------------------------------------------- pull, merge, store, announce
 
 
-def test_contribution_that_completes_a_round_is_accepted_merged_and_stored_in_this_order() -> None:
+def test_contribution_that_completes_a_round_is_accepted_then_merged_then_stored() -> None:
     s = SyncerStage(arrival(3), joined=3)
     s.steps(0)
     assert s.contributes(0, 1, 1, c_tokens=60) == [
@@ -383,7 +383,7 @@ def test_pull_deadline_that_leaves_fewer_than_k_gathers_the_same_outer_step_agai
     assert [sent(effects, m, Pull) for m in (0, 1)] == [[Pull(1, (1,))]] * 2
 
 
-def test_participant_lost_below_k_aborts_and_the_next_fresh_report_completes_the_quorum() -> None:
+def test_participant_lost_below_k_aborts_and_the_next_report_completes_the_quorum() -> None:
     s = SyncerStage(arrival(3, quorum=2), joined=3)
     s.steps(0)
     s.steps(1)
@@ -532,7 +532,7 @@ def test_contribution_that_claims_what_was_not_reported_is_refused_and_cut_off(c
     assert refused.reason.why is (Why.IMPOSSIBLE if impossible else Why.UNEARNED)
 
 
-def test_contribution_against_a_version_that_is_gone_is_refused_and_its_learner_recovers() -> None:
+def test_contribution_against_a_forgotten_version_is_refused_and_means_recovery() -> None:
     s = SyncerStage(arrival(2), joined=2)
     s.steps(0)
     effects = s.contributes(0, 1, 1, anchor=7)
@@ -628,7 +628,7 @@ def test_announcement_to_one_that_lacks_the_version_before_is_in_full() -> None:
     assert sent(effects, 1, Announce) == [Announce(6, 0, NO_VERSION, (0,))]
 
 
-def test_announcements_of_one_fragment_to_a_slow_learner_are_one_at_a_time_newest_next() -> None:
+def test_announcements_of_a_fragment_to_a_slow_learner_are_one_at_a_time() -> None:
     s = SyncerStage(arrival(2, fragments=1, interval=2), joined=2)
     for _ in range(10):
         s.full_round(who=[0])
@@ -646,7 +646,7 @@ def test_announcement_next_after_an_adopted_one_is_a_difference_again() -> None:
     assert sent(s.steps(1), 1, Announce) == [Announce(4, 0, 2, (0,))]
 
 
-def test_version_is_forgotten_once_every_member_adopted_a_newer_one_and_one_newer_is_stored() -> None:
+def test_version_is_forgotten_once_every_member_adopted_a_newer_one() -> None:
     s = SyncerStage(arrival(2, fragments=1, interval=2, quorum=2), joined=2)
     for _ in range(3):
         s.full_round()

@@ -337,7 +337,7 @@ class Storm:
         self.s = SyncerStage(config)
         self.s.joins(0)
         self.s.cast.setdefault(1, Cast(config))
-        self.s.now = 61_000 * MS  # the muster is over: the liar need not be waited for
+        self.s.now = 61_000 * MS  # the start-up wait is over: the liar need not be waited for
         self.seq = [0, 0]
         self.incarnation = 0
 

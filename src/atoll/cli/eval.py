@@ -23,7 +23,7 @@ from atoll.errors import DataError, UserError
 from atoll.tape.heldout import HeldoutPoint
 
 NICE = 10
-"""An onlooker whom a launcher starts beside its learners takes what they leave of the machine."""
+"""An evaluator that a launcher starts beside its learners runs at low priority."""
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""Hands that train nothing: they move sizes, and digests in the place of weights.
+"""Executors that train nothing: they move sizes, and digests in place of weights.
 
 A digest names a fragment's value by how it came about, so a learner whose anchor is not byte for byte what the syncer
 announced is caught here, without a tensor.

@@ -31,7 +31,7 @@ def checked_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.zeros(1, device=device).item()  # read back: the meta device, which has shapes only, fails here
     except (RuntimeError, AssertionError, ImportError) as error:
-        reason = str(error).partition("\n")[0]
+        reason = next(iter(str(error).splitlines()), "")
         why = f" ({reason})" if 0 < len(reason) <= REASON_MAX else ""
         raise UserError(f"--device {name}: cannot be used here{why}; available: {', '.join(devices_here())}") from None
     return device

@@ -8,7 +8,6 @@ waits. Under `exact` adoption, or with a bounded lead, it may, and then `Wait` a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import StrEnum
 
 from atoll.config import Config
 from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, Nanos, OuterStep, WorkerId, nanos
@@ -17,7 +16,8 @@ from atoll.protocol.causality import Mailbox
 from atoll.protocol.counters import Counters
 from atoll.protocol.departure import Departure
 from atoll.protocol.effects import Effects
-from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.phases import AT_REST, DONE, JOINING, TRAINING, WAITING, LearnerPhase, Turn, after
+from atoll.protocol.reasons import DUE, Reason, Why, wrong_receiver
 from atoll.protocol.recovery import PendingTransfer, Service
 from atoll.protocol.snapshot import marker_of
 from atoll.protocol.staging import Pending, Staging
@@ -73,44 +73,6 @@ from atoll.protocol.vocabulary import (
 from atoll.rules import Schedule, learner_overlap
 
 
-class LearnerPhase(StrEnum):
-    JOINING = "joining"
-    BOUNDARY = "boundary"
-    TRAINING = "training"
-    WAITING = "waiting"
-    DONE = "done"
-
-
-class Turn(StrEnum):
-    """What moves a learner from one phase to the next."""
-
-    ENTER = "enter"
-    TRAIN = "train"
-    STEP_DONE = "step_done"
-    WAIT = "wait"
-    GO_ON = "go_on"
-    RECOVER = "recover"
-    END = "end"
-
-
-JOINING, BOUNDARY, TRAINING, WAITING, DONE = LearnerPhase
-
-NEXT: dict[tuple[LearnerPhase, Turn], LearnerPhase] = {
-    (JOINING, Turn.ENTER): BOUNDARY,
-    (BOUNDARY, Turn.TRAIN): TRAINING,
-    (TRAINING, Turn.STEP_DONE): BOUNDARY,
-    (BOUNDARY, Turn.WAIT): WAITING,
-    (WAITING, Turn.GO_ON): BOUNDARY,
-    **{(phase, Turn.RECOVER): JOINING for phase in (JOINING, BOUNDARY)},
-    **{(phase, Turn.END): DONE for phase in (JOINING, BOUNDARY, TRAINING)},
-}
-"""A wait ends by GO_ON before anything else happens to the learner, so that the tape has its length."""
-
-DUE = Reason(Why.DUE)
-AT_REST = (BOUNDARY, WAITING)
-"""No inner step runs: weights may be read and written."""
-
-
 class LearnerMachine:
     def __init__(self, config: Config, learner: LearnerId, incarnation: Incarnation) -> None:
         p = config.protocol
@@ -120,11 +82,10 @@ class LearnerMachine:
         self._effects = Effects(Mailbox(learner, incarnation, config.learners))
         self._fragments = p.fragments
         self.phase: LearnerPhase = JOINING
-        self._connected = self._has_state = False
+        self._connected = self._has_state = self._finish = False
         self._session = 0
         self._entering: Enter | None = None
         self._must_recover: Reason | None = None
-        self._finish = False
         self.position: OuterStep = 0
         self.outer_known: OuterStep = 0
         self._known_at_boundary: OuterStep = 0
@@ -185,11 +146,6 @@ class LearnerMachine:
         given = [at for at in (self._transfer.give_up_at, self._departure.by) if at is not None]
         return min(given, default=None)
 
-    def _move(self, turn: Turn) -> None:
-        to = NEXT.get((self.phase, turn))
-        assert to is not None, f"learner {self.learner} is {self.phase}: {turn} makes no sense"
-        self.phase = to
-
     def _send(self, body: Message, to: WorkerId = SYNCER) -> None:
         if self._connected or to != SYNCER:
             self._effects.send(to, body)
@@ -241,8 +197,7 @@ class LearnerMachine:
                 if self.phase != TRAINING:
                     self._done()
             case _:
-                misled = Reason(Why.WRONG_RECEIVER, f"{type(body).__name__} is not for a learner")
-                self._effects.emit(Refuse(envelope.sender, misled, True))
+                self._effects.emit(Refuse(envelope.sender, wrong_receiver(body, "a learner"), True))
 
     def _granted(self, body: Grant) -> None:
         self._return_marker()
@@ -288,7 +243,7 @@ class LearnerMachine:
         self._effects.mailbox.advance(self.counters.local_step)
         self.position += 1
         self._last_step = event
-        self._move(Turn.STEP_DONE)
+        self.phase = after(self.phase, Turn.STEP_DONE)
         self._boundary()
 
     def _boundary(self) -> None:
@@ -354,12 +309,12 @@ class LearnerMachine:
             if self._adoptions:
                 self._report()  # the syncer sends a newer version only once this one is acknowledged
             if self.phase != WAITING:
-                self._move(Turn.WAIT)
+                self.phase = after(self.phase, Turn.WAIT)
                 self._waiting_since, self._wait_reason = self._effects.now, reason
                 self._effects.emit(Wait(reason))
             return
         self._end_wait()
-        self._move(Turn.TRAIN)
+        self.phase = after(self.phase, Turn.TRAIN)
         self._drawn = self._batches.draw()
         policy = self.schedule.policy(self.position + 1)
         progress = self.position if policy.exact else self.outer_known
@@ -375,8 +330,7 @@ class LearnerMachine:
         lead = learner_overlap(self.config, policy, self.learner) if policy.exact else policy.lead
         outer_step = self.position - lead
         missing = [p for p in self.schedule.due(outer_step) if self._lacks(p, outer_step)]
-        awaited = f"outer step {outer_step} of fragment {missing[0]} is not back" if missing else ""
-        return Reason(Why.VERSION_AWAITED, awaited) if missing else None
+        return Reason(Why.VERSION_AWAITED, f"outer step {outer_step} of fragment {missing[0]} is not back") if missing else None
 
     def _lacks(self, fragment: FragmentId, outer_step: OuterStep) -> bool:
         """Not adopted, and no newer version has made it pointless: a laggard is sent the newest only."""
@@ -479,7 +433,7 @@ class LearnerMachine:
             return None
         self._end_wait()
         self._must_recover = None
-        self._move(Turn.RECOVER)
+        self.phase = after(self.phase, Turn.RECOVER)
         self._has_state, self._entering = False, None
         self._transfer.end()
         self._pulls.clear()
@@ -537,7 +491,7 @@ class LearnerMachine:
         self._end_wait()
         assert self._departure.reason is not None, "a learner says Goodbye because it was asked to leave"
         self._send(Goodbye(self._departure.reason))
-        self._move(Turn.END)
+        self.phase = after(self.phase, Turn.END)
 
     def _deadline_passed(self) -> None:
         if self._departure.is_due(self._effects.now):
@@ -558,7 +512,7 @@ class LearnerMachine:
         stands_at = self._entering.outer_step
         self._take_position(self._entering)
         if self.phase == JOINING:
-            self._move(Turn.ENTER)
+            self.phase = after(self.phase, Turn.ENTER)
             if self.position > stands_at and self.schedule.policy(self.position).exact:
                 self._stage_exact()  # resumed from a snapshot, which was taken before this boundary's copies were
         if self._finish:
@@ -602,9 +556,9 @@ class LearnerMachine:
             waited = self._effects.now - self._waiting_since
             self.waited += waited
             self._effects.emit(Resume(waited, self._wait_reason))
-            self._move(Turn.GO_ON)
+            self.phase = after(self.phase, Turn.GO_ON)
 
     def _done(self) -> None:
         self._end_wait()
-        self._move(Turn.END)
+        self.phase = after(self.phase, Turn.END)
         self._effects.emit(Finished(self.outer_known))

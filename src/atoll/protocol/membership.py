@@ -17,6 +17,7 @@ from atoll.errors import PeerViolation
 from atoll.ids import FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import NO_VERSION, Standing
+from atoll.rules import Policy
 
 JOINING, IN_SYNC, SILENT, LOST, LEFT = Standing
 
@@ -159,6 +160,15 @@ class Roster:
 
     def _forget_in_sync(self) -> None:
         self._in_sync = None
+
+    def quorum(self, policy: Policy, *, elastic: bool) -> int:
+        """How many reports a round needs. "all" shrinks with the members in sync; where `elastic` is false only those that left
+        are not waited for."""
+        if not policy.quorum_all:
+            return policy.quorum
+        if not elastic:
+            return max(1, sum(1 for m in self if m.standing != LEFT and m.incarnation >= 0))
+        return max(1, len(self.in_sync()))
 
     def connected(self) -> list[Member]:
         return [m for m in self._members.values() if m.connected]

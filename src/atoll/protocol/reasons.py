@@ -104,6 +104,9 @@ SENTENCES: dict[Why, str] = {
 }
 """What people read before the details. A code without a sentence has details that are a whole sentence themselves."""
 
+ANSWERED = (Why.DECLINED, Why.POISONED, Why.OUTLIER)
+"""Reasons for a drop after which nothing more comes from the learner to wake it: it has answered."""
+
 
 class Reason(msgspec.Struct, frozen=True, array_like=True, gc=False):
     why: Why
@@ -116,3 +119,10 @@ class Reason(msgspec.Struct, frozen=True, array_like=True, gc=False):
     def __bool__(self) -> bool:
         """A reason is asked for by `is None`: the truth of one would invite the old convention of empty strings."""
         raise TypeError("compare a reason with None, or its `why`")
+
+
+def wrong_receiver(body: object, receiver: str) -> Reason:
+    return Reason(Why.WRONG_RECEIVER, f"{type(body).__name__} is not for {receiver}")
+
+
+DUE = Reason(Why.DUE)

@@ -18,7 +18,7 @@ from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Fates, Ledger
 from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
 from atoll.protocol.pulse import Pulse
-from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.reasons import ANSWERED, Reason, Why, wrong_receiver
 from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, RoundStep, shares_of
 from atoll.protocol.snapshot import Snapshot, marker_of
 from atoll.protocol.validity import StepMost, claims_too_much, hello_claims, objection, report_claims
@@ -56,9 +56,6 @@ from atoll.protocol.vocabulary import (
     Tick,
 )  # fmt: skip
 from atoll.rules import Schedule, fresh, paced_until
-
-ANSWERED = (Why.DECLINED, Why.POISONED, Why.OUTLIER)
-"""Reasons for a drop after which nothing more comes from the learner to wake it: it has answered."""
 
 
 class SyncerMachine:
@@ -174,16 +171,14 @@ class SyncerMachine:
                 self._end_incarnation(member.learner)
                 self.admission.mark_left(member, reason)
             case _:
-                misled = Reason(Why.WRONG_RECEIVER, f"{type(body).__name__} is not for the syncer")
-                self._refuse(member.learner, misled, disconnect=True)
+                self._refuse(member.learner, wrong_receiver(body, "the syncer"), disconnect=True)
 
     def _refuse(self, learner: LearnerId, reason: Reason, *, disconnect: bool = False) -> None:
         self.refused += 1
         self._effects.emit(Refuse(learner, reason, disconnect))
 
     def _hello(self, learner: LearnerId, envelope: Envelope, body: Hello) -> None:
-        unearned = hello_claims(body, learner, self.outer_step, self.leases, self._step_most)
-        if unearned is not None:
+        if (unearned := hello_claims(body, learner, self.outer_step, self.leases, self._step_most)) is not None:
             return self._refuse(learner, unearned, disconnect=True)
         member = self.roster.get(learner)
         if member is not None and member.standing == LEFT and member.incarnation == envelope.incarnation:
@@ -201,8 +196,7 @@ class SyncerMachine:
         return None
 
     def _report(self, member: Member, body: Report) -> None:
-        unearned = report_claims(body, member, self.versions, self.leases, self._step_most)
-        if unearned is not None:
+        if (unearned := report_claims(body, member, self.versions, self.leases, self._step_most)) is not None:
             return self._refuse(member.learner, unearned, disconnect=True)
         newer = body.local_step > member.reported
         self.ledger.trained(member.learner, body.tokens)
@@ -297,11 +291,7 @@ class SyncerMachine:
         return round_
 
     def _quorum(self, round_: Round) -> int:
-        if not round_.policy.quorum_all:
-            return round_.policy.quorum
-        if not self.config.protocol.elastic:
-            return max(1, sum(1 for m in self.roster if m.standing != LEFT and m.incarnation >= 0))
-        return max(1, len(self.roster.in_sync()))
+        return self.roster.quorum(round_.policy, elastic=self.config.protocol.elastic)
 
     def _turn(self) -> None:
         """Let whatever can move, move. Each pass either changes something or ends the loop."""

@@ -20,7 +20,8 @@ from atoll.errors import RunFailed
 from atoll.ids import SYNCER, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Executor, Payload
-from atoll.protocol.learner import DONE, LearnerMachine
+from atoll.protocol.learner import LearnerMachine
+from atoll.protocol.phases import DONE
 from atoll.protocol.vocabulary import (
     Connected,
     ConnectionLost,

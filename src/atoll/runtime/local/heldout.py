@@ -1,5 +1,5 @@
-"""Looks at the Theta of a live run while it trains. An onlooker is a process of its own that reads the versions which the
-syncer stores: nobody sends it anything or waits for it, and a run goes on whatever becomes of it."""
+"""Evaluates the Theta of a live run while it trains. The evaluator is a process of its own that reads the versions the syncer
+stores: no process sends it anything or waits for it, and the run goes on without it."""
 
 from __future__ import annotations
 

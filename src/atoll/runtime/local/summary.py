@@ -71,5 +71,5 @@ class _StartSnapshots(MemorySnapshots):
 
 
 def executor_for_replay(directory: Path) -> Callable[[Task], TensorExecutor]:
-    """Hands that train a live run again from what it began with."""
+    """An executor that trains a live run again from its start."""
     return lambda task: TensorExecutor(task, _start(directory, task), _StartSnapshots(directory))
