@@ -76,13 +76,13 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Row:
-    """Shares are of 1; the table says points."""
+    """Shares are between 0 and 1; the table has percentage points."""
 
     run: str
     quantity: str
     measured: float
     predictions: tuple[Prediction, ...]
-    told: dict[str, Any] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
     """Further figures, for --json."""
 
     def off(self, prediction: Prediction) -> float:
@@ -205,7 +205,7 @@ class Bench:
         return rows
 
     def _rehearse(self) -> tuple[Calibration, Comeback]:
-        """Medians of a run with kills are those of its undisturbed steps."""
+        """In a run with kills the medians are those of its undisturbed steps."""
         guess = schedule_settings(self.schedule_interval)
         step = self.calibrations.get("decoupled-free") or asdict(self.calibrate("decoupled-free", guess))
         seen = Seen().feed(self.live("kills-rehearsal", killed_settings(REHEARSAL_SECONDS, step["period_seconds"]), REHEARSAL))
@@ -220,7 +220,7 @@ def asdict_kill(kill: Any) -> dict[str, float]:
     return {"at": kill.at, "learner": kill.learner, "lasts": kill.lasts}
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- output
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -243,33 +243,35 @@ def off_rows(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def as_json(rows: Sequence[Row], task: Bench) -> dict[str, Any]:
+def as_json(rows: Sequence[Row], bench: Bench) -> dict[str, Any]:
     return {
-        "bench": "agreement", "parameters": task.parameters, "calibrations": task.calibrations,
+        "bench": "agreement", "parameters": bench.parameters, "calibrations": bench.calibrations,
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write everything that was seen")
-    parser.add_argument("--keep", type=Path, help="a new folder for logs and tapes; by default they are thrown away")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--keep", type=Path, help="a new folder for logs and tapes; by default they are deleted")
     parser.add_argument("--only", choices=("blocking", "schedule", "kills"))
-    parser.add_argument("--quick", action="store_true", help="short runs, to see that it works; their figures say little")
+    parser.add_argument("--quick", action="store_true", help="short runs, to check that it works; figures mean little")
     options = parser.parse_args()
     if options.keep is not None and options.keep.exists():
-        print(f"--keep {options.keep}: is there already; name a new folder", file=sys.stderr)
+        print(f"--keep {options.keep}: exists already; name a new folder", file=sys.stderr)
         raise SystemExit(2)
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="atoll-agreement-") as scratch:
-        task = Bench(options.keep or Path(scratch), options.quick)
-        parts: dict[str, Callable[[], list[Row]]] = {"blocking": task.blocking, "schedule": task.schedule, "kills": task.kills}
+        bench = Bench(options.keep or Path(scratch), options.quick)
+        parts: dict[str, Callable[[], list[Row]]] = {
+            "blocking": bench.blocking, "schedule": bench.schedule, "kills": bench.kills,
+        }  # fmt: skip
         rows = [row for name, part in parts.items() if options.only in (None, name) for row in part()]
     print(f"load average before: {load_before:.2f} on {os.cpu_count()} cores\n")
     print(table(rows))
     print("\n" + ("\n".join(off_rows(rows)) or f"all within {POINTS:g} points"))
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(rows, task), indent=1) + "\n", encoding="utf8")
+        options.json.write_text(json.dumps(as_json(rows, bench), indent=1) + "\n", encoding="utf8")
 
 
 if __name__ == "__main__":

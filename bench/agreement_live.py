@@ -1,8 +1,8 @@
-"""The live side of `agreement.py`: a local cluster on links of a given rate, and what its tapes say.
+"""The live side of `agreement.py`: a local cluster on links of a given rate, and the figures of its tapes.
 
-The limit is a token bucket in a proxy between each learner and the syncer, a bucket for each direction. Not tbf on network
-namespaces, as in `two_machines.py`: `LocalCluster` forks all of its processes from one fork server, so they share a namespace
-and an address, and a kernel's bucket could not tell one learner's link from the other's. A proxy can, and needs no root.
+The limit is a token bucket in a proxy between each learner and the syncer, one for each direction. It is not tbf on network
+namespaces as in `two_machines.py`: `LocalCluster` forks all of its processes from one fork server, so they share a namespace
+and an address, and the kernel could not distinguish the learners' links. A proxy can, and needs no root.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ from atoll.tape.weave import open_run
 HERE = Path(__file__).parent
 MODEL_NAME = "agreement_model:timed"
 SLICE_SECONDS = 0.02
-"""A limited way forwards in slices of this much time, and makes up for a late wake-up of as much: idle time is not saved."""
+"""A limited direction forwards in slices of this much time, and makes up for a wake-up that is late by up to one slice. Idle
+time beyond that is not saved."""
 MESSAGE_BYTES = 2048
 BUFFER_BYTES = 64 * 1024
-"""Of a socket of ours. The kernel's own choice is megabytes: seconds of a slow link, which messages would queue behind."""
+"""Of the proxy's sockets. The kernel's default is megabytes: messages would queue behind seconds of data on a slow link."""
 SEGMENT_BYTES = 1448
-"""As on Ethernet. Loopback's are 64 KB, and a sender's buffer is sized in segments."""
+"""As on Ethernet. Loopback's segments have 64 KB, and a sender's buffer is sized in segments."""
 
 # ---------------------------------------------------------------- limited links
 
@@ -63,9 +64,9 @@ class Bucket:
         return max(256, min(BUFFER_BYTES, int(self._rate * SLICE_SECONDS)))
 
     async def spend(self, count: int) -> None:
-        """Returns when the last of these bytes has crossed. What was overslept is made up for, or the mean rate would fall
-        short: by 4 % at 10 Mbit/s and by a fifth at 200. A message goes ahead of a transfer, at the transfer's expense, as by
-        a fair queue (fq_codel) and as on the virtual network."""
+        """Returns when the last of these bytes has crossed. A late wake-up is made up for: otherwise the mean rate would be too
+        low, by 4 % at 10 Mbit/s and by a fifth at 200. A message overtakes a transfer and delays it, as in a fair queue
+        (fq_codel) and on the virtual network."""
         now = asyncio.get_running_loop().time()
         self._free_at = max(now - SLICE_SECONDS, self._free_at) + count / self._rate
         if self._free_at > now and count > MESSAGE_BYTES:
@@ -98,33 +99,33 @@ class LimitedLink:
     async def start(self, syncer: str) -> str:
         host, _, port = syncer.rpartition(":")
         self._syncer = (host, int(port))
-        ear = small_socket()  # what it accepts has its buffer's size
-        ear.bind(("127.0.0.1", 0))
-        self._server = await asyncio.start_server(self._forward, sock=ear, limit=BUFFER_BYTES)
-        return f"127.0.0.1:{ear.getsockname()[1]}"
+        listener = small_socket()  # accepted connections inherit its buffer size
+        listener.bind(("127.0.0.1", 0))
+        self._server = await asyncio.start_server(self._forward, sock=listener, limit=BUFFER_BYTES)
+        return f"127.0.0.1:{listener.getsockname()[1]}"
 
     async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            ours = small_socket()
-            await asyncio.get_running_loop().sock_connect(ours, self._syncer)
-            from_syncer, to_syncer = await asyncio.open_connection(sock=ours, limit=BUFFER_BYTES)
+            upstream = small_socket()
+            await asyncio.get_running_loop().sock_connect(upstream, self._syncer)
+            from_syncer, to_syncer = await asyncio.open_connection(sock=upstream, limit=BUFFER_BYTES)
         except OSError:
             writer.close()
             return
-        ways = [asyncio.create_task(w) for w in (pump(reader, to_syncer, self._up), pump(from_syncer, writer, self._down))]
-        self._pumps.update(ways)
-        await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)  # gRPC closes both ways or none
-        for way in ways:
-            way.cancel()
-        await asyncio.gather(*ways, return_exceptions=True)
-        self._pumps.difference_update(ways)
+        pumps = [asyncio.create_task(w) for w in (pump(reader, to_syncer, self._up), pump(from_syncer, writer, self._down))]
+        self._pumps.update(pumps)
+        await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)  # gRPC closes both directions or none
+        for pump_task in pumps:
+            pump_task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+        self._pumps.difference_update(pumps)
         for end in (writer, to_syncer):
             end.close()
 
     async def stop(self) -> None:
         self._server.close()
-        for way in self._pumps:
-            way.cancel()
+        for pump_task in self._pumps:
+            pump_task.cancel()
         while self._pumps:
             await asyncio.sleep(SLICE_SECONDS)
 
@@ -159,21 +160,21 @@ def run_live(settings: Config, folder: Path, plan: ChaosPlan | None = None, mbit
     return list(open_run(folder).records())
 
 
-# ---------------------------------------------------------------- what a run shows
+# ---------------------------------------------------------------- figures of a run
 
 
 class Seen:
-    """Of a live run's tapes or of a virtual run as it goes: one fold, so that both sides are counted alike."""
+    """A fold over a live run's tapes or over a virtual run as it runs, so that both are counted in the same way."""
 
     def __init__(self) -> None:
         self.steps: defaultdict[LearnerId, list[tuple[Nanos, Nanos]]] = defaultdict(list)
-        """When each began and ended."""
+        """Begin and end of each."""
         self.waits: defaultdict[LearnerId, list[Nanos]] = defaultdict(list)
         self.starts: defaultdict[LearnerId, list[Nanos]] = defaultdict(list)
         self.pulls: list[Nanos] = []
-        """From the fixing of a round's participants until its result is stored."""
+        """From fixing a round's participants to storing its result."""
         self.counted: list[tuple[Nanos, Nanos]] = []
-        """Steps that the syncer counted: when, and how long they took."""
+        """Steps that the syncer counted: time of the report, and duration."""
         self.first_round: Nanos | None = None
         self.finished: Nanos | None = None
         self._reported: dict[tuple[LearnerId, int], int] = {}
@@ -215,8 +216,8 @@ class Seen:
     # ------------------------------------------------------------ shares
 
     def utilisation(self, interval: int, warm_up: int) -> float:
-        """Time in steps over time that passed, over whole intervals: from the start of the one after `warm_up` to the start
-        of the last, so that each counts with the wait that ends it."""
+        """Time in steps over elapsed time, over whole intervals: from the start of the one after `warm_up` to the start of the
+        last, so that each counts with the wait that ends it."""
         shares = []
         for steps in self.steps.values():
             first, last = warm_up * interval, (len(steps) - 1) // interval * interval
@@ -241,27 +242,27 @@ class Seen:
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is taken from an unlimited run. Nothing else is."""
+    """All that the simulators get from an unlimited run."""
 
     step_seconds: float
-    """Mean inner step: what a transfer overlaps is many steps, and their sum counts, long ones included."""
+    """Mean inner step: a transfer overlaps many steps, so their sum counts, long ones included."""
     period_seconds: float
-    """With what lies between two steps: reporting, staging, adopting. What is longer than a step is a wait, or an absence."""
+    """Step and the time between two steps: reporting, staging, adopting. A gap longer than a step is a wait or an absence."""
     step_noise: float
     round_seconds: float = 0.0
-    """What a blocking round costs on a free link, for the learner that arrived last; 0: no learner waited."""
+    """Cost of a blocking round on an unlimited link for the learner that reports last; 0: no learner waited."""
     pull_seconds: float = 0.0
-    """From the fixing of a round's participants until its result is stored."""
+    """From fixing a round's participants to storing its result."""
 
     @property
     def latency_seconds(self) -> float:
         """One way. A blocking round is four trips: report, pull, contribution, announcement; a pull and its answer are two. On
-        a free link a trip takes as long as the processes at its ends do, which the virtual ones do in no time."""
+        an unlimited link a trip takes as long as the processes at its ends need, which is no time in the simulator."""
         return self.round_seconds / 4 if self.round_seconds else self.pull_seconds / 2
 
     @property
     def busy(self) -> float:
-        """The share of its own time that a learner without faults and waits spends in steps."""
+        """Share of its time that a learner without faults and waits spends in steps."""
         return self.step_seconds / self.period_seconds
 
 

@@ -1,4 +1,4 @@
-"""The simulators' side of `agreement.py`: settings mapped onto them, and kill plans drawn from the failure model."""
+"""The simulators' side of `agreement.py`: their settings, and kill plans drawn from the failure model."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PRECISION = 0.1
 
 
 def on_virtual_hardware(settings: Config, free: Calibration, parameters: int, mbit: float | None) -> Config:
-    """The live run's settings with this machine as their cluster section. A step is the whole period, so that virtual steps
-    follow each other as the live ones do; the share of it that is a step is multiplied in afterwards (`Calibration.busy`).
-    What a round costs on a free link is spread over its trips as latency."""
+    """The live run's settings with this machine as their cluster section. A virtual step lasts the whole period, so that steps
+    follow each other as in the live run; results are multiplied by the share of the period that is a step
+    (`Calibration.busy`). The cost of a round on an unlimited link is spread over its trips as latency."""
     gbit = FREE_GBIT if mbit is None else mbit / 1000
     cluster = msgspec.structs.replace(
         settings.cluster, step_seconds=free.period_seconds, step_noise=min(0.5, free.step_noise),
@@ -55,14 +55,15 @@ def blocking_machines(settings: Config, free: Calibration, parameters: int, mbit
 
 
 def round_bits(settings: Config, parameters: int) -> float:
-    """That cross one learner's link in a blocking round, up and then down."""
+    """Bits that cross one learner's link in a blocking round, up and then down."""
     return parameters * (wire_bits(settings.protocol.codec_up) + wire_bits(settings.protocol.codec_down))
 
 
 def blocking_graph(settings: Config, free: Calibration, parameters: int, mbit: float) -> float:
-    """The star on the graph's serial link. Every learner has a link of its own, and its two ways follow each other: the
-    merge needs the whole contribution, the learner the whole result. So it is one link with the bits of both ways, and no
-    ring. The contribution is one packet, made after the last layer, so no layer's transfer starts early: one layer says that."""
+    """The star on the graph's serial link. Every learner has its own link, whose two directions are used one after the other:
+    the merge needs the whole contribution, and the learner the whole result. So it is one link with the bits of both
+    directions, and no ring. The contribution is one packet made after the last layer, so no layer's transfer starts early;
+    a model of one layer expresses that."""
     exchange = Exchange(
         "diloco", interval=settings.protocol.local_steps_per_round, bits=round_bits(settings, parameters) / parameters,
         datacentres=2, latency_seconds=2 * free.latency_seconds,
@@ -72,14 +73,14 @@ def blocking_graph(settings: Config, free: Calibration, parameters: int, mbit: f
 
 
 def blocking_rates(settings: Config, free: Calibration, parameters: int, targets: Sequence[float]) -> list[float]:
-    """Mbit/s at which the graph says about so much, as far as a round that costs something on any link lets it."""
+    """Mbit/s at which the graph gives about these utilisations, as far as the fixed cost of a round allows."""
     interval = settings.protocol.local_steps_per_round * free.period_seconds
     spare = [interval * (1 / u - 1) for u in targets]
     return [two_digits(round_bits(settings, parameters) / 1e6 / max(s - free.round_seconds, s / 4)) for s in spare]
 
 
 def decoupled_rates(settings: Config, free: Calibration, parameters: int, targets: Sequence[float]) -> list[float]:
-    """Shares of what one direction must carry to keep the schedule."""
+    """`targets` are shares of the rate that one direction needs to keep the schedule."""
     widest = max(wire_bits(settings.protocol.codec_up), wire_bits(settings.protocol.codec_down))
     needed = parameters * widest / 1e6 / (settings.protocol.local_steps_per_round * free.period_seconds)
     return [two_digits(u * needed) for u in targets]
@@ -107,16 +108,16 @@ def decoupled_machines(settings: Config, free: Calibration, parameters: int, mbi
 
 @dataclass(frozen=True)
 class Comeback:
-    """Medians over kills of an unlimited run, from the end of an absence, when the process is started."""
+    """Medians over the kills of an unlimited run, from the start of the new process at the end of the absence."""
 
     boot_seconds: float
-    """Until its machine starts: fork, model, data, a place. The virtual machines know nothing of it."""
+    """To the start of its machine: fork, model, data, a place. The simulator does not include it."""
     first_step_seconds: float
-    """Until its first inner step, recovery included."""
+    """To its first inner step, recovery included."""
 
 
 def failure_model(free: Calibration, comeback: Comeback, mtbi: float, away: float) -> FailureModel:
-    """A chip is a slice is a learner."""
+    """Each learner is one slice of one chip."""
     return FailureModel(
         mtbi_seconds=mtbi, slice_chips=1, step_seconds=free.period_seconds, step_noise=0.0, down_seconds=0.0,
         up_seconds=comeback.first_step_seconds, return_seconds=away,
@@ -156,13 +157,13 @@ def killed_machines(
 
 
 def history_goodput(drawn: Sequence[Sequence[Stretch]], window: float) -> float:
-    """The goodput simulator's own count of this very history, in its first `window` seconds."""
+    """The goodput simulator's count of this history, in its first `window` seconds."""
     useful = sum(s.useful * min(1.0, max(0.0, (window - s.start) / s.seconds)) for history in drawn for s in history)
     return useful / (len(drawn) * window)
 
 
 def expected_goodput(model: FailureModel, learners: int, window: float) -> tuple[float, float]:
-    """Of an endless run, and how far runs of one window scatter around it: a standard deviation."""
+    """Goodput of an endless run, and the standard deviation of runs of one window."""
     expected = simulate(learners, learners, model, precision=PRECISION).goodput / 100
     runs = [history_goodput(histories(model, learners, seed, window), window) for seed in range(SPREAD_RUNS)]
     return expected, pstdev(runs)

@@ -3,20 +3,19 @@
     python bench/codecs.py [--json] [--elements N] [--repetitions R] [--device cpu|cuda] [--codecs A,B]
                             [--kernels torch|neon]
 
-One thread, 64 MiB of fp32. The targets are that int4 and e3m0 encode and accumulate in no more than `x.clone()`, read
-literally: a clone repeated in place, between the codecs' runs, medians of one run. PASS and FAIL mean that and nothing
-else.
+One thread, 64 MiB of fp32. The target is that int4 and e3m0 encode and accumulate in at most the time of `x.clone()`, taken
+literally: clones repeated between the codecs' runs, medians of one run. PASS and FAIL mean only that.
 
-What a clone costs depends on the allocator. glibc maps 64 MiB afresh each time, and the clone pays the page faults.
-mimalloc (torch's wheels for aarch64) returns the block just freed, and the clone is a bare copy at the speed of
-memory: one read and one write, which no chain of torch operations can match. So, as information, the ratio to a clone
-into fresh memory is printed too: clones are kept alive, as a learner keeps what it encodes.
+The cost of a clone depends on the allocator. glibc maps 64 MiB again each time, and the clone pays for the page faults.
+mimalloc (torch's wheels for aarch64) returns the block just freed, and the clone is a plain copy at the speed of memory: one
+read and one write, which no chain of torch operations can match. So the ratio to a clone into fresh memory is printed too;
+there all clones are kept alive, as a learner keeps what it encodes.
 
-On ARM, with llvmlite (the extra `fast`), int4 and e3m0 have compiled kernels (src/atoll/codecs/neon.py); --kernels
-torch shows what they save. Where the clone is a bare copy they still miss the target, by 1.2 to 1.6 on a Neoverse-N1,
-and memory is not why: on data in L1 their prototypes took 1.1, 1.2, 1.4 and 1.0 of a clone for int4 encode and
-accumulate, e3m0 encode and accumulate. In a clone's time the core's two vector pipes can start about five operations
-per four elements; encoding takes 4.9 (int4) and 5.6 (e3m0).
+On ARM, with llvmlite (the extra `fast`), int4 and e3m0 have compiled kernels (src/atoll/codecs/neon.py); --kernels torch shows
+how much they save. Where the clone is a plain copy they still miss the target, by a factor of 1.2 to 1.6 on a Neoverse-N1.
+Memory is not the reason: on data in L1 their prototypes took 1.1, 1.2, 1.4 and 1.0 of a clone for int4 encode and accumulate,
+e3m0 encode and accumulate. In a clone's time the core's two vector pipes can start about five operations per four elements;
+encoding takes 4.9 (int4) and 5.6 (e3m0).
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def jobs_of(names: list[str], x: Tensor) -> dict[tuple[str, str], Callable[[], o
 
 
 def measure(names: list[str], x: Tensor, repetitions: int) -> dict[tuple[str, str], float]:
-    """Medians in seconds. Clones run between the codecs' runs, so that a noisy minute hurts both alike."""
+    """Medians in seconds. Clones run between the codecs' runs, so that noise affects both alike."""
     jobs = jobs_of(names, x)
     times: dict[tuple[str, str], list[float]] = {key: [] for key in jobs}
     clones: list[float] = []
@@ -80,7 +79,7 @@ def measure(names: list[str], x: Tensor, repetitions: int) -> dict[tuple[str, st
 
 
 def fresh_clone(x: Tensor, repetitions: int) -> float:
-    """In memory never used before: all clones stay alive until the end."""
+    """A clone into memory that was never used: all clones stay alive until the end."""
     kept: list[Tensor] = []
     return statistics.median(seconds_of(lambda: kept.append(x.clone()), x.device) for _ in range(repetitions))
 

@@ -2,15 +2,15 @@
 
     python bench/cuda_staging.py [--codec int4] [--steps 100] [--batch 6] [--layers 4] [--width 2048] [--alpha 0.5]
 
-A decoder in bf16 autocast with 24 fragments (H = P = 24, tau = 2). Every step stages two fragments and adopts one;
-a second thread stands for the network: it waits for staged packets, makes their bytes, and pins and brings what was
-announced. Blocks of ten such steps and ten steps of training alone take turns, so that a warm or a busy minute meets both.
+A decoder in bf16 autocast with 24 fragments (H = P = 24, tau = 2). Every step stages two fragments and adopts one. A second
+thread stands for the network: it waits for staged packets, copies their bytes, and pins and prefetches announced versions.
+Blocks of ten such steps and of ten steps without communication alternate, so that changes of load affect both.
 
-A step's time is that between two events on the compute stream at step boundaries. The ratio of medians is the figure;
-the target is at most 1.03, with steps of 20 ms or more. As in the learner, the host reads the loss every step, so after
-it the device has nothing queued, and what the host does at a boundary is hidden only where launching is not what a step
-waits for. On an H200: 1.019 (int4, 27 ms a step, the defaults) and 1.020 (e3m0, 66 ms, --layers 8 --batch 8) where it is
-not; 1.028 and 1.034 in two runs (int4, 51 ms, --width 1024 --layers 16 --batch 8) where launching alone takes 33 ms.
+A step's time is that between two events on the compute stream at step boundaries. The result is the ratio of medians; the
+target is at most 1.03, with steps of 20 ms or more. As in the learner, the host reads the loss every step, so the device has
+an empty queue after it, and the host's work at a boundary is hidden only if the step is not bound by kernel launches. On an
+H200: 1.019 (int4, 27 ms per step, the defaults) and 1.020 (e3m0, 66 ms, --layers 8 --batch 8) where it is not; 1.028 and 1.034
+in two runs (int4, 51 ms, --width 1024 --layers 16 --batch 8) where launches alone take 33 ms.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TARGET = 1.03
 
 
 class Network(threading.Thread):
-    """Sends what is staged, and brings one announcement for each it is asked for."""
+    """Sends staged packets, and prefetches one announced version per request."""
 
     def __init__(self, stager: CudaStager) -> None:
         super().__init__(daemon=True)
@@ -61,7 +61,7 @@ class Network(threading.Thread):
                 self.prefetched.put((p, self._stager.prefetch(announced, torch.empty(0))))
 
     def _send(self, packet: Packet) -> None:
-        """From pinned memory into a socket's, as send() of a view does: a copy without the interpreter's lock."""
+        """Copies pinned memory as a socket's send() does, without the interpreter's lock."""
         for part in (packet.codes, packet.scales):
             if part is not None:
                 data = part.view(torch.uint8)
@@ -102,7 +102,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def boundary(self, at: int) -> None:
-        """Adopt what came, stage the two fragments that may be pulled next, ask for the next announcement."""
+        """Adopt a prefetched version, stage the two fragments that may be pulled next, request the next prefetch."""
         started = time.perf_counter()
         if not self.network.prefetched.empty():
             p, incoming = self.network.prefetched.get()
@@ -151,7 +151,7 @@ def main() -> int:
     parser.add_argument("--alpha", type=float, default=0.5)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # as torchrun does: the receiver's copies shall not take the cores that launch
+    torch.set_num_threads(1)  # as torchrun does, so that copies do not take the cores that launch kernels
     trainer = Trainer(arguments)
     alone, staged = trainer.measure(arguments.steps)
     trainer.network.jobs.put(None)

@@ -1,9 +1,9 @@
-"""How many machine events a second the virtual event loop does on one core, with the tape on.
+"""Protocol events per second of the virtual event loop on one core, with the tape on.
 
-    python bench/events.py [--learners 8] [--outer-steps 800] [--runs 5]
+    python bench/events.py [--learners 8] [--total-steps 800] [--runs 5]
 
-Prints each preset's median over the runs and the slowest of them. The target is 20,000 events a second of one core:
-seconds are the process's own CPU time, because the machines are shared; wall time stands beside it.
+Prints each preset's median over the runs, and the slowest preset. The target is 20,000 events per second of CPU time, because
+machines may be shared; wall time is printed too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def one_run(preset: str, learners: int, total_steps: int, directory: Path, run: 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learners", type=int, default=8)
-    parser.add_argument("--outer-steps", type=int, default=800)
+    parser.add_argument("--total-steps", type=int, default=800)
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
     medians = {}

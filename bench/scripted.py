@@ -1,14 +1,14 @@
-"""Learners without training, for benchmarks of a syncer: the real machine and the real link, with packets made beforehand.
+"""Learners without training, for benchmarks of a syncer: the real machine and the real link, with prepared packets.
 
     python bench/scripted.py --syncer HOST:PORT --token FILE [--first 0] [--count 1] [--step 0.5] [--jitter 0.1]
                              [--follow] [--listen]
 
-An inner step is a timer, `--step` seconds give or take `--jitter` of it. A pull is answered with a packet of the fragment's
-size by the run's codec, of random numbers, the same from everybody. What is announced is received and checked by the
-transport, then dropped. All learners share one loop and one thread. With --follow a step ends when a line `NANOSECONDS`
-comes on standard input, which is how long it is said to have taken: learners then keep step with whoever writes.
+An inner step is a timer of `--step` seconds, varied by up to `--jitter` of it. A pull is answered with a packet of random
+numbers in the fragment's size and the run's codec, the same from every learner. The transport receives and checks announced
+versions, which are then dropped. All learners share one loop and one thread. With --follow a step ends when a line
+`NANOSECONDS`, its reported duration, comes on standard input: the learners then step together with the process that writes.
 
-Here too: what the live benchmarks share, a syncer's process and the figures of /proc.
+This file also has what the live benchmarks share: a syncer's process and the figures of /proc.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def packets_of(config: Config) -> list[Packet]:
     """One for each fragment of the recipe's decoder."""
     numbers = dict(SIZES["nano"]) | {"vocab": 257, "context": config.data.seq_len} | config.model.numbers
     layout = layout_for(config, build_model("decoder", numbers, config.seed))
-    by, chance = codec(config.protocol.codec_up), torch.Generator().manual_seed(0)
-    return [by.encode(torch.randn(fragment.numel, generator=chance) * 1e-4) for fragment in layout.fragments]
+    by, rng = codec(config.protocol.codec_up), torch.Generator().manual_seed(0)
+    return [by.encode(torch.randn(fragment.numel, generator=rng) * 1e-4) for fragment in layout.fragments]
 
 
 class ScriptedExecutor:
@@ -76,7 +76,7 @@ class ScriptedExecutor:
 
 
 class ScriptedLearner(LiveLearner):
-    """Steps by itself after `step_seconds()`, or by `finish_step` where that is None. All of it happens in the loop's thread."""
+    """Ends a step after `step_seconds()`, or by a call of `finish_step` if that is None. Everything runs in the loop's thread."""
 
     def __init__(self, *arguments: Any, step_seconds: Callable[[], float] | None, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -101,7 +101,7 @@ class ScriptedLearner(LiveLearner):
             self.step_done(StepDone(self._tokens, self._samples, nanos, None))
 
     async def take(self, envelope: Any, payload: memoryview | None, still: Callable[[], bool]) -> None:
-        """As a learner's, but what was announced is not decoded: a benchmark of the syncer must not measure us."""
+        """As a learner's, but announced versions are not decoded: a benchmark of the syncer must not measure its learners."""
         if still() and not self._over:
             size = payload.nbytes if payload is not None else 0
             self.dispatch(Received(envelope, size), Payload("fragment", size, None) if payload is not None else None)
@@ -112,22 +112,22 @@ def run_learners(options: argparse.Namespace) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listen = "127.0.0.1:0" if options.listen else ""
     address = Address(syncer=options.syncer, token=read_token(options.token).reveal(), listen=listen)
-    chance = random.Random(options.first)
+    rng = random.Random(options.first)
     loop = LoopThread()
     learners: list[ScriptedLearner] = []
     packets: list[Packet] | None = None
     low, high = options.step * (1 - options.jitter), options.step * (1 + options.jitter)
     for learner in range(options.first, options.first + options.count):
-        placement = loop.run(request_place(address, learner, chance))
+        placement = loop.run(request_place(address, learner, rng))
         if packets is None:
             packets = packets_of(from_builtins(placement.config))
         learners.append(ScriptedLearner(
             address, placement, ScriptedExecutor(packets), loop=loop.loop,
-            step_seconds=None if options.follow else lambda: chance.uniform(low, high),
+            step_seconds=None if options.follow else lambda: rng.uniform(low, high),
         ))  # fmt: skip
         learners[-1].start()
     print("ready", flush=True)
-    for line in sys.stdin:  # until our launcher is gone
+    for line in sys.stdin:  # until the launcher ends
         for each in learners:
             loop.loop.call_soon_threadsafe(each.finish_step, int(line))
     os._exit(0)
@@ -137,7 +137,7 @@ def run_learners(options: argparse.Namespace) -> None:
 
 
 class Process:
-    """A child with its standard input held open: when we are gone, so is it."""
+    """A child process that ends with this one, because its standard input closes."""
 
     def __init__(self, argv: Sequence[str | Path], log: Path) -> None:
         self._log = log
@@ -147,7 +147,7 @@ class Process:
             )
         self.pid = self._child.pid
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         assert self._child.stdin is not None
         self._child.stdin.write(line.encode() + b"\n")
         self._child.stdin.flush()
@@ -188,19 +188,19 @@ class Process:
         return (int(fields[11]) + int(fields[12])) / TICKS
 
     def memory(self, key: str) -> int:
-        """VmRSS now or VmHWM at its highest, in bytes."""
+        """VmRSS (now) or VmHWM (peak), in bytes."""
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
             if line.startswith(key + ":"):
                 return 1024 * int(line.split()[1])
         raise SystemExit(f"process {self.pid} has no {key}: {self.last_words()}")
 
     def forget_peak(self) -> None:
-        """VmHWM begins anew from here."""
+        """Resets VmHWM."""
         Path(f"/proc/{self.pid}/clear_refs").write_text("5")
 
 
 class Cluster:
-    """A syncer's process in a folder of its own, and processes of scripted learners."""
+    """A syncer's process in its own folder, and processes of scripted learners."""
 
     def __init__(self, config: Config, syncer: Sequence[str | Path] = ("-m", "atoll", "syncer")) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="atoll-bench-", dir=os.environ.get("ATOLL_BENCH_DIR"))
@@ -223,7 +223,7 @@ class Cluster:
         return self.directory / "run.tape"
 
     def learners(self, first: int, count: int, *words: str) -> Process:
-        """Returns when all of them have a place; each enters the run in its own time."""
+        """Returns when all of them have a place; they enter the run later."""
         process = self._start(
             [__file__, "--syncer", self.address, "--token", self.token, "--first", str(first), "--count", str(count), *words],
             f"learners-{first}",
@@ -255,18 +255,18 @@ class Cluster:
 
 
 class Sampler(threading.Thread):
-    """Calls `look` every so often; what it returned is in `seen`."""
+    """Calls `read` every `seconds` and collects the results in `seen`."""
 
-    def __init__(self, point: Callable[[], Any], seconds: float) -> None:
+    def __init__(self, read: Callable[[], Any], seconds: float) -> None:
         super().__init__(daemon=True)
-        self._evaluate_point = point
+        self._read = read
         self._seconds = seconds
         self._over = threading.Event()
         self.seen: list[Any] = []
 
     def run(self) -> None:
         while not self._over.wait(self._seconds):
-            self.seen.append(self._evaluate_point())
+            self.seen.append(self._read())
 
     def stop(self) -> list[Any]:
         self._over.set()
@@ -287,7 +287,7 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.5)
     parser.add_argument("--jitter", type=float, default=0.1)
     parser.add_argument("--follow", action="store_true")
-    parser.add_argument("--listen", action="store_true", help="Serve peers. They have no state to give: a recovery fails.")
+    parser.add_argument("--listen", action="store_true", help="Serve peers. The learners have no state, so a recovery fails.")
     run_learners(parser.parse_args())
 
 

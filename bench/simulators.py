@@ -1,4 +1,4 @@
-"""How long the simulators take, as a user waits for them, and how near the published tables they come.
+"""Run times of the simulators as commands, and their distance from the published tables.
 
     python bench/simulators.py
 """

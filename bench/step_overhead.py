@@ -2,18 +2,18 @@
 
     python bench/step_overhead.py [--steps 200] [--block 10] [--milliseconds 100]
 
-A syncer's process, a learner in this one, built as `atoll learner` builds it (one torch thread, tape on), and a scripted
-learner (bench/scripted.py) in a third, so that every merge is of two. P = H = 24 over loopback: every step a fragment is
-pulled, merged and adopted. A step that synchronises is everything from asking for it to having reported it, with whatever
-is adopted, staged, taped and sent at its boundary. A step alone is the same inner step of the same model and optimiser,
-not reported.
+There are three processes: a syncer, a learner in this process, built as `atoll learner` builds it (one torch thread, tape on),
+and a scripted learner (bench/scripted.py), so that every merge has two learners. P = H = 24 over loopback: in every step a
+fragment is pulled, merged and adopted. A synchronising step lasts from its request to its report, including everything that is
+adopted, staged, taped and sent at its boundary. A step alone is the same inner step of the same model and optimiser without a
+report.
 
-Blocks of both take turns, because machines are noisy. The scripted learner steps when this one reports, so during a block
-alone the cluster is still: nothing is sent, nothing arrives. The first steps of each block are not counted, so that
-rounds of the block before have died down and those of this one are under way. The batch size is chosen on the spot for
-steps of about --milliseconds of CPU. The target is a ratio of medians of at most 1.03. Beside it stand the ratio of means,
-which counts stalls, and ratios of the training thread's own CPU time, which hold on a busy machine too but leave out
-what waiting for the interpreter's lock costs. The last line is one JSON object.
+Blocks of both alternate, because machines are noisy. The scripted learner steps when this one reports, so the cluster is idle
+during a block alone: nothing is sent or received. The first steps of each block do not count, so that rounds of the previous
+block have ended and those of this block have begun. The batch size is chosen at start for steps of about --milliseconds of CPU.
+The target is a ratio of medians of at most 1.03. The table also has the ratio of means, which includes stalls, and ratios of
+the training thread's CPU time, which are valid on a busy machine but do not include waits for the interpreter's lock. The last
+line is one JSON object.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from atoll.transport.keys import read_token
 
 TARGET = 1.03
 SETTLING = 3
-"""Steps at the head of each block that do not count: tau, and one."""
+"""First steps of each block that do not count: tau + 1."""
 WARM_UP = 30
 
 
@@ -62,14 +62,14 @@ def settings(batch_size: int) -> Config:
 
 
 def cost_of(job: Callable[[], object]) -> tuple[float, float]:
-    """Seconds by the clock, and of this thread's CPU."""
+    """Seconds of wall time, and of this thread's CPU time."""
     began, busy = time.perf_counter(), time.thread_time()
     job()
     return time.perf_counter() - began, time.thread_time() - busy
 
 
 def fitting_batch(milliseconds: float) -> int:
-    """The size whose steps come closest to so many milliseconds. Their cost is nearly, but not quite, in proportion."""
+    """The size whose steps come closest to this many milliseconds. Their cost is nearly, but not exactly, proportional."""
     size = 4
     for _ in range(3):
         executor = TensorLearner(language_task(settings(size)), 0)
@@ -79,7 +79,7 @@ def fitting_batch(milliseconds: float) -> int:
 
 
 class Bench:
-    """One learner of a run, and what it does in a step of either kind."""
+    """One learner of a run, and its two kinds of steps."""
 
     def __init__(self, cluster: Cluster, folder: Path, batch_size: int) -> None:
         use_threads(1)
@@ -104,7 +104,7 @@ class Bench:
         self._batch = 0
 
     def synchronising(self) -> None:
-        """As `runtime/learner/live.py` does it. The partner ends its step when we have reported ours."""
+        """As in `runtime/learner/live.py`. The partner ends its step when this learner has reported."""
         step = self.live.next_step()
         assert step is not None
         began = time.monotonic_ns()
@@ -115,8 +115,8 @@ class Bench:
         self._nanos = nanos
 
     def let_partner_step(self) -> None:
-        """Not in any step's time: it is this benchmark's own doing."""
-        self._partner.tell(str(self._nanos))
+        """Not part of a measured step: only this benchmark does it."""
+        self._partner.send(str(self._nanos))
 
     def alone(self) -> None:
         self._batch += 1
@@ -131,19 +131,19 @@ class Bench:
 Costs = list[tuple[float, float]]
 
 
-def measure(task: Bench, steps: int, block: int) -> tuple[Costs, Costs]:
+def measure(bench: Bench, steps: int, block: int) -> tuple[Costs, Costs]:
     alone: Costs = []
     synchronising: Costs = []
     for _ in range(WARM_UP):
-        task.synchronising()
-        task.let_partner_step()
+        bench.synchronising()
+        bench.let_partner_step()
     while len(alone) < steps:
         for _ in range(SETTLING):
-            task.alone()
-        alone += [cost_of(task.alone) for _ in range(block)]
+            bench.alone()
+        alone += [cost_of(bench.alone) for _ in range(block)]
         for turn in range(SETTLING + block):
-            took = cost_of(task.synchronising)
-            task.let_partner_step()
+            took = cost_of(bench.synchronising)
+            bench.let_partner_step()
             if turn >= SETTLING:
                 synchronising.append(took)
     return alone[:steps], synchronising[:steps]
@@ -158,7 +158,7 @@ def figures_of(costs: Costs) -> dict[str, float]:
 
 
 def rounds_of(tape: Path) -> tuple[int, float]:
-    """How many were stored, and how many learners took part on average: proof that there was something to slow us down."""
+    """Stored rounds and their mean number of learners, to show that the learner did synchronise."""
     stored, participants = 0, []
     for record in Tape(tape).records():
         stored += isinstance(record.event, Stored)
@@ -179,11 +179,11 @@ def main() -> int:
     use_threads(1)
     batch_size = fitting_batch(options.milliseconds)
     with Cluster(settings(batch_size)) as cluster:
-        task = Bench(cluster, cluster.folder, batch_size)
-        parameters = sum(p.numel() for p in task.executor.model.parameters())
-        alone, synchronising = measure(task, options.steps, options.block)
+        bench = Bench(cluster, cluster.folder, batch_size)
+        parameters = sum(p.numel() for p in bench.executor.model.parameters())
+        alone, synchronising = measure(bench, options.steps, options.block)
         busy = load_average()
-        task.close()
+        bench.close()
         stored, participants = rounds_of(cluster.tape)
     figures = {"alone": figures_of(alone), "synchronising": figures_of(synchronising)}
     ratios = {key: figures["synchronising"][key] / value for key, value in figures["alone"].items()}

@@ -1,15 +1,15 @@
-"""One syncer's process with 64 learners: how long does a round take, and what of a core and of memory does it need?
+"""One syncer's process with 64 learners: the latency of a round, and the syncer's use of CPU and memory.
 
     python bench/syncer_load.py [--learners 64] [--seconds 90] [--codec-up fp32] [--width 256] [--mlp 1024] [--layers 6]
 
 The learners are scripted (bench/scripted.py) and take steps of half a second, so each reports twice a second. P = H = 24,
-tau = 2, K = 1, adaptive grace, pace 1, as `decoupled` has them: a round every step, of nearly all learners. A contribution
-is 1 MB: fragments of 262,144 parameters by fp32 up, half of that down by bf16. With --codec-up int4 --width 768 --mlp 2048
---layers 7 contributions are 1 MB too, of fragments of two million parameters, and announcements are 4 MB each.
+tau = 2, K = 1, adaptive grace, pace 1, as in `decoupled`: a round every step, with nearly all learners. A contribution is 1 MB:
+fragments of 262,144 parameters in fp32 up, half of that down in bf16. With --codec-up int4 --width 768 --mlp 2048 --layers 7
+contributions are 1 MB too, from fragments of two million parameters, and announcements are 4 MB each.
 
-The latency of a round is from FixParticipants to its Stored on the syncer's tape: the announcements leave in the same
-breath. A round is late if that is more than tau median step times, after which a learner has trained on without it for
-longer than the preset means it to. A participant that was dropped (missed the pull deadline) makes its round late too.
+The latency of a round is the time from FixParticipants to its Stored on the syncer's tape; the announcements are sent at once
+after that. A round is late if it takes more than tau median step times: learners have then trained without it for longer than
+the preset intends. A dropped participant (one that missed the pull deadline) makes its round late too.
 Memory is flat if the median RSS of the last third of the run is at most 1.05 of the first third's. The tape is read
 after the run. Prints PASS or FAIL, then one JSON object on a line.
 """
@@ -47,7 +47,7 @@ class Rounds:
     latency_p99: float
     latency_max: float
     adopted_p50: float
-    """From FixParticipants to the first report that says it was adopted: the next step's end, half a step away on average."""
+    """From FixParticipants to its first reported adoption, which comes at the end of a step: half a step later on average."""
     adopted_p99: float
     reports_per_second: float
     dropped: int
@@ -159,7 +159,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--mlp", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--processes", type=int, default=1, help="that the learners are spread over")
+    parser.add_argument("--processes", type=int, default=1, help="number of processes for the learners")
     options = parser.parse_args()
     config = settings(options)
     tau = config.protocol.overlap
@@ -185,7 +185,7 @@ def main() -> int:
     print(f"RSS: {burden.rss_first_third / 1e6:.0f} MB in the first third, {burden.rss_last_third / 1e6:.0f} MB in the last"
           f" ({growth:.3f}); peak {burden.rss_peak / 1e6:.0f} MB; tape {tape_bytes / 1e6:.0f} MB")  # fmt: skip
     if burden.machine_idle < 0.05:
-        print("the machine is saturated: what is late here need not be the syncer's fault")
+        print("the machine is saturated: late rounds need not be the syncer's fault")
     on_time = rounds.late == 0
     print(f"{'PASS' if on_time else 'FAIL'} no round late: {rounds.late} of {rounds.count} took over {tau} step times or lost a"
           f" participant ({rounds.dropped} dropped, {rounds.silent} changes of standing)")  # fmt: skip

@@ -3,15 +3,15 @@
     python bench/syncer_memory.py [--learners 4 8] [--rounds 60] [--step 0.5] [--width 768] [--mlp 2048] [--layers 12]
 
 A syncer's process with a decoder of 85 million parameters, P = H = 24, int4 up and bf16 down, and scripted learners
-(bench/scripted.py). They all come at once and are sent all of Theta; two thirds into the run one more comes and, as no peer
-serves it, is sent all of Theta too while rounds go on. The budget is 4 fp32 models + 64 MiB a learner + 500 MB, and what is
-compared with it is VmHWM of the process, which is the syncer of `atoll syncer` with a thread beside it that adds up what
-its parts hold (it allocates nothing to speak of). The peak while it starts (the model is built) and the peak while it runs
-are separate; the verdict is on the higher.
+(bench/scripted.py). They all join at once and get all of Theta. Two thirds into the run one more joins and, as no peer serves
+it, gets all of Theta from the syncer while rounds go on. The budget is 4 fp32 models + 64 MiB per learner + 500 MB, compared
+with VmHWM of the process. The process is that of `atoll syncer` with one more thread, which adds up the memory of its parts
+and allocates very little itself. The peak while it starts (the model is built) and the peak while it runs are separate; the
+higher one decides.
 
-What is held, at the moment of the largest sum: the newest versions (theta, announced, momentum), remembered older
-announcements, accepted packets, merged versions on their way to the disk, cached payloads, and whatever else is queued for
-learners. The rest of the process is Python, torch, gRPC and what merges need for a moment.
+The table has the memory at the moment of the largest sum: the newest versions (theta, announced, momentum), cached older
+announcements, accepted packets, merged versions not stored yet, cached payloads, and other payloads queued for learners. The
+rest of the process is Python, torch, gRPC and the temporary memory of merges.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ SYNCER = "--be-the-syncer"
 # ---------------------------------------------------------------- the syncer's process
 
 
-class SyncerState:
-    """Bytes by what holds them; a tensor that several hold counts where it is first found."""
+class HeldBytes:
+    """Bytes by owner; a tensor with several owners counts for the first one."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -85,50 +85,50 @@ def parts_of(version: Version) -> Iterator[Tensor | None]:
         yield from (version.packet.codes, version.packet.scales)
 
 
-def books_of(home: SyncerDirectory, process: SyncerProcess) -> dict[str, int]:
-    """Reaches into the parts: a benchmark may."""
+def held_bytes(home: SyncerDirectory, process: SyncerProcess) -> dict[str, int]:
+    """Reads private attributes, which only a benchmark may do."""
     executor, disk = home.executor, home.disk
     assert isinstance(executor, TensorSyncer) and isinstance(disk, DurableVersions)
-    syncer_state = SyncerState()
-    syncer_state.add("newest versions", (t for _, v in list(disk._top.values()) for t in parts_of(v)))
-    syncer_state.add("older announcements", list(disk._older.values()))
+    held = HeldBytes()
+    held.add("newest versions", (t for _, v in list(disk._newest.values()) for t in parts_of(v)))
+    held.add("older announcements", list(disk._older.values()))
     packets = [part for parts in list(executor._accepted.values()) for part in list(parts.values())]
-    syncer_state.add("accepted packets", (t for packet, buffers, _ in packets for t in (packet.codes, packet.scales, buffers)))
-    syncer_state.add("anchors of accepted packets", (announced for _, _, announced in packets))
-    syncer_state.add("merged, not stored yet", (t for v in list(executor._merged.values()) for t in parts_of(v)))
-    syncer_state.add_views("cached payloads", (view for views in list(process._payloads.values()) for view in views or ()))
+    held.add("accepted packets", (t for packet, buffers, _ in packets for t in (packet.codes, packet.scales, buffers)))
+    held.add("anchors of accepted packets", (announced for _, _, announced in packets))
+    held.add("merged, not stored yet", (t for v in list(executor._merged.values()) for t in parts_of(v)))
+    held.add_views("cached payloads", (view for views in list(process._payloads.values()) for view in views or ()))
     links = [peer.link for peer in list(process._links.values())]
     transfers = [transfer for link in links for transfer in list(link._outbox._bulks)]
-    syncer_state.add_views("queued for learners", (view for transfer in transfers for view in list(transfer.pieces)))
+    held.add_views("queued for learners", (view for transfer in transfers for view in list(transfer.pieces)))
     assembling = [a.received for link in links for a in list(link._inbox._assemblies.values())]
-    syncer_state.bytes["arriving"] = sum(assembling)
-    return syncer_state.bytes
+    held.bytes["arriving"] = sum(assembling)
+    return held.bytes
 
 
 def be_the_syncer(options: argparse.Namespace) -> None:
-    """The process of `atoll syncer` with a thread that measures it. The peak is written beside the tape."""
+    """The process of `atoll syncer` with a thread that measures it and writes the peak beside the tape."""
     use_threads(1)
     config = load(options.recipe)
     home = SyncerDirectory(options.dir, config, language_task(config))
     process = SyncerProcess(home, options.listen)
-    fullest = 0
+    most_bytes = 0
 
-    def point() -> None:
-        nonlocal fullest
+    def watch() -> None:
+        nonlocal most_bytes
         while True:
             time.sleep(POLL_SECONDS)
             try:
-                held = books_of(home, process)
+                held = held_bytes(home, process)
             except (RuntimeError, ValueError):  # changed while it was read
                 continue
-            if sum(held.values()) > fullest:
-                fullest = sum(held.values())
+            if sum(held.values()) > most_bytes:
+                most_bytes = sum(held.values())
                 (home.directory / "fullest.json").write_text(json.dumps(held))
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, process.stop)
-        threading.Thread(target=point, daemon=True).start()
+        threading.Thread(target=watch, daemon=True).start()
         threading.Thread(target=lambda: (sys.stdin.read(), loop.call_soon_threadsafe(process.stop)), daemon=True).start()
         await process.run()
 
@@ -157,7 +157,7 @@ class Watch:
         self.sources: dict[int, int] = {}
 
     def wait(self, rounds: int, learner: int) -> None:
-        """Until so many rounds were stored and this learner is in."""
+        """Until this many rounds are stored and this learner has joined."""
         while self.rounds < rounds or learner not in self.sources:
             time.sleep(0.2)
             for record in self._tail.more():
@@ -182,12 +182,12 @@ def one_run(options: argparse.Namespace, learners: int) -> dict[str, Any]:
         before_join = syncer.memory("VmHWM")
         cluster.learners(learners, 1, *step)
         watch.wait(options.rounds, learners)
-        assert watch.sources[learners] == SYNCER_ID, "the newcomer was to be sent Theta"
+        assert watch.sources[learners] == SYNCER_ID, "the new learner must get Theta from the syncer"
         usual = statistics.median(sampler.stop())
         peak, busy, rounds = syncer.memory("VmHWM"), load_average(), watch.rounds
         versions = len(list((home / "versions").iterdir()))
         syncer.kill()
-        fullest = json.loads((home / "fullest.json").read_text())
+        held = json.loads((home / "fullest.json").read_text())
     model = sum(theta) // 2  # theta and momentum of version 0
     members = learners + 1
     budget = 4 * model + members * PER_LEARNER + BESIDE
@@ -196,13 +196,13 @@ def one_run(options: argparse.Namespace, learners: int) -> dict[str, Any]:
     print(f"  starting: peak {at_start / 1e6:.0f} MB, then {idle / 1e6:.0f} MB")
     print(f"  running: peak {before_join / 1e6:.0f} MB before the join, {peak / 1e6:.0f} MB with it; median {usual / 1e6:.0f} MB")
     print(f"  {versions} versions of 24 fragments on disk; held in memory at the fullest moment:")
-    for what, size in fullest.items():
+    for what, size in held.items():
         print(f"    {what:<30}{size / 1e6:>8.0f} MB")
     mark = "PASS" if highest <= budget else "FAIL"
     print(f"{mark} {highest / 1e6:.0f} MB of {budget / 1e6:.0f} MB: 4 models, {members} x 64 MiB and 500 MB")
     return {
         "learners": learners, "model_bytes": model, "rounds": rounds, "start_peak": at_start, "idle": idle, "load_average": busy,
-        "peak_before_join": before_join, "peak": peak, "budget": budget, "passed": highest <= budget, "fullest": fullest,
+        "peak_before_join": before_join, "peak": peak, "budget": budget, "passed": highest <= budget, "fullest": held,
     }  # fmt: skip
 
 

@@ -1,8 +1,8 @@
-"""What failures cost in quality: a model trained on a synthetic 1.2-million-chip history, and without failures at equal tokens.
+"""The cost of failures in quality: a model trained on a synthetic 1.2-million-chip history, and without failures at equal tokens.
 
-Both runs are the same config on the real machines in virtual time, recorded first and then trained on (`atoll simulate tape`,
-`atoll train --tape`). The run without failures gets as many outer steps fewer as it trains more tokens in each, so that both see
-the same number of tokens and the whole learning-rate schedule.
+Both runs have the same config on the real machines in virtual time; each is recorded first and then trained (`atoll simulate
+tape`, `atoll train --tape`). The run without failures trains more tokens per outer step and gets fewer outer steps, so that
+both see the same number of tokens and the whole learning-rate schedule.
 
     python bench/synthetic_tape.py --seeds 3
 """
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, default=Path(__file__).parent.parent / "recipes" / "tiny.toml")
     parser.add_argument("--chips", type=int, default=1_200_000)
     parser.add_argument("--learners", type=int, default=8)
-    parser.add_argument("--outer-steps", type=int, default=400)
+    parser.add_argument("--total-steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -72,8 +72,8 @@ def main() -> None:
         costs.append(failing / sound - 1)
         print(f"seed {seed}: held-out loss {failing:.4f} with failures, {sound:.4f} without: {costs[-1]:+.2%}", flush=True)
     mean = statistics.mean(costs)
-    told = "PASS" if max(map(abs, costs)) <= 0.02 else "FAIL"
-    print(f"failures cost {mean:+.2%} on average over {len(costs)} seeds; wanted within 2 % for each: {told}")
+    verdict = "PASS" if max(map(abs, costs)) <= 0.02 else "FAIL"
+    print(f"failures cost {mean:+.2%} on average over {len(costs)} seeds; wanted within 2 % for each: {verdict}")
 
 
 if __name__ == "__main__":

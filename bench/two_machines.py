@@ -1,6 +1,6 @@
 """A syncer and a learner on one machine, a learner on another, mutual TLS between them, on a link as it is and on a slow one.
 
-    sudo python bench/two_machines.py [--rate 20mbit] [--outer-steps 100] [--width 256] [--connections 1] [--keep DIR]
+    sudo python bench/two_machines.py [--rate 20mbit] [--total-steps 100] [--width 256] [--connections 1] [--keep DIR]
 
 The machines are network namespaces joined by a veth pair (Linux, root, `ip` and `tc` of iproute2); the slow link is a token
 bucket (tbf) in both directions. Prints a table, then one JSON object on a line. The namespaces are gone afterwards, also
@@ -47,7 +47,7 @@ class Result:
     """Payload of learner 1: what it sent, and what it was sent."""
     bytes_down: int
     wire_mbit_per_second_up: float
-    """Everything on the link, TLS and all, on average over the run."""
+    """All traffic on the link including TLS, averaged over the run."""
     wire_mbit_per_second_down: float
     pause_seconds: dict[str, float]
     """The longest time a learner took no inner step, to the end of the run: a recovery, which is not counted as waiting."""
@@ -88,7 +88,7 @@ def limit(name: str, rate: str) -> None:
     bucket = ["tbf", "rate", rate, "burst", "64kb", "latency", "100ms"]
     done = subprocess.run(["tc", "-n", name, "qdisc", "replace", "dev", "cable", "root", *bucket], capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"--rate {rate}: tc says: {done.stderr.strip().splitlines()[0]}")
+        raise SystemExit(f"--rate {rate}: refused by tc: {done.stderr.strip().splitlines()[0]}")
 
 
 def sent_bytes(name: str) -> int:
@@ -181,7 +181,7 @@ def one_run(link: str, rate: str | None, folder: Path, options: argparse.Namespa
 
 
 def measured(link: str, folder: Path, wire_up: int, wire_down: int) -> Result:
-    """From the tapes, which are replayed on the way: every decision is re-derived before it is counted."""
+    """From the tapes, which are replayed first, so that every counted decision is checked."""
     from atoll.config import load
     from atoll.runtime.local.summary import verdict
 
@@ -222,7 +222,7 @@ def inner_steps(folder: Path) -> list[tuple[int, int]]:
     return sorted((r.now - r.event.nanos, r.now) for r in records if isinstance(r.event, StepDone))
 
 
-# ---------------------------------------------------------------- what is shown
+# ---------------------------------------------------------------- output
 
 
 def table(results: Sequence[Result]) -> str:
@@ -246,7 +246,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def stop(number: int, frame: FrameType | None) -> None:
-    """Once: a second signal must not interrupt the cleaning up."""
+    """Only once: a second signal must not interrupt the cleanup."""
     for each in STOPPING:
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + number)
@@ -254,17 +254,17 @@ def stop(number: int, frame: FrameType | None) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="20mbit", help="of the slow link, as tc writes it")
-    parser.add_argument("--outer-steps", type=int, default=100)
-    parser.add_argument("--width", type=int, default=256, help="of the model; the link must feel it")
-    parser.add_argument("--connections", type=int, default=1, help="for bulk data, a learner")
-    parser.add_argument("--keep", type=Path, help="a new folder for logs and tapes; by default they are thrown away")
+    parser.add_argument("--rate", default="20mbit", help="of the slow link, in tc's notation")
+    parser.add_argument("--total-steps", type=int, default=100)
+    parser.add_argument("--width", type=int, default=256, help="of the model; large enough to load the link")
+    parser.add_argument("--connections", type=int, default=1, help="bulk connections per learner")
+    parser.add_argument("--keep", type=Path, help="a new folder for logs and tapes; by default they are deleted")
     options = parser.parse_args()
     if sys.platform != "linux" or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
         print("two_machines.py makes network namespaces: run it as root on Linux, with ip and tc (iproute2)", file=sys.stderr)
         raise SystemExit(2)
     if options.keep is not None and options.keep.exists():
-        print(f"--keep {options.keep}: is there already; name a new folder", file=sys.stderr)
+        print(f"--keep {options.keep}: exists already; name a new folder", file=sys.stderr)
         raise SystemExit(2)
     for number in STOPPING:
         signal.signal(number, stop)

@@ -4,9 +4,9 @@
     python bench/quality/experts_and_images.py vqa --show     # the tables alone
     python bench/quality/experts_and_images.py moe --name ddp_rate_6 --preset ddp --set inner.learning_rate=0.006
 
-The last line is how a run of the sweep was made. Settings were chosen on seed 0 and then written into the recipe; the table is
-the recipe as it is on seeds that nothing was chosen by. A run appends a line of JSON to results/: the keys of
-`atoll train --json`, its name, and what differs from its preset's own settings: a line stays true when the recipe changes.
+The last command makes a run of the sweep. Settings were chosen on seed 0 and then written into the recipe; the table has the
+recipe on other seeds. A run appends a line of JSON to results/: the keys of `atoll train --json`, its name, and the differences
+from its preset's settings, so that the line stays true when the recipe changes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ PRESETS: Final = ("ddp", "decoupled")
 TUNED_ON: Final = 0
 SEEDS: Final = (1, 2)
 TABLE: Final = "table"
-"""Name of the runs that are compared; every other name is the sweep's."""
+"""Name of the compared runs; all other names belong to the sweep."""
 SAME_IN_ALL: Final = ("learners", "model.", "data.")
-"""Of no interest in a sweep's table: what all runs of a recipe share."""
+"""Keys that all runs of a recipe share; a sweep's table leaves them out."""
 
 Line = dict[str, Any]
 
@@ -51,7 +51,7 @@ def settings(what: str, preset_name: str, seed: int, assignments: Sequence[str] 
 
 
 def differences(config: Config) -> dict[str, Any]:
-    """What a run has that its preset has not, by dotted key. How often it is evaluated does not make another run."""
+    """Settings that differ from the preset's, by dotted key, except how often Theta is evaluated."""
     usual = by_key(preset(config.preset))
     own = {key: value for key, value in by_key(config).items() if key not in usual or usual[key] != value}
     return {key: value for key, value in own.items() if key != "data.heldout_every"}
@@ -75,17 +75,17 @@ def train(name: str, config: Config) -> Line:
     with tempfile.TemporaryDirectory() as folder:
         summary = run_virtually(config, ChaosPlan(), Path(folder), tensors=True, threads=1, quiet=True)
         load_model(model, Path(folder) / "theta.safetensors")
-    told: Line = msgspec.to_builtins(summary)
+    keys: Line = msgspec.to_builtins(summary)
     more = {
         "name": name, "wall_seconds": round(time.time() - begun, 1), "differs": differences(config),
         "parameters": sum(p.numel() for p in model.parameters()), "trained_tokens": summary.tokens.trained // summary.fragments,
         "expert_load": expert_load(task, model),
     }  # fmt: skip
-    return more | told | {"tape": None, "run_dir": None}
+    return more | keys | {"tape": None, "run_dir": None}
 
 
 def expert_load(task: Task, model: nn.Module) -> list[list[float]]:
-    """For each block with experts, the share of its choices that each expert gets on the held-out text; even is 1 / experts."""
+    """For each block with experts, each expert's share of the choices on the held-out text; 1 / experts is even."""
     routed = [module for module in model.modules() if isinstance(module, ExpertMlp)]
     if not routed:
         return []
@@ -107,7 +107,7 @@ def expert_load(task: Task, model: nn.Module) -> list[list[float]]:
 
 
 def byte_share(line: Line) -> float:
-    """Bytes up and down as a share of bf16 data-parallel: 2 bytes a parameter up and down, each learner, every step."""
+    """Bytes up and down as a share of bf16 data-parallel: 2 bytes per parameter up and down, per learner and step."""
     usual = 2 * 2 * line["parameters"] * line["learners"] * line["total_steps"]
     return float((line["bytes_up"] + line["bytes_down"]) / usual)
 
@@ -118,18 +118,18 @@ def load_range(line: Line) -> str:
 
 
 def percent(line: Line) -> float:
-    """Answers right, of a hundred; a task without answers has none."""
+    """Right answers in per cent; 0 for a task without answers."""
     return 100 * float(line["accuracy"] or 0.0)
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """The mean, and how far the furthest seed is from it."""
+    """The mean, and the distance of the furthest seed from it."""
     mean = statistics.fmean(values)
     return f"{mean:.{digits}f} ± {max(abs(v - mean) for v in values):.{digits}f}"
 
 
 def comparison(lines: Sequence[Line]) -> str:
-    """The table: its runs, preset by preset."""
+    """The table of the compared runs, by preset."""
     found = [line for line in lines if line["name"] == TABLE]
     answers, experts = any(line["accuracy"] is not None for line in found), any(line["expert_load"] for line in found)
     columns = ["preset", "seeds", "held-out loss", *(["answers right, %"] if answers else []),
@@ -149,7 +149,7 @@ def comparison(lines: Sequence[Line]) -> str:
 
 
 def sweep(lines: Sequence[Line], preset_name: str) -> str:
-    """Every run of one preset that is not the table's, best first, with the settings in which they differ."""
+    """All other runs of one preset, best first, with the settings in which they differ."""
     runs = [line for line in lines if line["name"] != TABLE and line["preset"] == preset_name]
     keys = sorted({key for line in runs for key in line["differs"] if not key.startswith(SAME_IN_ALL)} - {"seed"})
     usual = by_key(preset(preset_name))
@@ -178,13 +178,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=RECIPES)
     parser.add_argument("--show", action="store_true", help="run nothing")
-    parser.add_argument("--name", default=TABLE, help="of one run on the seed that was tuned on; without it, the table")
+    parser.add_argument("--name", default=TABLE, help="name of one run on the seed used for tuning; without it, the table")
     parser.add_argument("--preset", choices=PRESETS, action="append", help="by default both")
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--out", type=Path, help="results/WHAT.jsonl beside this script")
     chosen = parser.parse_args()
     if chosen.name == TABLE and chosen.set:
-        parser.error("--set: the table is the recipe as it is; give the run a --name")
+        parser.error("--set: the table takes the recipe unchanged; give the run a --name")
     out = chosen.out or HERE / "results" / f"{chosen.what}.jsonl"
     for seed in SEEDS if chosen.name == TABLE else (TUNED_ON,):
         for name in chosen.preset or PRESETS:

@@ -1,17 +1,16 @@
-"""`atoll eval` beside lm-evaluation-harness: the same model, the same local benchmark files, both figures in one table.
+"""`atoll eval` compared with lm-evaluation-harness: the same model and local benchmark files, both figures in one table.
 
     python bench/quality/harness_agreement.py --run runs/books --tasks-dir benchmarks --limit 200
     python bench/quality/harness_agreement.py --tasks-dir benchmarks    # without a run a small model is trained first
     python bench/quality/harness_agreement.py --show bench/quality/results/agreement.jsonl    # the table of lines kept by --out
 
-`--tasks-dir` holds the JSON lines that `atoll eval --data` takes. The harness asks in words of its own: the task files written
-here include those that it ships, and only the rows are ours, under the column names of the published data sets. So a question
-that we word otherwise shows. Needs `pip install 'atoll[extras,eval]'`; nothing is fetched from anywhere.
+`--tasks-dir` holds the JSON lines that `atoll eval --data` takes. The harness uses its own prompts: the task files written here
+include those that it ships, and only the rows come from Atoll's files, under the column names of the published data sets. So a
+difference in a prompt shows. It needs `pip install 'atoll[extras,eval]'`; nothing is downloaded.
 
-Standard output ends with one JSON object, which `--out` appends to a file: the keys of the run's `atoll train --json`, what
-differs from its preset's own settings, the versions of both packages and every pair of figures. The exit status is 1 where the
-two disagree. (Were this file called lm_eval.py, `import lm_eval` would find it in the place of the package: a script's own
-folder comes first.)
+Standard output ends with one JSON object, which `--out` appends to a file: the keys of the run's `atoll train --json`, the
+differences from its preset's settings, the versions of both packages and every pair of figures. The exit status is 1 if the two
+disagree. (This file cannot be called lm_eval.py: `import lm_eval` would find it, because a script's own folder comes first.)
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from atoll.workload.evaluation.likelihood import Query, encode
 Record: TypeAlias = Mapping[str, Any]
 METRICS: Final = ("acc", "acc_norm", "acc_bytes", "perplexity")
 QUESTIONS: Final = "questions"
-"""Told beside them: how many there are, and how many of them the harness asks in the same words, to the last blank."""
+"""Shown beside the metrics: the number of prompts, and how many of them are equal in the harness, to the last blank."""
 PERPLEXITY_SHARE: Final = 1e-3
-"""Two programs sum the same logarithms in another order and in other batches: six digits agree, three are asked for."""
+"""Two programs sum the same logarithms in another order and in other batches: six digits agree, three are required."""
 FILES: Final = ("data.corpus", "data.heldout", "data.tokenizer")
 OFFLINE: Final = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-# ---------------------------------------------------------------- our rows under their names
+# ---------------------------------------------------------------- Atoll's rows under the harness's names
 
 
 def _piqa(r: Record) -> Record:
@@ -114,8 +113,8 @@ TASKS: Final[dict[str, Theirs]] = {
     "piqa": Theirs("piqa/piqa.yaml", _piqa),
     "arc_easy": Theirs("arc/arc_easy.yaml", _arc),
     "arc_challenge": Theirs("arc/arc_challenge.yaml", _arc),
-    # Its choices begin with a blank: as shipped there are two in front of each, where text has one, and it would count as a
-    # character of the choice where lengths are divided by.
+    # Its choices begin with a blank. With the shipped delimiter there would be two before each choice, and the blank would count
+    # as a character of the choice in normalised scores.
     "copa": Theirs("super_glue/copa/default.yaml", _copa, delimiter="", metrics=("acc",)),
     "lambada": Theirs("lambada/lambada_openai.yaml", _lambada, metrics=("acc", "perplexity")),
     "hellaswag": Theirs("hellaswag/hellaswag.yaml", _hellaswag),
@@ -124,11 +123,11 @@ TASKS: Final[dict[str, Theirs]] = {
     "siqa": Theirs("siqa/siqa.yaml", _siqa),
     "boolq": Theirs("super_glue/boolq/default.yaml", _boolq),
 }
-"""All of ours but CommonsenseQA, which we ask otherwise on purpose, and LAMBADA with its newlines."""
+"""All of Atoll's but CommonsenseQA, whose prompt differs on purpose, and LAMBADA with its newlines."""
 
 
 def write_task(task: str, shipped: Path, data: Path, folder: Path) -> None:
-    """The rows, and a task file that is theirs but for where the rows are. (YAML takes JSON.)"""
+    """The rows, and a task file that equals the harness's except for the place of the rows. (YAML accepts JSON.)"""
     rows = folder / f"{task}.jsonl"
     with find_file(task, data).open(encoding="utf8") as ours, rows.open("w", encoding="utf8") as theirs:
         theirs.writelines(json.dumps(TASKS[task].row(json.loads(line))) + "\n" for line in ours)
@@ -137,17 +136,17 @@ def write_task(task: str, shipped: Path, data: Path, folder: Path) -> None:
         "dataset_path": "json", "dataset_name": None,
         "dataset_kwargs": {"data_files": {"test": str(rows)}, "cache_dir": str(folder / "cache")},
         "training_split": None, "validation_split": None, "test_split": "test", "target_delimiter": TASKS[task].delimiter,
-        "metric_list": [{"metric": metric} for metric in TASKS[task].metrics],  # some ship one, where we tell three
+        "metric_list": [{"metric": metric} for metric in TASKS[task].metrics],  # some ship one metric, Atoll has three
     }  # fmt: skip
     (folder / f"{task}.yaml").write_text(json.dumps(settings), encoding="utf8")
 
 
-# ---------------------------------------------------------------- both
+# ---------------------------------------------------------------- both programs
 
 
 @contextmanager
 def offline() -> Iterator[None]:
-    """Around the first import of datasets and transformers too: they look once."""
+    """Must also enclose the first import of datasets and transformers, which read these variables once."""
     before = {name: os.environ.get(name) for name in OFFLINE}
     os.environ.update(OFFLINE)
     try:
@@ -162,14 +161,14 @@ def offline() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Answers:
-    """What lm-evaluation-harness says of one task."""
+    """Results of lm-evaluation-harness for one task."""
 
     figures: Mapping[str, float]
-    asked: Sequence[Query]
+    queries: Sequence[Query]
 
 
 def ask_harness(model: Path, tasks: Sequence[str], data: Path, folder: Path) -> dict[str, Answers]:
-    """`model` is an exported one, `folder` an empty one to work in."""
+    """`model` is the folder of an exported model, `folder` an empty work folder."""
     import lm_eval.tasks
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
@@ -187,8 +186,8 @@ def ask_harness(model: Path, tasks: Sequence[str], data: Path, folder: Path) -> 
 
 def _answers(results: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> Answers:
     in_order = sorted(samples, key=lambda sample: sample["doc_id"])
-    asked = [Query(*arguments[:2]) for sample in in_order for arguments in sample["arguments"]]
-    return Answers({metric: results[f"{metric},none"] for metric in METRICS if f"{metric},none" in results}, asked)
+    queries = [Query(*arguments[:2]) for sample in in_order for arguments in sample["arguments"]]
+    return Answers({metric: results[f"{metric},none"] for metric in METRICS if f"{metric},none" in results}, queries)
 
 
 @dataclass(frozen=True)
@@ -203,20 +202,20 @@ class Pair:
 
     @property
     def agree(self) -> bool:
-        """An accuracy may differ by one example: two choices that are as likely as each other fall either way by rounding."""
+        """An accuracy may differ by one example: rounding decides between two equally likely choices."""
         room = {QUESTIONS: 0.0, "perplexity": PERPLEXITY_SHARE * self.theirs}.get(self.metric, 1.01 / self.examples)
         return abs(self.ours - self.theirs) <= room
 
 
 def _scored(query: Query) -> tuple[str, str]:
-    """What is given and what is scored: either program moves blanks at the end of a context to the continuation."""
+    """The given and the scored text: both programs move blanks at the end of a context to the continuation."""
     given = query.context.rstrip()
     return given, query.context[len(given) :] + query.continuation
 
 
 def keep_short(trained: Trained, task: str, data: Path, limit: int | None, folder: Path) -> int:
-    """Copies the examples that both can score, and counts those left out: a choice that is longer by itself than the model's
-    context loses its beginning with us, and the harness refuses it."""
+    """Copies the examples that both programs can score, and counts those left out: of a choice longer than the model's context
+    Atoll drops the beginning, and the harness refuses it."""
     path = find_file(task, data)
     items = read_items(task, path, limit)
     lines = path.read_bytes().splitlines()[:limit]
@@ -227,21 +226,21 @@ def keep_short(trained: Trained, task: str, data: Path, limit: int | None, folde
 
 
 def agreement(trained: Trained, tasks: Sequence[str], data: Path, limit: int | None = None) -> list[Pair]:
-    """Every figure that both tell."""
+    """Every figure that both programs give."""
     with offline(), tempfile.TemporaryDirectory(prefix="atoll-harness-") as name:
-        model, asked, work = (Path(name) / each for each in ("model", "asked", "work"))
-        asked.mkdir()
+        model, short, work = (Path(name) / each for each in ("model", "short", "work"))
+        short.mkdir()
         work.mkdir()
-        too_long = {task: keep_short(trained, task, data, limit, asked) for task in tasks}
+        too_long = {task: keep_short(trained, task, data, limit, short) for task in tasks}
         export_hf(trained, model)
-        theirs = ask_harness(model, tasks, asked, work)
-        ours = evaluate_run(trained, check_tasks(tasks, asked, None))
-        return [pair for each in ours for pair in _pairs(each, theirs[each.task], asked, too_long[each.task])]
+        theirs = ask_harness(model, tasks, short, work)
+        ours = evaluate_run(trained, check_tasks(tasks, short, None))
+        return [pair for each in ours for pair in _pairs(each, theirs[each.task], short, too_long[each.task])]
 
 
-def _pairs(ours: Result, theirs: Answers, asked: Path, too_long: int) -> Iterator[Pair]:
-    queries = [query for item in read_items(ours.task, find_file(ours.task, asked)) for query in item.queries]
-    same = sum(_scored(own) == _scored(other) for own, other in zip(queries, theirs.asked, strict=True))
+def _pairs(ours: Result, theirs: Answers, short: Path, too_long: int) -> Iterator[Pair]:
+    queries = [query for item in read_items(ours.task, find_file(ours.task, short)) for query in item.queries]
+    same = sum(_scored(own) == _scored(other) for own, other in zip(queries, theirs.queries, strict=True))
     yield Pair(ours.task, ours.examples, QUESTIONS, len(queries), same, too_long)
     for metric, figure in theirs.figures.items():
         own = getattr(ours, metric)
@@ -250,7 +249,7 @@ def _pairs(ours: Result, theirs: Answers, asked: Path, too_long: int) -> Iterato
 
 
 def train_small(directory: Path, threads: int) -> Trained:
-    """Enough that its answers are no accident of its first weights, on the text that every machine has."""
+    """Trained enough that its answers do not depend on its initial weights, on text that every machine has."""
     config = load(preset_name="decoupled", overrides={
         "learners": 2, "total_steps": 200, "model": {"numbers": {"width": 64, "layers": 4, "heads": 4, "mlp": 128, "tied": True}},
         "data": {"tokenizer": "bpe", "vocab": 1024, "seq_len": 256, "batch_size": 2, "heldout_batches": 4},
@@ -260,12 +259,11 @@ def train_small(directory: Path, threads: int) -> Trained:
     return open_trained(directory)
 
 
-# ---------------------------------------------------------------- what is kept and shown
+# ---------------------------------------------------------------- output
 
 
 def line_of(trained: Trained, found: Sequence[Pair], limit: int | None) -> Line:
-    """The run as its own summary has it, and both programs' figures. Files without the folders of this
-    machine."""
+    """The run's own summary and the figures of both programs; files without the folders of this machine."""
     path = trained.run / "summary.json"  # a syncer started alone writes none
     summary: Line = json.loads(path.read_text(encoding="utf8")) if path.is_file() else {}
     differs = differences(trained.config)
@@ -281,7 +279,7 @@ def line_of(trained: Trained, found: Sequence[Pair], limit: int | None) -> Line:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """A row for each task; in a cell our figure and theirs, of questions how many there are and how many are worded alike."""
+    """A row per task; a cell has Atoll's figure and the harness's, for prompts their number and how many are equal."""
     shown = (QUESTIONS, *METRICS)
     rows = []
     for line in lines:
@@ -305,10 +303,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--run", type=Path, help="folder of a run of `atoll train`; without it a small model is trained")
     parser.add_argument("--tasks-dir", type=Path, help="folder with the benchmarks' JSON lines")
     parser.add_argument("--tasks", default="piqa,arc_easy,copa,lambada", help=f"of {','.join(TASKS)}")
-    parser.add_argument("--limit", type=int, default=None, help="only the first so many examples of each")
+    parser.add_argument("--limit", type=int, default=None, help="only the first examples of each, this many")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="append the JSON object here")
-    parser.add_argument("--show", type=Path, help="ask nothing, print the table of the lines in this file")
+    parser.add_argument("--show", type=Path, help="evaluate nothing, print the table of the lines in this file")
     return parser
 
 

@@ -1,11 +1,11 @@
-"""Groups of quality runs, so many at a time, as processes of train.py.
+"""Groups of quality runs, `--jobs` at a time, as processes of train.py.
 
     python bench/quality/study.py main --data DIR --out main.jsonl --jobs 4 --compiled --seeds 0,1,2 --skip-done
     python bench/quality/study.py ablations --list
 
-Each run has a log beside `--out` and appends its line there when it is done. A failed run is reported at the end, and does not
-stop the others; after `--time-limit` seconds none is started, and those that still run are ended. Arguments after `--` go to
-train.py: `-- --device cpu --corpus stdlib --heldout= --tokenizer bytes`.
+Each run has a log beside `--out`, and appends its line to `--out` when it is done. A failed run is reported at the end and does
+not stop the others. After `--time-limit` seconds no run is started, and those that still run are killed. Arguments after `--` go
+to train.py: `-- --device cpu --corpus stdlib --heldout= --tokenizer bytes`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SETTINGS: dict[str, Any] = {
     "outer": {2: (0.7, 0.5), 4: (1.0, 0.5), 8: (1.0, 0.5)},
     "runs": {"async_diloco_m8_h30": ["outer.outer_optimizer=sgd", "outer.outer_learning_rate=0.5"]},
 }
-"""Found by the sweeps (docs/research/results.md): keys of `inner` for all; the inner rate, and (rate, momentum) of the outer
-Nesterov, by the number of learners; and for single runs, by name, --set lines that lie over these."""
+"""Found by the sweeps (docs/research/results.md): keys of `inner` for all runs; the inner rate, and (rate, momentum) of the
+outer Nesterov, by the number of learners; and for single runs, by name, --set lines that replace these."""
 EVERY_12 = ("protocol.local_steps_per_round=12", "protocol.fragments=12", "protocol.codec_down=int8")
-"""Twice as often as every 24 steps, and at int4 up, int8 down still 3.1 % of bf16 data-parallel's bytes."""
+"""Twice as often as every 24 steps; with int4 up and int8 down still 3.1 % of the bytes of bf16 data-parallel."""
 IN_PIECES = ("protocol.fragmentation=sub_tensor",)
-"""The embedding is half of the model: cut up, no fragment is larger than another, and neither is any peak."""
+"""The embedding is half of the model. Cut into pieces it makes fragments, and so peaks of traffic, of equal size."""
 MEAN = ("protocol.merge=mean", "protocol.embedding_merge=mean")
-"""With Muon, and stepped in full: `merge_runs` has RDA beside it, each at its own outer settings."""
+"""For Muon, with outer learning rate 1.0: `merge_runs` compares it with RDA, each at its own outer settings."""
 BY_ADAMW = ("inner.optimizer=AdamW", "inner.betas=[0.9,0.95]", "inner.learning_rate=2e-3")
 
 
@@ -55,7 +55,7 @@ def outer(rate: float, momentum: float) -> tuple[str, str]:
 
 
 def run(name: str, preset: str, learners: int, *assignments: str, more: Sequence[str] = ()) -> Run:
-    """One run under the common settings. data_parallel has no outer optimiser to tune."""
+    """One run with the common settings. data_parallel has no outer optimiser to tune."""
     lines = [f"inner.{key}={value}" for key, value in SETTINGS["inner"].items()]
     lines.append(f"inner.learning_rate={SETTINGS['rates'][learners]}")
     if preset != DATA_PARALLEL:
@@ -70,7 +70,7 @@ def sized(runs: Sequence[Run], size: str, tokens: float, step_tokens: int) -> li
     return [Run(name, (*scale, *arguments)) for name, arguments in runs]
 
 
-# ---------------------------------------------------------------- the methods against each other
+# ---------------------------------------------------------------- comparison of the methods
 
 
 def main_runs() -> list[Run]:
@@ -92,11 +92,11 @@ def main_runs() -> list[Run]:
     ], "35M", 200e6, 65_536)  # fmt: skip
 
 
-# ---------------------------------------------------------------- looking for settings
+# ---------------------------------------------------------------- sweeps
 
 
 def rate_runs() -> list[Run]:
-    """The inner rates above: that of one learner serves two as well, that of eight serves four."""
+    """For the inner rates above: the rate of one learner is used for two as well, that of eight for four."""
     found = (*EVERY_12, *IN_PIECES, *MEAN)
     return sized([
         *(run(f"dp_{rate}", DATA_PARALLEL, 1, f"inner.learning_rate={rate}") for rate in (0.0015, 0.003, 0.006)),
@@ -105,7 +105,7 @@ def rate_runs() -> list[Run]:
 
 
 def outer_runs() -> list[Run]:
-    """Outer settings for the methods that `decoupled`'s were lent to; 0.7 / 0.9 is published."""
+    """Outer settings for the methods that first had those of `decoupled`; 0.7 / 0.9 is published."""
     tries = ((1.0, 0.5), (0.7, 0.9), (0.7, 0.5))
     return sized([
         run(f"{name}_{rate}_{momentum}", name, 8, "protocol.local_steps_per_round=30", *outer(rate, momentum))
@@ -114,8 +114,8 @@ def outer_runs() -> list[Run]:
 
 
 def merge_runs() -> list[Run]:
-    """RDA steps further than a mean at the same outer rate, so that each is to be seen at its own: a mean, and RDA on all, with
-    Muon. `mean_1.0_0.5` is what the main runs have."""
+    """RDA steps further than a mean at the same outer rate, so each is compared at its own: a mean, and RDA on all tensors, with
+    Muon. The main runs have `mean_1.0_0.5`."""
     tries = (("mean", 1.0, 0.5), ("mean", 0.7, 0.7), ("rda", 0.4, 0.7), ("rda", 0.7, 0.5), ("rda", 1.0, 0.5))
     return sized([
         run(
@@ -127,7 +127,7 @@ def merge_runs() -> list[Run]:
 
 
 def sweep_runs() -> list[Run]:
-    """What the other settings were chosen from."""
+    """Runs from which the other settings were chosen."""
     published = outer(0.4, 0.7)
     rda = ("protocol.embedding_merge=rda", *published)
     return sized([
@@ -146,12 +146,12 @@ def sweep_runs() -> list[Run]:
 # ---------------------------------------------------------------- one choice at a time
 
 PUBLISHED = (*BY_ADAMW, *outer(0.4, 0.7))
-"""As in the papers: AdamW inside, H = P = 24, RDA on all but the embedding; a cooler outer step, for a run this short."""
+"""As in the papers: AdamW, H = P = 24, RDA on all but the embedding; with a smaller outer step, because the run is short."""
 SPARSE = 0.0645
-"""Of the values: with index and value, 64 bits each, as many bytes as int4."""
+"""Share of the values: with index and value, 64 bits each, it needs as many bytes as int4."""
 EXACT = ("protocol.adopt=exact", "protocol.quorum=all", "protocol.grace=none", "protocol.pace=0")
-"""Every learner waits for a result that is not back tau steps after its pull; otherwise tau would not be exact. On arrival, over
-links as fast as these, a result is adopted at the next step boundary whatever tau is; and tau = 0 must wait."""
+"""Every learner waits for a result that has not arrived tau steps after its pull, so that tau is exact. With adoption on arrival
+and links as fast as these, a result would be adopted at the next step boundary for any tau; and tau = 0 must wait."""
 UNEVEN = ("cluster.slow_share=0.25", "cluster.slow_factor=1.5")
 
 
@@ -183,14 +183,15 @@ def _overlaps() -> dict[str, list[str]]:
 
 
 def _uneven() -> dict[str, list[str]]:
-    """A quarter of the learners takes half as long again; and the papers' bad case, one learner merged a round."""
+    """A quarter of the learners is 1.5 times as slow; and the papers' bad case, one learner per merge."""
     no_grace = "protocol.grace=none"
     bad = [no_grace, "protocol.pace=0", "protocol.quorum=1"]
     return {"uneven": [*UNEVEN], "uneven_no_grace": [*UNEVEN, no_grace], "uneven_bad": [*UNEVEN, *bad], "even_bad": bad}
 
 
 def _fragments() -> dict[str, list[str]]:
-    """balanced, 24 of them, is the base. Of a model with 4 layers, 2 and 3 layers a fragment are the same two fragments."""
+    """24 balanced fragments are the base. In a model of 4 layers, 2 and 3 layers per fragment give the same two fragments."""
+
     def by_layer(order: str, layers: int) -> list[str]:
         keys = {"fragmentation": "layer", "fragments": 0, "layer_order": order, "layers_per_fragment": layers}
         return [f"protocol.{key}={value}" for key, value in keys.items()]
@@ -201,15 +202,16 @@ def _fragments() -> dict[str, list[str]]:
 
 
 def _others() -> dict[str, list[str]]:
-    """Freezing stands beside overlap_0. On arrival, with a fragment due in each step, it learns nothing at all: what is due next
-    is pulled while the step that trains it still runs, from the copy of the boundary before, and then overwritten."""
+    """Freezing compares with overlap_0. With adoption on arrival and a fragment due in each step it would learn nothing: the
+    fragment due next is pulled from the copy of the previous boundary, while the step that trains it still runs, and is then
+    overwritten."""
     freezing = [*EXACT, "protocol.overlap=0", "protocol.freeze_not_due=true"]
     moments = {"fresh_moments": ["inner.preserve_optimizer_state=false"], "betas_0.99": ["inner.betas=[0.9,0.99]"]}
     return {"freezing": freezing} | moments | {f"h{h}": [f"protocol.local_steps_per_round={h}"] for h in (12, 48)}
 
 
 def _with_muon() -> dict[str, list[str]]:
-    """The merges once more, beside data_parallel_muon: what AdamW's learners need, Muon's may not."""
+    """The merges again, to compare with data_parallel_muon: Muon's learners may need another merge than AdamW's."""
     muon = [f"inner.{key}={value}" for key, value in SETTINGS["inner"].items()]
     muon.append(f"inner.learning_rate={SETTINGS['rates'][8]}")
     pairs = (("rda", "mean"), ("rda", "rda"), ("mean", "mean"))
@@ -221,7 +223,7 @@ GROUPS = {
     "ablations": ablation_runs,
 }  # fmt: skip
 
-# ---------------------------------------------------------------- running them
+# ---------------------------------------------------------------- running jobs
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ class Job:
     seed: int
     out: Path
     settings: tuple[str, ...] = ()
-    """The run's own words and whatever else decides what is trained."""
+    """The run's arguments and the common ones that decide what is trained."""
 
     @property
     def name(self) -> str:
@@ -240,8 +242,8 @@ class Job:
         return self.out.with_name(f"{self.out.stem}.{self.name}{suffix}")
 
 
-class Effects:
-    """Starts jobs, passes on what they tell, and appends their lines. One thread a job; `until` is on the monotonic clock."""
+class JobRunner:
+    """Starts jobs, prints their progress and appends their lines. One thread per job; `until` is on the monotonic clock."""
 
     def __init__(self, common: Sequence[str], until: float) -> None:
         self._common, self._until, self._lock = list(common), until, threading.Lock()
@@ -277,7 +279,7 @@ class Effects:
         return "ended, the time is up" if time.monotonic() >= self._until else f"exit {code}, {last} (see {job.beside('.log')})"
 
     def _listen(self, job: Job, process: subprocess.Popen[str], log: Any) -> str:
-        """Everything into the log; what train.py says of itself also here, with the seed."""
+        """Copies all output to the log, and prints the lines of train.py with the seed."""
         assert process.stdout is not None
         last = ""
         for line in process.stdout:
@@ -291,7 +293,7 @@ class Effects:
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """With whatever it started: a session of its own holds no more than that."""
+    """With its children: the process has its own session."""
     os.killpg(process.pid, signal.SIGKILL)
 
 
@@ -303,7 +305,7 @@ def append(job: Job) -> None:
 
 
 def done(out: Path) -> set[tuple[str, int, tuple[str, ...]]]:
-    """By name, seed and settings: what was run under others is not done."""
+    """By name, seed and settings: a run with other settings does not count."""
     if not out.exists():
         return set()
     lines = [json.loads(line) for line in out.read_text(encoding="utf8").splitlines()]
@@ -311,7 +313,7 @@ def done(out: Path) -> set[tuple[str, int, tuple[str, ...]]]:
 
 
 def deciding(words: Sequence[str]) -> tuple[str, ...]:
-    """What is said to train.py beyond a run's own words, but for what changes only where and how fast it runs."""
+    """Common arguments of train.py without those that change only where and how fast it runs."""
     kept, passing = [], iter(words)
     for word in passing:
         if word in ("--device", "--threads"):
@@ -322,7 +324,7 @@ def deciding(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def jobs_of(chosen: argparse.Namespace, more: Sequence[str] = ()) -> Iterator[Job]:
-    """All runs of one seed before the next one: whatever is left undone, what is done can be compared."""
+    """All runs of one seed before the next seed, so that an interrupted study can still be compared."""
     runs = GROUPS[chosen.group]()
     wanted = set(filter(None, chosen.only.split(",")))
     unknown = wanted - {each.name for each in runs}
@@ -345,13 +347,13 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, default=Path())
     parser.add_argument("--out", type=Path, default=Path("study.jsonl"))
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--only", default="", help="names with commas")
-    parser.add_argument("--seeds", default="0", help="numbers with commas")
+    parser.add_argument("--only", default="", help="names, separated by commas")
+    parser.add_argument("--seeds", default="0", help="numbers, separated by commas")
     parser.add_argument("--size")
     parser.add_argument("--tokens", type=float)
     parser.add_argument("--step-tokens", type=int)
     parser.add_argument("--time-limit", type=float, default=1e9, help="seconds")
-    parser.add_argument("--skip-done", action="store_true", help="leave out what --out has under the same settings")
+    parser.add_argument("--skip-done", action="store_true", help="leave out runs that --out has with the same settings")
     parser.add_argument("--compiled", action="store_true")
     parser.add_argument("--list", action="store_true")
     return parser
@@ -366,13 +368,13 @@ def main(words: Sequence[str]) -> int:
             print(f"{job.name}: {' '.join(job.run.arguments)}")
         return 0
     common = ["--data", str(chosen.data), *(["--compiled"] if chosen.compiled else []), *words[at + 1 :]]
-    effects = Effects(common, time.monotonic() + chosen.time_limit)
+    runner = JobRunner(common, time.monotonic() + chosen.time_limit)
     with ThreadPoolExecutor(chosen.jobs) as pool:
-        list(pool.map(effects, jobs))
-    return tell(effects.failures, len(jobs))
+        list(pool.map(runner, jobs))
+    return report(runner.failures, len(jobs))
 
 
-def tell(failures: Mapping[str, str], jobs: int) -> int:
+def report(failures: Mapping[str, str], jobs: int) -> int:
     print(f"{jobs - len(failures)} of {jobs} runs are done")
     for name, why in failures.items():
         print(f"failed: {name}: {why}")

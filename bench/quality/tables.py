@@ -1,21 +1,21 @@
-"""Tables and a figure from the lines that train.py and study.py left.
+"""Tables and a figure from the lines of train.py and study.py.
 
     python bench/quality/tables.py main.jsonl [more.jsonl ...] [--step-seconds 0.1] [--reference NAME] [--figure out.svg]
 
-One row a name; the newest line of a name and seed counts.
+One row per name; the newest line of a name and seed counts.
 
-* loss: held-out, of Theta; mean and sample standard deviation over the seeds. "over data-parallel" is against the mean of the
-  run named data_parallel, or as --reference says; "replica" is the loss of learner 0's own weights. Data-parallel is its one
-  learner: both columns are of its weights, because Theta has them as they were some steps before the end.
-* tokens: trained by all learners together; decoupled ones are not stopped to the step.
-* bytes: what a learner sent and received, peers' states included, per inner step; 100 % is data-parallel in bf16, which sends and
-  receives 2 bytes a parameter in every step. Data-parallel runs are 100 % by definition: they have one learner.
-* peak: the highest load on a learner's link, the busier direction, if each exchange is spread evenly over the time that its
-  method leaves for it: tau steps from the pull to the adoption (H of Async DiLoCo), and one step where tau is 0. Up and down each
-  have all of that time. Every learner takes part in every round.
-* hours at 1 Gbit/s: the run's steps, at the step time, over the simulated utilisation (docs/planning/simulators.md) on
-  links of 1 Gbit/s: the graph, where a reduction takes as long as the larger of what goes up and down, bits as the codecs have
-  them; for decoupled presets the machines, and of computing time and schedule kept the smaller. No failures, no latency.
+* loss: held-out, of Theta; mean and sample standard deviation over the seeds. "over data-parallel" compares with the mean of
+  the run named data_parallel, or --reference; "replica" is the loss of learner 0's own weights. Data-parallel has one learner:
+  both columns use its weights, because Theta is some steps older.
+* tokens: trained by all learners together; decoupled learners do not stop at an exact step.
+* bytes: sent and received by a learner per inner step, peers' states included; 100 % is data-parallel in bf16, which sends and
+  receives 2 bytes per parameter in every step. Data-parallel runs are 100 % by definition: they have one learner.
+* peak: the highest load on a learner's link in its busier direction, if each exchange is spread evenly over the time that its
+  method allows: tau steps from the pull to the adoption (H in Async DiLoCo), and one step where tau is 0. Up and down each have
+  all of that time. Every learner takes part in every round.
+* hours at 1 Gbit/s: steps times step time over the simulated utilisation (docs/planning/simulators.md) on links of 1 Gbit/s.
+  The graph: a reduction takes as long as the larger of its two directions, with the codecs' bits. For decoupled presets the
+  machines: the smaller of compute time and schedule kept. Without failures and latency.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Row:
     tokens: float
     replicas: tuple[float, ...]
     excess: float | None
-    """Of the mean loss over data-parallel's, a share; None: there is no data-parallel run."""
+    """Mean loss over data-parallel's, less 1; None: there is no data-parallel run."""
     excess_deviation: float
     share: float
     """Of data-parallel's bytes."""
@@ -74,15 +74,15 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def newest(paths: Sequence[Path]) -> dict[str, list[Line]]:
-    """By name, in the order in which names first come; of each seed the last line."""
+    """By name, in order of first occurrence; of each seed the last line."""
     found: dict[str, dict[int, Line]] = {}
     for path in paths:
         for text in path.read_text(encoding="utf8").splitlines():
             line = json.loads(text)
             if missing := sorted({"loss_replica", "config", "inner_steps", "parameters", "trained_tokens"} - line.keys()):
-                raise SystemExit(f"{path}: a line of {line.get('name')!r} has no {', '.join(missing)}; those of train.py do")
+                raise SystemExit(f"{path}: a line of {line.get('name')!r} has no {', '.join(missing)}; use lines of train.py")
             if line.get("recoveries") and "bytes_between_learners" not in line:
-                raise SystemExit(f"{path}: a line of {line['name']!r} has recoveries and no bytes_between_learners; run it again")
+                raise SystemExit(f"{path}: a line of {line['name']!r} has recoveries but no bytes_between_learners; run it again")
             found.setdefault(line["name"], {})[line["seed"]] = line
     return {name: list(by_seed.values()) for name, by_seed in found.items()}
 
@@ -94,7 +94,7 @@ def loss_of(line: Line) -> float:
 def bytes_share(line: Line) -> float:
     if line["method"] == DATA_PARALLEL:
         return 1.0
-    between = 2 * line.get("bytes_between_learners", 0)  # one has sent what another got
+    between = 2 * line.get("bytes_between_learners", 0)  # one learner sends, another receives
     each = (line["bytes_up"] + line["bytes_down"] + between) / line["inner_steps"]
     return float(each / (2 * BF16_BYTES * line["parameters"]))
 
@@ -110,7 +110,7 @@ def peak_gbit(line: Line, step_seconds: float) -> float:
 
 
 def _busiest(config: Config, sizes: Sequence[int], rounds_a_step: float) -> float:
-    """Bytes in the busiest step. `rounds_a_step`: 1, but for K = 1 where nothing sets the pace."""
+    """Bytes in the busiest step. `rounds_a_step` is 1, except with K = 1 and no pace."""
     schedule = Schedule(config)
     load = [0.0] * (config.total_steps + 1)
     for t in range(1, config.total_steps + 1):
@@ -132,7 +132,7 @@ def hours(line: Line, step_seconds: float, gbit: float = 1.0) -> float:
 
 
 def exchange_for(method: str, config: Config) -> Exchange:
-    """Through a syncer, which is a reduction between two: each sends its bits once and gets the result once."""
+    """Through a syncer, which is like a reduction between two: each learner sends its bits once and gets the result once."""
     p = config.protocol
     bits = max(wire_bits(p.codec_up), wire_bits(p.codec_down))
     if method == DATA_PARALLEL:
@@ -158,7 +158,7 @@ def rows(paths: Sequence[Path], step_seconds: float, reference: str = DATA_PARAL
 
 
 def _row(name: str, lines: Sequence[Line], step_seconds: float, base: float | None) -> Row:
-    """What seeds hardly change, the peak and the hours, is the first one's."""
+    """Peak and hours are those of the first seed, because seeds hardly change them."""
     losses = tuple(map(loss_of, lines))
     return Row(
         name, losses, statistics.mean(line["trained_tokens"] for line in lines), tuple(line["loss_replica"] for line in lines),
@@ -215,14 +215,15 @@ def draw(found: Sequence[Row]) -> Figure:
     axes.axhline(0.0, color=INK, linestyle=(0, (4, 3)), linewidth=1.0)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
-    figure.draw_without_rendering()  # only now is it known where a point lies
+    figure.draw_without_rendering()  # positions of points are known only after this
     _label(axes, shown, figure.dpi / 72)
     return figure
 
 
 def _label(axes: Any, shown: Sequence[Row], pixels: float) -> None:
-    """Right or left of its point; a label that would lie on another, on a point or on the zero line moves up or down as little as
-    it must, and a thin line says whose it is. Places are in points."""
+    """Right or left of its point. A label that would overlap another, a point or the zero line moves up or down as little as
+    possible, with a thin line to its point. Positions are in points."""
+
     def place(row: Row) -> tuple[float, float]:
         x, y = axes.transData.transform((100 * row.share, 100 * (row.excess or 0.0))) / pixels
         return float(x), float(y)
@@ -248,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--step-seconds", type=float, default=0.1)
-    parser.add_argument("--reference", default=DATA_PARALLEL, help="the run that the others are held against")
+    parser.add_argument("--reference", default=DATA_PARALLEL, help="the run that the others are compared with")
     parser.add_argument("--figure", type=Path)
     chosen = parser.parse_args()
     found = rows(chosen.files, chosen.step_seconds, chosen.reference)

@@ -2,13 +2,13 @@
 
     python bench/quality/train.py --name m8 --preset decoupled --learners 8 --tokens 200e6 --data DIR --out results.jsonl
 
-`--data` holds the corpora and the tokenizer, by default those named below. The batch of a step, `--step-tokens`, is dealt to the
-learners. Runs of equal `--tokens` train equally many, to a few in a thousand: where slices fail, learners come and go or rounds
-spin, a rehearsal without tensors finds the number of outer steps; else the fastest learners are some steps ahead at the end, and
-`trained_tokens` says by how much. A line of JSON is appended to `--out`: the keys of `atoll train --json`, the name, the config,
-the files that were read and the text's fingerprint, and what it took. data_parallel is one learner with the whole batch, whose
-merges change nothing (outer SGD, rate 1); its last steps, fewer than eight, are in no merge, so its loss is `loss_replica`. Texts
-without files, to try things out: `--corpus stdlib --heldout "" --tokenizer bytes`.
+`--data` holds the corpora and the tokenizer, by default those named below. The learners share the batch of a step,
+`--step-tokens`. Runs of equal `--tokens` train equally many tokens, to a few per thousand. Where slices fail, learners join and
+leave, or rounds are not paced, a rehearsal without tensors finds the number of outer steps; otherwise the fastest learners end
+some steps ahead, and `trained_tokens` has the exact number. A line of JSON is appended to `--out`: the keys of `atoll train
+--json`, the name, the config, the files and the text's fingerprint, and times. data_parallel is one learner with the whole
+batch, whose merges change nothing (outer SGD, rate 1); its last steps, fewer than eight, are in no merge, so its loss is
+`loss_replica`. To try it without files: `--corpus stdlib --heldout "" --tokenizer bytes`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ TRAIN = "wiki-train.jsonl.xz,gutenberg-train-0*.jsonl.xz"
 HELDOUT = "wiki-val.jsonl.xz,gutenberg-val.jsonl.xz"
 TOKENIZER = "bpe32k.json.xz"
 WORDS = ("", "stdlib", "bytes", "bpe")
-"""What the data section knows without a file."""
+"""Values of the data section that are not files."""
 DATA_PARALLEL = "data_parallel"
 OWN_SIZES: dict[str, dict[str, int | float | bool]] = {
     "10M": {"width": 256, "layers": 4, "heads": 4, "mlp": 1024, "tied": True},
@@ -56,7 +56,8 @@ NEAR = 1e-3
 
 
 def settings(chosen: argparse.Namespace, total_steps: int) -> Config:
-    """What all runs share; the preset's own numbers and --set lie over it."""
+    """The settings of all runs, with the preset's own and --set laid over them."""
+
     def files(names: str) -> str:
         return ",".join(name if name in WORDS else str(chosen.data / name) for name in names.split(","))
 
@@ -87,7 +88,7 @@ def numbers(size: str) -> dict[str, int | float | bool]:
 
 
 def plan_for(chosen: argparse.Namespace, config: Config) -> ChaosPlan:
-    """--scavenge F: F times as many learners more, there for every second quarter of the run."""
+    """--scavenge F: F times as many additional learners, in every second quarter of the run."""
     extra = round(chosen.scavenge * config.learners)
     quarter = config.total_steps * config.cluster.step_seconds / 4
     return ChaosPlan(tuple(
@@ -111,9 +112,9 @@ def trained_tokens(cluster: VirtualCluster) -> int:
 
 
 def at_equal_tokens(chosen: argparse.Namespace) -> Config:
-    """A run ends by its outer step, but the comparison is at equal tokens: with smaller batches it has to go on for longer, with
-    more learners it ends sooner, and where K = 1 and nothing sets the pace an outer step is one learner's. The machines decide
-    alike without tensors, so a few rehearsals tell what comes of how many outer steps; the nearest is taken."""
+    """Outer steps end a run, but the comparison is at equal tokens: a run with smaller batches needs more outer steps, one with
+    more learners fewer, and with K = 1 and no pace an outer step is a single learner's. The machines decide the same without
+    tensors, so a few rehearsals find how many tokens a number of outer steps gives; the nearest is taken."""
     steps, found = round(chosen.tokens / chosen.step_tokens), dict[int, int]()
     wanted = steps * chosen.step_tokens
     if is_regular(chosen, settings(chosen, steps)):
@@ -129,14 +130,14 @@ def at_equal_tokens(chosen: argparse.Namespace) -> Config:
 
 
 def is_regular(chosen: argparse.Namespace, config: Config) -> bool:
-    """Every outer step is one step of everybody, but for a few in a thousand by which the fastest get ahead: nothing to
-    rehearse."""
+    """Every outer step is one step of every learner, except for a few per thousand by which the fastest get ahead: no rehearsal
+    is needed."""
     paced = config.protocol.pace >= 1.0 or config.protocol.quorum == ALL
     return paced and not (chosen.chips or chosen.scavenge or config.cluster.slow_share)
 
 
 class Pace:
-    """Tells how it goes, about every twenty seconds."""
+    """Prints progress about every twenty seconds."""
 
     def __init__(self, name: str, config: Config) -> None:
         self._name, self._steps, self._begun, self._next = name, config.total_steps, time.time(), 0.0
@@ -163,7 +164,7 @@ class Steps:
             self.tokens += event.tokens
             self.smallest = min(self.smallest or event.tokens, event.tokens)
 
-    def told(self) -> dict[str, object]:
+    def figures(self) -> dict[str, object]:
         return {
             "inner_steps": self.of.total(), "steps": max(self.of.values()),
             "tokens_per_inner_step": self.tokens / self.of.total(), "smallest_inner_step": self.smallest,
@@ -171,7 +172,7 @@ class Steps:
 
 
 def train(chosen: argparse.Namespace) -> dict[str, object]:
-    """`inner_steps` are all learners' together, `steps` the most that one of them took."""
+    """`inner_steps` are those of all learners, `steps` the most of one learner."""
     device, begun = torch.device(chosen.device), time.time()
     config = at_equal_tokens(chosen)
     task = language_task(config)
@@ -181,7 +182,7 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
     prepared = time.time()
     view, steps = RunView(total), Steps()
     first = on_device.evaluate_theta(*executor.disk.theta())
-    points = HeldoutObserver(on_device, executor, None, lambda point: tell(chosen.name, point))
+    points = HeldoutObserver(on_device, executor, None, lambda point: print_point(chosen.name, point))
     cluster = cluster_for(chosen, config, executor, [view, steps, points, Pace(chosen.name, config)])
     run(cluster)
     trained = time.time()
@@ -198,23 +199,23 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
         "rehearsal_seconds": round(prepared - begun, 1), "train_seconds": round(trained - prepared, 1),
         "bytes_between_learners": view.bytes_between_learners, "config": without_folder(chosen, config),
         "corpus_files": corpus_files(chosen), "data_fingerprint": task.fingerprint,
-    } | steps.told() | keys  # fmt: skip
+    } | steps.figures() | keys  # fmt: skip
 
 
 def without_folder(chosen: argparse.Namespace, config: Config) -> dict[str, Any]:
-    """The files by their names alone: where they lay is nobody's business."""
+    """The files by name alone, without this machine's folders."""
     plain: dict[str, Any] = msgspec.to_builtins(config)
     names = {"corpus": chosen.corpus, "heldout": chosen.heldout, "tokenizer": chosen.tokenizer}
     return plain | {"data": plain["data"] | names}
 
 
 def corpus_files(chosen: argparse.Namespace) -> list[str]:
-    """What a glob found there: a folder may hold less of the text than another, and then the runs are not of the same text."""
+    """The files that a glob found: folders may differ, and then runs do not have the same text."""
     names = [name for name in chosen.corpus.split(",") if name not in WORDS]
     return sorted(Path(path).name for name in names for path in glob(str(chosen.data / name)))
 
 
-def tell(name: str, point: HeldoutPoint) -> None:
+def print_point(name: str, point: HeldoutPoint) -> None:
     print(f"{name}: {point.outer_step}, held-out loss {point.loss:.4f}", flush=True)
 
 
@@ -227,10 +228,10 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=float, default=200e6)
     parser.add_argument("--step-tokens", type=int, default=65_536)
     parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--heldout-batches", type=int, default=10**6, help="at most so many; by default all of the text")
+    parser.add_argument("--heldout-batches", type=int, default=10**6, help="at most this many; by default all of the text")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--set", action="append", default=[])
-    parser.add_argument("--chips", type=int, default=0, help="failures of so many chips")
+    parser.add_argument("--chips", type=int, default=0, help="simulate failures of this many chips")
     parser.add_argument("--scavenge", type=float, default=0.0)
     parser.add_argument("--data", type=Path, default=Path(), help="the folder of the three that follow")
     parser.add_argument("--corpus", default=TRAIN, help="file names and globs with commas, or stdlib")
@@ -247,10 +248,10 @@ def main() -> None:
     chosen = options().parse_args()
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(chosen.threads)
-    told = train(chosen)
+    line = train(chosen)
     with chosen.out.open("a", encoding="utf8") as file:
-        file.write(json.dumps(told) + "\n")
-    print(f"{chosen.name}: held-out loss {told['loss_final']:.4f} in {told['wall_seconds']} s", file=sys.stderr)
+        file.write(json.dumps(line) + "\n")
+    print(f"{chosen.name}: held-out loss {line['loss_final']:.4f} in {line['wall_seconds']} s", file=sys.stderr)
 
 
 if __name__ == "__main__":

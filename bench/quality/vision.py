@@ -6,8 +6,8 @@
     python bench/quality/vision.py --show                           # the tables alone
 
 `--data` has the folders `mnist` and `cifar10`, filled as the recipes say. A run appends a line of JSON to results/vision.jsonl:
-the keys of `atoll train --json`, its name, and what differs from its preset's own settings. Each run that has an outer step to
-tune names its settings itself, so that no line depends on those that a recipe has today.
+the keys of `atoll train --json`, its name, and the differences from its preset's settings. A run with a tuned outer step names
+its outer settings, so that no line depends on the present recipe.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ PUBLISHED: Final[Outer] = (0.7, 0.9)
 COOLER: Final[Outer] = (1.0, 0.5)
 TRIES: Final[tuple[Outer, ...]] = tuple((rate, momentum) for rate in (0.7, 1.0) for momentum in (0.3, 0.5, 0.9))
 SWEPT: Final = "lenet_digits_200"
-"""The row whose DiLoCo the outer settings of the LeNet-5 recipes were chosen by."""
+"""The row by whose DiLoCo runs the outer settings of the LeNet-5 recipes were chosen."""
 
 
 class Row(NamedTuple):
-    says: str
-    """In the table: what is not as the recipe has it."""
+    label: str
+    """In the table: the differences from the recipe."""
     recipe: str
     sets: tuple[str, ...] = ()
     rounds: tuple[str, ...] = ()
-    """Steps between merges. A `--set` counts for every preset, and rounds of data-parallel are single steps: not for it."""
+    """Steps between merges. Not for data-parallel, whose rounds are single steps."""
     outers: tuple[Outer, ...] = (COOLER,)
 
 
@@ -85,7 +85,7 @@ class Run(NamedTuple):
 
 
 def runs() -> dict[str, Run]:
-    """All of them by name, those that need no file first."""
+    """All runs by name; those that need no file come first."""
     compared = [run for key, row in ROWS.items() for run in of_row(key, row.outers)]
     found = {run.name: run for run in [*compared, *of_row(SWEPT, TRIES)]}
     return dict(sorted(found.items(), key=lambda item: needs_files(settings(item[1]))))
@@ -120,23 +120,23 @@ def carry_out(run: Run, data: Path | None) -> Line:
 
 
 def comparison(lines: Mapping[str, Line]) -> str:
-    """Held-out loss of Theta and accuracy. What was not run is a dash."""
+    """Held-out loss of Theta and accuracy; a dash for a run that is missing."""
     columns = ["run", "FedAvg", "DiLoCo", "data-parallel", "seconds a run"]
     return markdown(columns, [
-        [row.says, cell(lines, [Run(key, "fedavg")]), cell(lines, [Run(key, "diloco", outer) for outer in row.outers]),
+        [row.label, cell(lines, [Run(key, "fedavg")]), cell(lines, [Run(key, "diloco", outer) for outer in row.outers]),
          cell(lines, [Run(key, "ddp")]), seconds(lines, of_row(key, row.outers))]
         for key, row in ROWS.items()
     ])  # fmt: skip
 
 
 def cell(lines: Mapping[str, Line], tried: Sequence[Run]) -> str:
-    """Where there are several the outer settings say which is which."""
-    told = []
+    """Several runs are labelled by their outer settings."""
+    cells = []
     for run in tried:
         line = lines.get(run.name)
         figures = f"{line['loss_final']:.3f}, {percent(line):.1f}%" if line is not None else "-"
-        told.append(f"{figures} ({run.outer[0]} / {run.outer[1]})" if run.outer and len(tried) > 1 else figures)
-    return "; ".join(told)
+        cells.append(f"{figures} ({run.outer[0]} / {run.outer[1]})" if run.outer and len(tried) > 1 else figures)
+    return "; ".join(cells)
 
 
 def seconds(lines: Mapping[str, Line], tried: Sequence[Run]) -> str:
@@ -159,7 +159,7 @@ def sweep(lines: Mapping[str, Line]) -> str:
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of mnist/ and cifar10/; without it, the runs on digits alone")
-    parser.add_argument("--only", default="*", help="names with commas, * for anything")
+    parser.add_argument("--only", default="*", help="names, separated by commas; * matches anything")
     parser.add_argument("--list", action="store_true", help="name the runs and stop")
     parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "vision.jsonl")

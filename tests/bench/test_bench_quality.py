@@ -182,7 +182,7 @@ def test_bytes_are_a_share_of_bf16_both_ways_in_every_step(tables: Any) -> None:
 
 def test_line_with_recoveries_whose_bytes_were_not_told_is_refused(tables: Any, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [line("m2", 0, 4.0, recoveries=[{"learner": 1}])])
-    with pytest.raises(SystemExit, match="has recoveries and no bytes_between_learners"):
+    with pytest.raises(SystemExit, match="has recoveries but no bytes_between_learners"):
         tables.rows([path], 0.1)
 
 
