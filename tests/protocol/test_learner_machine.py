@@ -610,7 +610,7 @@ def test_recover_in_mid_step_lets_the_step_end_and_then_starts_over() -> None:
     (hello,) = sent(effects)
     assert isinstance(hello, Hello)
     assert (hello.needs_state, hello.held, hello.reason.why) == (True, (NO_VERSION, NO_VERSION), Why.VERSION_FORGOTTEN)
-    assert hello.tokens == 2 * TOKENS  # what it trained stays in the books
+    assert hello.tokens == 2 * TOKENS  # what it trained stays in the accounts
 
 
 def test_recover_while_waiting_starts_over_at_once() -> None:

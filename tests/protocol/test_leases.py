@@ -196,7 +196,7 @@ def test_batches_self_issued_and_then_granted_are_drawn_once() -> None:
 
 
 class Life:
-    """Learners that draw, report now and then, die and come back. The books must never lose a batch."""
+    """Learners that draw, report now and then, die and come back. The accounting must never lose a batch."""
 
     def __init__(self, learners: int, interval: int) -> None:
         self.leases = Leases(1, interval)

@@ -1,4 +1,4 @@
-"""A run goes on from a snapshot: books and stances in, exact effects out; no data lost, none handed out twice."""
+"""A run goes on from a snapshot: syncer and learner states in, exact effects out; no data lost, none handed out twice."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ def back(s: SyncerStage, m: int, left: tuple[Unit, ...], *, held: tuple[int, ...
 def holdings(leases: Leases) -> Counter[Unit]:
     """Every unit that somebody holds or that waits in the pool."""
     found = Counter(leases._pool)
-    for book in leases.by_learner.values():
-        found.update(book.granted)
-        found.update(unit for unit, _ in book.done)
+    for held in leases.by_learner.values():
+        found.update(held.granted)
+        found.update(unit for unit, _ in held.done)
     return found
 
 
@@ -106,9 +106,9 @@ def test_hello_of_a_resumed_learner_claims_its_own_leases() -> None:
     entered = Reason(Why.ENTERED, "stands at outer step 10")
     assert others(effects) == [Membership(1, "joining", Reason(Why.RECONNECTED)), Membership(1, "in_sync", entered)]
     assert sent(effects) == [Welcome(10), Grant(units(1, 6), 7), Enter(1, 10)]
-    book = s.machine.leases.by_learner[1]
-    assert list(book.granted) == list(units(1, 4, 5, 6))
-    assert [u for u, _ in book.done] == list(units(1, 3))
+    held = s.machine.leases.by_learner[1]
+    assert list(held.granted) == list(units(1, 4, 5, 6))
+    assert [u for u, _ in held.done] == list(units(1, 3))
 
 
 def test_unit_drawn_after_the_syncers_cut_and_before_the_learners_is_done() -> None:
@@ -281,7 +281,7 @@ def test_unit_drawn_to_its_end_is_not_part_of_a_stance() -> None:
 
 
 def test_grant_from_after_the_cut_is_not_part_of_a_stance() -> None:
-    """The syncer's books know nothing of it: on resume it would be granted to whoever asks first, and held by two."""
+    """The syncer's state knows nothing of it: on resume it would be granted to the first that asks, and held by two."""
     stage = LearnerStage(arrival(2, snapshot_interval=2))
     stage.enters()
     stage.hears(Grant(units(0, 0, 1), 2))
@@ -315,7 +315,7 @@ def test_stance_of_a_learner_without_a_grant_goes_on_in_its_own_stream(interval:
     assert drawn == [(3, i) for i in range(7)]
 
 
-# ---------------------------------------------------------------- random books
+# ---------------------------------------------------------------- random states
 
 
 class Past:
@@ -364,7 +364,7 @@ class Past:
     comes=st.permutations([0, 1, 2, 3, 4]),
     how=st.lists(st.sampled_from(["back", "back", "back", "bare", "missing"]), min_size=5, max_size=5),
 )
-def test_no_unit_is_held_twice_or_lost_whoever_comes_back_in_whatever_order(
+def test_no_unit_is_held_twice_or_lost_in_any_order_of_return(
     interval: int, acts: list[tuple[str, int]], after_the_cut: list[int], comes: list[int], how: list[str]
 ) -> None:
     past = Past(interval)

@@ -98,7 +98,7 @@ def test_report_under_exact_adoption_counts_once_the_learner_is_at_the_outer_ste
 # ---------------------------------------------------------------- start-up wait
 
 
-def test_first_round_waits_for_the_declared_learners_until_the_muster_ends() -> None:
+def test_first_round_waits_for_the_declared_learners_until_the_start_up_wait_ends() -> None:
     s = SyncerStage(arrival(3, limits={"start_wait_seconds": 0.5}), joined=2)
     assert of(s.steps(0), FixParticipants) == []
     assert s.machine.deadline() == SECOND // 2
@@ -106,14 +106,14 @@ def test_first_round_waits_for_the_declared_learners_until_the_muster_ends() -> 
     assert fixed.participants == (0,)
 
 
-def test_first_round_with_everybody_here_does_not_wait_for_the_muster() -> None:
+def test_first_round_with_everybody_here_does_not_wait() -> None:
     s = SyncerStage(arrival(2), joined=1)
     s.steps(0)
     effects = s.joins(1)
     assert [f.participants for f in of(effects, FixParticipants)] == [(0,)]
 
 
-def test_later_rounds_do_not_muster() -> None:
+def test_later_rounds_have_no_start_up_wait() -> None:
     s = SyncerStage(arrival(2), joined=2)
     s.full_round(who=[0])
     s.on(ConnectionLost(1, "gone"))
@@ -692,7 +692,7 @@ def test_last_outer_step_finishes_the_run_and_tells_everybody() -> None:
     assert s.machine.finished and s.machine.deadline() is None
 
 
-def test_finished_syncer_opens_no_round_and_tells_whoever_comes() -> None:
+def test_finished_syncer_opens_no_round_and_says_so_to_newcomers() -> None:
     s = SyncerStage(arrival(2, total_steps=2), joined=2)
     s.full_round(who=[0])
     s.full_round(who=[0])

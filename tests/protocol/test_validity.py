@@ -186,7 +186,7 @@ def test_contribution_cannot_pack_the_tokens_of_many_steps_into_one() -> None:
 
 
 def test_loop_that_counts_samples_and_no_tokens_is_merged() -> None:
-    """`learner.step()` of a user's own loop: pictures have no tokens, and `shard` counts them by itself."""
+    """`learner.step()` of a user's own loop: images have no tokens, and `shard` counts them by itself."""
     config = arrival(2, aggregation_weighting="num_samples")
     s = SyncerStage(msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, name=CUSTOM)), joined=2)
     s.cast[0].local_step = 1
