@@ -1,16 +1,21 @@
 # Two commands do everything on a machine with Python >= 3.11, pip and make:
 #   make train   creates .venv, installs, and trains the default recipe on a local cluster; two learners are killed on the way
 #   make test    creates .venv, installs, lints, type-checks, and runs the tests
+# `make quick` runs the tests that take seconds, for the inner loop; `make soak` those that take hours.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test test-extras docs lint types soak bench clean
+.PHONY: train quick test test-extras docs lint types soak bench clean
 
 train: $(INSTALLED)
 	$(BIN)/atoll train recipes/tiny.toml --set total_steps=400 --chaos recipes/two_kills.toml --twin
+
+QUICK := tests/test_tidy.py tests/protocol tests/transcripts tests/unit/tensors tests/unit/codecs
+quick: lint
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not soak and not extras" $(QUICK)
 
 test: lint types
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not soak and not extras"

@@ -7,6 +7,7 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -53,9 +54,18 @@ def module_of(path: Path) -> str:
 MODULES = {module_of(path): path for path in FILES}
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf8"))
+
+
+def shown(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
 def imports_of(path: Path) -> set[str]:
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -66,14 +76,14 @@ def imports_of(path: Path) -> set[str]:
 ROOMS = table()
 
 
-@pytest.mark.parametrize("path", [f for f in FILES if f.name != "__init__.py"], ids=lambda p: str(p.relative_to(SOURCE)))
-def test_room_imports_only_what_its_row_names(path: Path) -> None:
-    room = room_of(path)
-    for name in imports_of(path):
-        parts = name.split(".")
-        if parts[0] == "atoll" and len(parts) > 1 and room != "__main__":
-            assert parts[1] in {room, *EVERYWHERE, *ROOMS[room]}, f"{path.name} imports {name}"
-        assert parts[0] not in FORBIDDEN.get(room, set()), f"{path.name} imports {name}"
+def test_room_imports_only_what_its_row_names() -> None:
+    for path in (file for file in FILES if file.name != "__init__.py"):
+        room = room_of(path)
+        for imported in imports_of(path):
+            parts = imported.split(".")
+            if parts[0] == "atoll" and len(parts) > 1 and room != "__main__":
+                assert parts[1] in {room, *EVERYWHERE, *ROOMS[room]}, f"{shown(path)} imports {imported}"
+            assert parts[0] not in FORBIDDEN.get(room, set()), f"{shown(path)} imports {imported}"
 
 
 def test_every_room_has_a_row_and_every_sub_room_a_line() -> None:
@@ -170,9 +180,9 @@ def decides_by_words(tree: ast.AST) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_nothing_decides_by_the_words_of_a_sentence(path: Path) -> None:
-    assert not list(decides_by_words(ast.parse(path.read_text(encoding="utf8"))))
+def test_nothing_decides_by_the_words_of_a_sentence() -> None:
+    found = {shown(path): list(decides_by_words(tree_of(path))) for path in FILES}
+    assert not {path: decisions for path, decisions in found.items() if decisions}
 
 
 @pytest.mark.parametrize(
@@ -209,22 +219,20 @@ def test_test_names_are_short_and_no_test_imports_a_private_name() -> None:
                 assert not private, f"{path.name} imports {private}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_source_has_no_print_no_sleep_no_pickle_and_no_note_to_self(path: Path) -> None:
-    text = path.read_text(encoding="utf8")
-    tree = ast.parse(text)
-    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
-    assert not calls & {"print", "time.sleep", "sleep", "eval", "exec"}
-    assert not any(word in text for word in ("TODO", "FIXME", "XXX"))
-    assert not any(name.split(".")[0] in ("pickle", "cloudpickle", "dill", "marshal") for name in imports_of(path))
+def test_source_has_no_print_no_sleep_no_pickle_and_no_note_to_self() -> None:
+    for path in FILES:
+        calls = {ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)}
+        assert not calls & {"print", "time.sleep", "sleep", "eval", "exec"}, shown(path)
+        assert not any(word in path.read_text(encoding="utf8") for word in ("TODO", "FIXME", "XXX")), shown(path)
+        packages = {module.split(".")[0] for module in imports_of(path)}
+        assert not packages & {"pickle", "cloudpickle", "dill", "marshal"}, shown(path)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_functions_and_files_stay_readable(path: Path) -> None:
-    text = path.read_text(encoding="utf8")
-    tree = ast.parse(text)
-    imports = sum((n.end_lineno or 0) - n.lineno + 1 for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom))
-    assert text.count("\n") - imports <= 500, f"{path.name} outgrew its room: split it by noun"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 75, f"{path.name}: {node.name} is too long"
+def test_functions_and_files_stay_readable() -> None:
+    for path in FILES:
+        tree, lines = tree_of(path), path.read_text(encoding="utf8").count("\n")
+        imports = sum((n.end_lineno or 0) - n.lineno + 1 for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom))
+        assert lines - imports <= 500, f"{shown(path)} outgrew its room: split it by noun"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 75, f"{shown(path)}: {node.name} is too long"
