@@ -60,15 +60,15 @@ HONEST = 2
 
 
 class Unfooled(Safety):
-    """What the machine drops as a duplicate is not heard: only a liar's has other words than the first."""
+    """Ignores messages that the machine drops as duplicates: only a lying peer's differs from the first."""
 
     _duplicates = 0
 
-    def _heard(self, event: Received, effects: Sequence[Effect]) -> None:
+    def received(self, event: Received, effects: Sequence[Effect]) -> None:
         assert self.cluster is not None
         before, self._duplicates = self._duplicates, self.cluster.syncer._effects.mailbox.duplicates
         if self._duplicates == before:
-            super()._heard(event, effects)
+            super().received(event, effects)
 
 
 @pytest.fixture(autouse=True)

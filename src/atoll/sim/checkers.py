@@ -108,7 +108,7 @@ class Safety:
                 self._demand(self._storing is not None and self._storing.outer_step == t, 7, f"{t} was not being stored")
                 self._commit(t)
             case Received():
-                self._received(event, effects)
+                self.received(event, effects)
             case Started(incarnation=incarnation) if incarnation > 0:
                 self._restarted()
             case Restored(syncer_state=syncer_state):
@@ -119,7 +119,7 @@ class Safety:
             self._check_effect(effect)
         self._check_accounting()
 
-    def _received(self, event: Received, effects: Sequence[Effect]) -> None:
+    def received(self, event: Received, effects: Sequence[Effect]) -> None:
         e = event.envelope
         if isinstance(e.body, StateTransfer):
             raise InvariantViolated("invariant 4: inner optimiser state was sent to the syncer")
