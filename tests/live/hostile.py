@@ -27,6 +27,7 @@ import torch
 
 from atoll.codecs import Packet, codec
 from atoll.config import Config, from_builtins
+from atoll.config.codecs import codec_digests
 from atoll.errors import AtollError
 from atoll.ids import SYNCER
 from atoll.protocol.causality import Mailbox
@@ -142,7 +143,7 @@ class Siege:
 
     async def place(self, rng: Rng) -> Placement:
         """Under any id that nobody honest has."""
-        request = JoinRequest(wants=rng.randrange(self.honest, self.members_max))
+        request = JoinRequest(wants=rng.randrange(self.honest, self.members_max), codecs=codec_digests())
         reply = await call(self.address, "Join", {"token": self.token}, msgspec.msgpack.encode(request))
         self.thrown["join"] += 1
         placement = msgspec.msgpack.decode(reply, type=Placement)
@@ -622,7 +623,7 @@ def answer(
 async def asking_for_places(siege: Siege, rng: Rng) -> None:
     for _ in range(10):
         metadata = {"token": siege.token}
-        request = msgspec.msgpack.encode(JoinRequest(wants=rng.randrange(siege.honest)))
+        request = msgspec.msgpack.encode(JoinRequest(wants=rng.randrange(siege.honest), codecs=codec_digests()))
         match rng.randrange(7):
             case 0:
                 request = rng.randbytes(rng.randrange(100))
@@ -649,7 +650,7 @@ async def all_places(siege: Siege, rng: Rng) -> None:
     """Asks for any place, until there is none."""
     for _ in range(siege.members_max):
         siege.thrown["greed"] += 1
-        await call(siege.address, "Join", {"token": siege.token}, msgspec.msgpack.encode(JoinRequest()))
+        await call(siege.address, "Join", {"token": siege.token}, msgspec.msgpack.encode(JoinRequest(codecs=codec_digests())))
 
 
 async def wrong_keys(siege: Siege, rng: Rng) -> None:
