@@ -152,7 +152,7 @@ def test_message_to_a_learner_that_is_down_is_answered_with_a_loss() -> None:
     town.down.add(1)
     town.send(0, 1)
     town.run()
-    assert town.happened == [(20_000_000, 0, ConnectionLost(1, "nobody answers"))]
+    assert town.happened == [(20_000_000, 0, ConnectionLost(1, "no answer"))]
 
 
 def test_message_to_a_syncer_not_connected_goes_nowhere() -> None:

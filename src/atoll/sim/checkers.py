@@ -172,12 +172,12 @@ class Safety:
         return fixed.participants
 
     def _check_fixed(self, effect: FixParticipants) -> None:
-        t, who = effect.outer_step, effect.participants
+        t, learners = effect.outer_step, effect.participants
         self._demand(t > self._committed and t not in self._fixed, 2, f"round {t} was fixed before")
-        self._demand(who == tuple(sorted(set(who))), 3, f"participants {who} are not in LearnerId order")
+        self._demand(learners == tuple(sorted(set(learners))), 3, f"participants {learners} are not in LearnerId order")
         in_sync = [m for m, standing in self._standing.items() if standing == IN_SYNC]
-        self._demand(set(who) <= set(in_sync), 2, f"round {t} counts {who}, in sync are {sorted(in_sync)}")
-        self._demand(len(who) >= self._quorum(t, len(in_sync)), 2, f"round {t} closed with {len(who)}, below its quorum")
+        self._demand(set(learners) <= set(in_sync), 2, f"round {t} counts {learners}, in sync are {sorted(in_sync)}")
+        self._demand(len(learners) >= self._quorum(t, len(in_sync)), 2, f"round {t} closed with {len(learners)}, below quorum")
         self._demand(effect.fragments == self._schedule.due(t), 2, f"round {t} takes {effect.fragments}, not what is due")
         self._fixed[t] = effect
         policy = self._schedule.policy(t)
@@ -192,13 +192,13 @@ class Safety:
 
     def _check_merge(self, effect: Merge) -> None:
         t = effect.outer_step
-        who = [s.learner for s in effect.shares]
+        learners = [s.learner for s in effect.shares]
         self._demand(t > self._committed, 2, f"stored round {t} was merged again")
-        self._demand(who == sorted(set(who)), 3, f"round {t} merges in the order {who}")
-        self._demand(set(who) == self._accepted[t][effect.fragment], 2, f"round {t} merges {who}, not what was accepted")
+        self._demand(learners == sorted(set(learners)), 3, f"round {t} merges in the order {learners}")
+        self._demand(set(learners) == self._accepted[t][effect.fragment], 2, f"round {t} merges {learners}, not the accepted ones")
         policy = self._schedule.policy(t)
         least = 1 if policy.quorum_all else policy.quorum
-        self._demand(len(who) >= least, 2, f"round {t} merges {len(who)} learners, below its quorum {least}")
+        self._demand(len(learners) >= least, 2, f"round {t} merges {len(learners)} learners, below its quorum {least}")
         self._demand(all(s.weight >= 0 for s in effect.shares) and sum(s.weight for s in effect.shares) > 0, 2, "bad weights")
 
     def _commit(self, t: OuterStep) -> None:
@@ -309,7 +309,7 @@ class Safety:
         if isinstance(event, StepDone):
             machine = self.cluster.learner(m) if self.cluster else None
             joining = machine is not None and machine.phase == "joining"
-            self._demand(moved_on or joining or m in self._left, 1, f"learner {m} neither steps nor says why")
+            self._demand(moved_on or joining or m in self._left, 1, f"learner {m} neither steps nor waits")
             if moved_on and self._running.get(m) and self.config.protocol.adopt == "arrival":
                 late = {p: v for p, v in self._pending[m].items() if not self._schedule.policy(v).exact}
                 self._demand(not late, 6, f"learner {m} went on without adopting {late}")

@@ -128,7 +128,7 @@ class Network:
             if SYNCER in (a, b):
                 return  # the connection broke and the machine has not received ConnectionLost yet
             if not self._host.is_up(b):
-                self._world.after(self._latency, self._host.dispatch, a, ConnectionLost(b, "nobody answers"))
+                self._world.after(self._latency, self._host.dispatch, a, ConnectionLost(b, "no answer"))
                 return
             self._open(connection)
         self._serial += 1

@@ -94,7 +94,7 @@ def refuse_other_tokenizer(syncer: Path, task: Tokenized) -> None:
     """Before a run continues from its syncer's folder: with another tokenizer its weights would be meaningless."""
     found = _in(syncer) if task.tokenizer is not None else None
     if found is not None and task.tokenizer is not None and task.tokenizer.fingerprint != found[1].tokenizer:
-        was = f"{syncer} was trained under another tokenizer than {said(task.config.data)} gives now"
+        was = f"{syncer} was trained under another tokenizer than {tokenizer_setting(task.config.data)} gives now"
         raise UserError(f"{was}; bring back the text or file that it had, or start anew")
 
 
@@ -103,6 +103,6 @@ def home_of(snapshot: Path) -> Path:
     return snapshot.resolve().parents[1]
 
 
-def said(data: Data) -> str:
+def tokenizer_setting(data: Data) -> str:
     trained = "data.tokenizer = 'bpe', trained on data.corpus,"
     return trained if data.tokenizer == "bpe" else f"data.tokenizer = {data.tokenizer!r}"

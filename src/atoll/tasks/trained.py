@@ -18,7 +18,7 @@ from atoll.config import CUSTOM, Config, load, read_toml
 from atoll.errors import ConfigError, DataError, UserError
 from atoll.ids import OuterStep
 from atoll.store.durable import FOLDER, DurableVersions
-from atoll.store.tokenizer_file import read_tokenizer_file, said, tokenizer_of
+from atoll.store.tokenizer_file import read_tokenizer_file, tokenizer_of, tokenizer_setting
 from atoll.store.versions import digest
 from atoll.store.weights import save_weights
 from atoll.tasks.task import layout_for, model_builder
@@ -279,7 +279,8 @@ def _heldout(trained: Trained, limit: int | None) -> Result:
     d = trained.config.data
     text, found = text_data(d), read_tokenizer_file(trained.run)
     if found is not None and text.tokenizer.fingerprint != found[1].tokenizer:
-        raise UserError(f"--tasks {HELDOUT}: {said(d)} gives run {trained.run} another tokenizer now; leave this task out")
+        now = f"{tokenizer_setting(d)} gives run {trained.run} another tokenizer now"
+        raise UserError(f"--tasks {HELDOUT}: {now}; leave this task out")
     if found is not None and text.tokens.fingerprint != found[1].data:
         raise UserError(f"--tasks {HELDOUT}: the text of run {trained.run} ({d.corpus}) has changed since; leave this task out")
     batches = heldout_batches(text.tokens, d.batch_size, d.seq_len, d.heldout_batches)

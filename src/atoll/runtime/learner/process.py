@@ -28,7 +28,7 @@ from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.snapshots import LearnerSnapshots, learner_state_of
 from atoll.runtime.loop import LoopThread
 from atoll.runtime.syncer.places import Placement
-from atoll.store.tokenizer_file import said
+from atoll.store.tokenizer_file import tokenizer_setting
 from atoll.tape.format import Header, TapeWriter
 from atoll.tasks.registry import task_for
 from atoll.tasks.task import Task
@@ -86,7 +86,8 @@ def task_for_placement(config: Config, placement: Placement, allowed: Collection
         raise UserError("the model built here has other tensors than the syncer's; install the same atoll and torch")
     if task.tokenizer is not None and placement.tokenizer not in ("", task.tokenizer.fingerprint):
         raise UserError(
-            f"{said(config.data)} gives another tokenizer here than at the syncer, so the same ids would mean other tokens; "
+            f"{tokenizer_setting(config.data)} gives another tokenizer here than at the syncer, so the same ids would mean "
+            "other tokens; "
             "use the same text or file on both machines"
         )
     if task.fingerprint != placement.data_fingerprint:
