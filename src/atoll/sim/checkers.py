@@ -195,7 +195,7 @@ class Safety:
         learners = [s.learner for s in effect.shares]
         self._demand(t > self._committed, 2, f"stored round {t} was merged again")
         self._demand(learners == sorted(set(learners)), 3, f"round {t} merges in the order {learners}")
-        self._demand(set(learners) == self._accepted[t][effect.fragment], 2, f"round {t} merges {learners}, not the accepted ones")
+        self._demand(set(learners) == self._accepted[t][effect.fragment], 2, f"round {t} merges {learners}, not those accepted")
         policy = self._schedule.policy(t)
         least = 1 if policy.quorum_all else policy.quorum
         self._demand(len(learners) >= least, 2, f"round {t} merges {len(learners)} learners, below its quorum {least}")
