@@ -34,6 +34,7 @@ from atoll.codecs import Packet, codec
 from atoll.config import Config, from_builtins, to_toml
 from atoll.config.models import SIZES
 from atoll.protocol.interface import Payload
+from atoll.protocol.reasons import Reason
 from atoll.protocol.vocabulary import Contribution, Effect, Event, InnerStep, Message, Received, Send, StepDone
 from atoll.runtime.learner.address import Address, request_place
 from atoll.runtime.learner.live import LiveLearner
@@ -64,8 +65,8 @@ class ScriptedExecutor:
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         return ()
 
-    def inspect(self, body: Message, payload: Payload) -> str:
-        return ""
+    def inspect(self, body: Message, payload: Payload) -> Reason | None:
+        return None
 
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body

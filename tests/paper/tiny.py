@@ -15,6 +15,7 @@ from atoll.config import Config, load
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId
 from atoll.protocol.interface import Executor, Payload
+from atoll.protocol.reasons import Reason
 from atoll.protocol.vocabulary import Effect, Event, Message, Send
 from atoll.sim.cluster import VirtualCluster
 from atoll.tasks.task import Task, layout_for
@@ -107,7 +108,7 @@ class _Remembering:
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         return self._executor.execute(effect, payload)
 
-    def inspect(self, body: Message, payload: Payload) -> str:
+    def inspect(self, body: Message, payload: Payload) -> Reason | None:
         return self._executor.inspect(body, payload)
 
     def payload_for(self, send: Send) -> Payload | None:

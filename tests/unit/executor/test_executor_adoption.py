@@ -14,6 +14,7 @@ from atoll.codecs import codec
 from atoll.executor.learner import TensorLearner
 from atoll.ids import WorkerId
 from atoll.protocol.interface import Payload
+from atoll.protocol.reasons import DUE
 from atoll.protocol.vocabulary import NO_VERSION, Adopt, Effect, Keep
 from atoll.tasks.task import Task, initial_versions
 from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
@@ -208,7 +209,7 @@ def test_adoption_reaches_the_master_weights_which_the_next_step_casts(alpha: fl
     before = {name: tensor.detach().float().clone() for name, tensor in model.named_parameters()}
     for p, version in enumerate(initial_versions(task)):
         learner.execute(Keep(p, 1, NO_VERSION), Payload("fragment", 0, (version.announced + 1.0, version.buffers)))
-        learner.execute(Adopt(p, 1, alpha, False, "test"), None)
+        learner.execute(Adopt(p, 1, alpha, False, DUE), None)
     optimizer.step()
     for name, tensor in model.named_parameters():
         torch.testing.assert_close(tensor.detach().float(), before[name] + (1 - alpha), rtol=0.01, atol=0.01)

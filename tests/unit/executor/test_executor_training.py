@@ -17,6 +17,7 @@ from atoll.executor.learner import TensorLearner
 from atoll.executor.null import batch_size
 from atoll.ids import SYNCER, WorkerId
 from atoll.protocol.interface import Payload
+from atoll.protocol.reasons import DUE
 from atoll.protocol.vocabulary import NO_VERSION, Adopt, Effect, InnerStep, Keep, Stage, StepDone
 from atoll.rules import Schedule, tokens_per_step_max
 from atoll.store.versions import MemoryVersions
@@ -94,7 +95,7 @@ def alone(config: Any, batch: Any = draw) -> TensorLearner:
     learner = TensorLearner(task, 0)
     for p, version in enumerate(MemoryVersions(initial_versions(task)).newest()):
         learner.execute(Keep(p, 0, NO_VERSION), Payload("fragment", 0, (version.announced, version.buffers)))
-        learner.execute(Adopt(p, 0, 0.0, False, "test"), None)
+        learner.execute(Adopt(p, 0, 0.0, False, DUE), None)
     return learner
 
 
@@ -107,7 +108,7 @@ def test_adoption_keeps_or_resets_the_moments_of_its_fragment_and_of_no_other(pr
     names = [{slot.name for slot in fragment.params} for fragment in learner._fragments]
     before = {name: learner.optimizer.state[tensor]["exp_avg"].clone() for name, tensor in tensors.items()}
     learner.execute(Keep(1, 4, NO_VERSION), Payload("fragment", 0, (learner.anchors[1], torch.empty(0))))
-    learner.execute(Adopt(1, 4, 0.0, True, "test"), None)
+    learner.execute(Adopt(1, 4, 0.0, True, DUE), None)
     kept = {name for name, tensor in tensors.items() if tensor in learner.optimizer.state}
     assert kept == (names[0] | names[1] if preserve else names[0])
     assert all(torch.equal(learner.optimizer.state[tensors[name]]["exp_avg"], before[name]) for name in kept)

@@ -21,7 +21,7 @@ from atoll.executor.learner import TensorLearner
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER, Incarnation, WorkerId
 from atoll.protocol.interface import Executor, Payload
-from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.reasons import DUE, Reason, Why
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
@@ -267,7 +267,7 @@ if torch.cuda.is_available():
             learner = TensorLearner(task, 0, device=torch.device("cuda"))
         for p, version in enumerate(MemoryVersions(initial_versions(task)).newest()):
             learner.execute(Keep(p, 0, NO_VERSION), Payload("fragment", 0, (version.announced.clone(), version.buffers.clone())))
-            learner.execute(Adopt(p, 0, 0.0, False, "test"), None)
+            learner.execute(Adopt(p, 0, 0.0, False, DUE), None)
         return learner
 
     def contribution(learner: TensorLearner, fragment: int = 0) -> Payload:
@@ -416,7 +416,7 @@ if torch.cuda.is_available():
         (event,) = learner.execute(Stage(1, 2, NO_VERSION, False), None)
         assert isinstance(event, Poisoned) and name in event.where
         torch.cuda.synchronize()
-        learner.execute(LoadTheta("test"), None)
+        learner.execute(LoadTheta(DUE), None)
         assert learner.execute(Stage(1, 3, NO_VERSION, False), None) == (), "it is said once"
 
     @pytest.mark.parametrize("preset", ["decoupled", "async_diloco"])
