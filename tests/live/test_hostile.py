@@ -4,7 +4,6 @@ loses a round nor grows without bound."""
 from __future__ import annotations
 
 import asyncio
-import logging
 import statistics
 import threading
 import time
@@ -21,40 +20,21 @@ from harness import judge, run, small
 from hostile import Siege, Vitals, now
 
 from atoll.config import Config
-from atoll.ids import SECOND, SYNCER
-from atoll.protocol.causality import Mailbox
-from atoll.protocol.reasons import Reason, Why
-from atoll.protocol.syncer import SyncerMachine
+from atoll.protocol.reasons import Why
 from atoll.protocol.vocabulary import (
-    NO_VERSION,
-    ConnectionLost,
-    Contribution,
     Effect,
-    Enter,
     FixParticipants,
-    Goodbye,
-    Grant,
-    Hello,
-    Loaded,
     Merge,
-    Message,
     Received,
     Refuse,
     Report,
-    Send,
     Started,
     Stored,
-    TakeTheta,
-    Unit,
 )  # fmt: skip
 from atoll.runtime.local.cluster import LocalCluster
-from atoll.runtime.log import rate_limited
-from atoll.runtime.syncer.places import RESERVED_SECONDS, Places
 from atoll.sim.checkers import Safety
 from atoll.tape.format import Record, Tape
 from atoll.tape.weave import live_tapes
-from atoll.transport import Refused
-from atoll.transport.keys import JoinTokens
 
 HONEST = 2
 
@@ -200,85 +180,3 @@ def test_syncer_withstands_thousands_of_hostile_messages(tmp_path: Path) -> None
 @pytest.mark.soak
 def test_syncer_withstands_a_hundred_thousand_hostile_messages(tmp_path: Path) -> None:
     withstands(tmp_path, goal=100_000, total_steps=2_200, workers=12, seed=2)
-
-
-# ---------------------------------------------------------------- what the fuzzer found, one by one
-
-
-class Table:
-    """A syncer's machine, and learners that say what they like."""
-
-    def __init__(self) -> None:
-        self.machine = SyncerMachine(small(HONEST))
-        self.now = 3600 * SECOND
-        self._mailboxes = {m: Mailbox(m, 0, HONEST) for m in range(8)}
-        self.machine.on(Started(0), self.now)
-
-    def say(self, learner: int, body: Message) -> list[Effect]:
-        self.now += SECOND // 100
-        return list(self.machine.on(Received(self._mailboxes[learner].seal(SYNCER, body), 0), self.now))
-
-    def joins(self, learner: int) -> tuple[int, Unit]:
-        """Its session, and the first unit it may draw."""
-        (theta,) = _told(self.say(learner, _hello()), TakeTheta)
-        effects = self.say(learner, Loaded(theta.ticket, SYNCER, 0, self.machine.versions.all_newest()))
-        return _told(effects, Enter)[0].session, _told(effects, Grant)[0].units[0]
-
-
-def _hello(*left: Unit) -> Hello:
-    return Hello((NO_VERSION,) * 6, 0, 0, True, left, 0, Reason(Why.JOINS))
-
-
-def _told(effects: list[Effect], kind: type[Any]) -> list[Any]:
-    return [e.envelope.body for e in effects if isinstance(e, Send) and isinstance(e.envelope.body, kind)]
-
-
-@pytest.mark.parametrize("index", [2**20, 2**40, 2**50, 2**53])
-def test_data_that_a_liar_names_can_be_drawn_and_reported_by_another(index: int) -> None:
-    table = Table()
-    table.say(5, _hello())
-    table.say(5, _hello(Unit(5, index)))
-    table.say(5, Goodbye(Reason(Why.LEAVES, "bye")))
-    session, unit = table.joins(0)
-    batch = unit.index * 6
-    effects = table.say(0, Report(session, 1, 0, 128, 4, 10**7, 0, unit.stream, batch, (), 0, 1.0))
-    assert not [e for e in effects if isinstance(e, Refuse)]
-    table.machine.on(ConnectionLost(0, "broke"), table.now)
-    effects = table.say(0, Hello((0,) * 6, 1, 128, False, (unit,), 0, Reason(Why.RECONNECTED), 1))
-    assert not [e for e in effects if isinstance(e, Refuse)]
-
-
-def test_contribution_that_nobody_asked_for_stretches_no_deadline() -> None:
-    table = Table()
-    table.say(5, _hello())
-    before = table.machine.pulse.pull_patience()
-    table.say(5, Contribution(1, 0, 0, 0, 0, 0, 0, 0))
-    assert table.machine.pulse.pull_patience() <= before
-
-
-def test_places_that_were_given_to_nobody_are_free_again_soon(tmp_path: Path) -> None:
-    places = Places(tmp_path, "run", JoinTokens(b"s" * 32), 3, lambda learner: learner == 0)
-    for learner in (1, 2):
-        assert places.place(-1, 100.0)[0].learner == learner
-    with pytest.raises(Refused, match="all 3 places") as no:
-        places.place(-1, 101.0)
-    assert no.value.retry, "the learner asks again"
-    assert places.place(-1, 100.0 + RESERVED_SECONDS)[0].learner == 1
-
-
-def test_key_of_a_ticket_is_no_key_of_a_place(tmp_path: Path) -> None:
-    places = Places(tmp_path, "run", JoinTokens(b"s" * 32), 8, lambda learner: False)
-    shown = {"run": "run", "learner": str(-2 - 7), "incarnation": "3", "key": places.ticket_key(7, 3)}
-    with pytest.raises(Refused, match="a learner from 0 to"):
-        places.admit(shown)
-
-
-def test_peers_cannot_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    log = rate_limited("atoll.test.hush")
-    with caplog.at_level(logging.INFO, "atoll.test.hush"):
-        for n in range(5000):
-            log.warning("refused: %s", f"{n}\nforged line\x1b[31m" + "x" * 10_000)
-        assert len(caplog.messages) < 300 and all(len(text) < 600 and text.isprintable() for text in caplog.messages)
-        time.sleep(0.2)
-        log.warning("one more")
-    assert "lines about peers were dropped before this one" in caplog.messages[-1]

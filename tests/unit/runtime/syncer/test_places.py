@@ -1,4 +1,5 @@
-"""places.jsonl: half a last line is a killed writer's and is cut off; any other line that says nothing is somebody's mistake."""
+"""Places of learners: how long one is reserved, what opens one, and places.jsonl, where half a last line is a killed writer's and
+is cut off, and any other line without a place is refused."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from atoll.errors import DataError
-from atoll.runtime.syncer.places import Places
+from atoll.runtime.syncer.places import RESERVED_SECONDS, Places
+from atoll.transport import Refused
 from atoll.transport.keys import JoinTokens, random_token_secret
 
 GIVEN = b'{"learner":0,"incarnation":2}\n'
@@ -36,3 +38,20 @@ def test_half_a_last_line_is_cut_off_and_places_go_on(tmp_path: Path, content: b
     placed, _ = places(tmp_path).place(0, 100.0)
     assert (placed.learner, placed.incarnation) == (0, given)
     assert file.read_bytes() == (GIVEN if given else b"") + b'{"learner":0,"incarnation":%d}\n' % given
+
+
+def test_places_that_were_given_to_nobody_are_free_again_soon(tmp_path: Path) -> None:
+    made = Places(tmp_path, "run", JoinTokens(b"s" * 32), 3, lambda learner: learner == 0)
+    for learner in (1, 2):
+        assert made.place(-1, 100.0)[0].learner == learner
+    with pytest.raises(Refused, match="all 3 places") as no:
+        made.place(-1, 101.0)
+    assert no.value.retry, "the learner asks again"
+    assert made.place(-1, 100.0 + RESERVED_SECONDS)[0].learner == 1
+
+
+def test_key_of_a_ticket_is_no_key_of_a_place(tmp_path: Path) -> None:
+    made = Places(tmp_path, "run", JoinTokens(b"s" * 32), 8, lambda learner: False)
+    shown = {"run": "run", "learner": str(-2 - 7), "incarnation": "3", "key": made.ticket_key(7, 3)}
+    with pytest.raises(Refused, match="a learner from 0 to"):
+        made.admit(shown)

@@ -1,0 +1,88 @@
+"""What a learner that lies can make others believe: no data that cannot be drawn, and no longer deadlines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atoll.config import load
+from atoll.ids import SECOND, SYNCER
+from atoll.protocol.causality import Mailbox
+from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.syncer import SyncerMachine
+from atoll.protocol.vocabulary import (
+    NO_VERSION,
+    ConnectionLost,
+    Contribution,
+    Effect,
+    Enter,
+    Goodbye,
+    Grant,
+    Hello,
+    Loaded,
+    Message,
+    Received,
+    Refuse,
+    Report,
+    Send,
+    Started,
+    TakeTheta,
+    Unit,
+)  # fmt: skip
+
+CONFIG = load(preset_name="decoupled", overrides={
+    "learners": 2, "total_steps": 150, "protocol": {"fragments": 6, "local_steps_per_round": 6},
+    "data": {"seq_len": 32, "batch_size": 4},
+})  # fmt: skip
+
+
+class Table:
+    """A syncer's machine, and learners that say what they like."""
+
+    def __init__(self) -> None:
+        self.machine = SyncerMachine(CONFIG)
+        self.now = 3600 * SECOND
+        self._mailboxes = {m: Mailbox(m, 0, 2) for m in range(8)}
+        self.machine.on(Started(0), self.now)
+
+    def say(self, learner: int, body: Message) -> list[Effect]:
+        self.now += SECOND // 100
+        return list(self.machine.on(Received(self._mailboxes[learner].seal(SYNCER, body), 0), self.now))
+
+    def joins(self, learner: int) -> tuple[int, Unit]:
+        """Its session, and the first unit it may draw."""
+        (theta,) = _told(self.say(learner, _hello()), TakeTheta)
+        effects = self.say(learner, Loaded(theta.ticket, SYNCER, 0, self.machine.versions.all_newest()))
+        return _told(effects, Enter)[0].session, _told(effects, Grant)[0].units[0]
+
+
+def _hello(*left: Unit) -> Hello:
+    return Hello((NO_VERSION,) * 6, 0, 0, True, left, 0, Reason(Why.JOINS))
+
+
+def _told(effects: list[Effect], kind: type[Any]) -> list[Any]:
+    return [e.envelope.body for e in effects if isinstance(e, Send) and isinstance(e.envelope.body, kind)]
+
+
+@pytest.mark.parametrize("index", [2**20, 2**40, 2**50, 2**53])
+def test_data_that_a_liar_names_can_be_drawn_and_reported_by_another(index: int) -> None:
+    table = Table()
+    table.say(5, _hello())
+    table.say(5, _hello(Unit(5, index)))
+    table.say(5, Goodbye(Reason(Why.LEAVES, "bye")))
+    session, unit = table.joins(0)
+    batch = unit.index * 6
+    effects = table.say(0, Report(session, 1, 0, 128, 4, 10**7, 0, unit.stream, batch, (), 0, 1.0))
+    assert not [e for e in effects if isinstance(e, Refuse)]
+    table.machine.on(ConnectionLost(0, "broke"), table.now)
+    effects = table.say(0, Hello((0,) * 6, 1, 128, False, (unit,), 0, Reason(Why.RECONNECTED), 1))
+    assert not [e for e in effects if isinstance(e, Refuse)]
+
+
+def test_contribution_that_nobody_asked_for_stretches_no_deadline() -> None:
+    table = Table()
+    table.say(5, _hello())
+    before = table.machine.pulse.pull_patience()
+    table.say(5, Contribution(1, 0, 0, 0, 0, 0, 0, 0))
+    assert table.machine.pulse.pull_patience() <= before
