@@ -46,7 +46,7 @@ def test_sim_strip_and_damaged_tape(tmp_path: Path) -> None:
     done = atoll("sim", "--preset", "diloco", "--set", "protocol.local_steps_per_round=4", "--set", "total_steps=12",
                  "--out", "run", cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "outer step 12 of 12" in done.stdout
+    assert "step 12 of 12" in done.stdout
     lines = atoll("strip", "run", cwd=tmp_path).stdout.splitlines()
     assert len(lines) > 100
     assert max(map(len, lines)) <= 160
@@ -80,18 +80,18 @@ def test_config_printed_for_a_preset_is_a_recipe_that_loads_as_itself(tmp_path: 
         (["sim", "--chaos", "random:1:x:3"], "must be random:SEED:COUNT:SECONDS"),
         (["train", "--set", "data.corpus=missing.txt"], "missing.txt"),
         (["train", "--set", "protocol.fragments=4000"], "section protocol: fragments = 4000 is more than the 47"),
-        (["replay", "missing"], "no such file"),
-        (["strip", "missing"], "no such file"),
+        (["replay", "missing"], "run missing: no run is there"),
+        (["strip", "missing"], "run missing: no run is there"),
         (["compare", "nope"], "no such preset"),
         (["train", "--learners", "0"], "learners"),
         (["train", "--virtual", "--twin"], "--virtual: goes with neither"),
-        (["train", "--snapshot", "4"], "--snapshot: says which snapshot --resume takes"),
-        (["train", "--resume", "missing"], "--resume missing: is no run's folder"),
-        (["train", "--set", "model.name=custom"], "learners bring that model"),
+        (["train", "--snapshot", "4"], "--snapshot: says which snapshot --resume starts from"),
+        (["train", "--resume", "missing"], "--resume missing: no run is there"),
+        (["train", "--set", "model.name=custom"], "the learners have the code of that model"),
         (["train", "--set", "model.name=no.such:thing"], "allow it here with --allow-model no.such:thing"),
-        (["compare", "ddp", "decoupled", "--chaos", "random:1:1:1"], "torch's DDP has no answer to faults"),
-        (["snapshot", "ls", "missing"], "is no folder"),
-        (["snapshot", "ls", "."], "holds no snapshots"),
+        (["compare", "ddp", "decoupled", "--chaos", "random:1:1:1"], "torch's DDP survives no faults"),
+        (["snapshot", "ls", "missing"], "run missing: no run is there"),
+        (["snapshot", "ls", "."], "run .: no run is there"),
         (["keys", "missing", "--add"], "missing"),
         (["learner", "--syncer", "nonsense"], "must be host:port"),
         (["learner", "--syncer", "127.0.0.1:1", "--token", "missing"], "missing"),

@@ -60,11 +60,11 @@ def test_synthetic_tape_is_an_ordinary_run(tmp_path: Path) -> None:
     summary = json.loads(run("tape", "--chips", "400000", "--set", "total_steps=20", "--out", str(directory), "--json"))
     assert summary["total_steps"] == 20 and (directory / "run.tape").exists()
     told = CliRunner().invoke(app, ["replay", str(directory)], catch_exceptions=False)
-    assert told.exit_code == 0 and "every decision as taped" in told.stdout
+    assert told.exit_code == 0 and "every decision as recorded" in told.stdout
 
 
 def test_folder_without_a_virtual_tape_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no run\.tape of a virtual run"):
+    with pytest.raises(UserError, match=r"^--tape .*: no run is there"):
         CliRunner().invoke(app, ["train", "--tape", str(tmp_path)], catch_exceptions=False)
 
 

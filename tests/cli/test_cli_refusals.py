@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from atoll.cli import resume
 from atoll.cli.app import app
-from atoll.cli.shared import RunProgress
+from atoll.cli.progress import RunProgress
 from atoll.config import load, to_toml
 from atoll.config.sections import IMAGE_MODELS
 from atoll.errors import RunFailed, UserError
@@ -127,11 +127,11 @@ def test_twins_folder_is_looked_at_before_the_first_of_the_two_runs(tmp_path: Pa
         (["--device", "rubbish", "--preset", "ddp"], "device 'rubbish': must be cpu, cuda or cuda:N"),
         (["--preset", "ddp", "--set", "protocol.codec_up=bf16"], "key protocol.codec_up = 'bf16': the all-reduce"),
         (["--set", "model.numbers.context=4"], "key model.numbers.context = 4: must be at least data.seq_len = 64"),
-        (["--set", "model.name=custom"], "model.name = 'custom': learners bring that model"),
-        (["--virtual", "--set", "model.name=custom"], "model.name = 'custom': learners bring that model"),
-        (["--twin"], "--twin: runs the same again without faults; give some with --chaos"),
+        (["--set", "model.name=custom"], "key model.name = 'custom': the learners have the code"),
+        (["--virtual", "--set", "model.name=custom"], "key model.name = 'custom': the learners have the code"),
+        (["--twin"], "--twin: runs the same again without faults; give faults with --chaos"),
         (["--tape", "h", "--snapshot", "3"], "--tape: goes with"),
-        (["--resume", "nope"], "--resume nope: is no run's folder, it has no config.toml"),
+        (["--resume", "nope"], "--resume nope: no run is there"),
     ],
 )
 @pytest.mark.usefixtures("unbuilt")
@@ -147,7 +147,7 @@ def test_plan_without_faults_leaves_nothing_to_compare_a_twin_with(tmp_path: Pat
 
 def test_custom_model_on_a_tape_is_refused_as_in_a_live_run(tmp_path: Path) -> None:
     atoll("sim", *TINY, *FEW, "--out", "history")
-    assert "learners bring that model" in refusal("train", "--tape", "history", "--set", "model.name=custom")
+    assert "learners have the code" in refusal("train", "--tape", "history", "--set", "model.name=custom")
 
 
 def test_image_models_of_the_config_are_those_that_are_built() -> None:
@@ -183,7 +183,7 @@ def stopped(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("steps", [40, 12])
 @pytest.mark.usefixtures("unbuilt")
 def test_resumed_run_that_has_nothing_left_to_do_is_refused(stopped: Path, steps: int) -> None:
-    wanted = f"total_steps = {steps}: the snapshot in {stopped} is of outer step 40 already; give more"
+    wanted = f"key total_steps = {steps}: the snapshot in {stopped} is of step 40 already; give more"
     assert refusal("train", "--resume", stopped, "--set", f"total_steps={steps}") == wanted
 
 
@@ -191,7 +191,7 @@ def test_resumed_run_that_has_nothing_left_to_do_is_refused(stopped: Path, steps
 def test_syncer_that_resumes_a_snapshot_with_nothing_left_to_do_is_refused(stopped: Path, tmp_path: Path) -> None:
     part = stopped / "syncer" / "snapshots" / "40"
     said = refusal("syncer", stopped / "config.toml", "--resume", part, "--dir", "new", "--listen", "127.0.0.1:0")
-    assert said.startswith(f"total_steps = 40: the snapshot in {part} ")
+    assert said == f"key total_steps = 40: the snapshot in {part} is of step 40 already; give more"
     assert not (tmp_path / "new").exists()
 
 
@@ -214,20 +214,20 @@ def test_run_with_a_damaged_newest_snapshot_does_not_resume_an_older_one_unasked
     hurt.write_bytes({"shorter": flipped[:-10], "manifest": b"{", "flipped": flipped}[how])
     said = refusal("train", "--resume", stopped, "--set", "total_steps=80")
     assert said.startswith(f"run {stopped}: snapshot 60 is damaged: {hurt}")
-    assert said.endswith("; give --snapshot 40 to go on from that one")
-    assert "outer step 40 already" in refusal("train", "--resume", stopped, "--snapshot", "40", "--set", "total_steps=40")
+    assert said.endswith("; give --snapshot 40 to resume from that one")
+    assert "of step 40 already" in refusal("train", "--resume", stopped, "--snapshot", "40", "--set", "total_steps=40")
 
 
 @pytest.mark.usefixtures("unbuilt")
 def test_snapshot_that_was_given_up_is_not_the_newest(stopped: Path) -> None:
     seal_another(stopped, 60, complete=False)
-    assert "outer step 40 already" in refusal("train", "--resume", stopped, "--set", "total_steps=40")
+    assert "of step 40 already" in refusal("train", "--resume", stopped, "--set", "total_steps=40")
 
 
 @pytest.mark.usefixtures("unbuilt")
 def test_damaged_part_of_a_learner_is_refused_by_its_path_and_a_missing_one_is_not(stopped: Path) -> None:
     seal_another(stopped, 60, (0,))
-    assert "outer step 60 already" in refusal("train", "--resume", stopped, "--set", "total_steps=60")
+    assert "of step 60 already" in refusal("train", "--resume", stopped, "--set", "total_steps=60")
     part = stopped / "learners" / "0" / "snapshots" / "60"
     assert [*resume.what_is_resumed(stopped, 60)][1] == f"warning: {part} is missing: its learner joins as a newcomer"
     part.mkdir(parents=True)
@@ -235,23 +235,19 @@ def test_damaged_part_of_a_learner_is_refused_by_its_path_and_a_missing_one_is_n
     assert str(part) in refusal("train", "--resume", stopped, "--set", "total_steps=80")
 
 
-def test_snapshots_of_a_folder_that_is_not_there_are_not_said_to_be_none(tmp_path: Path) -> None:
-    assert refusal("snapshot", "ls", tmp_path / "x").startswith(f"run {tmp_path / 'x'}: is no folder")
-
-
 def test_resumed_run_keeps_its_preset(stopped: Path, tmp_path: Path) -> None:
-    wanted = f"--preset diloco: the run in {stopped} is of preset 'decoupled', and a resumed run keeps it; leave --preset out"
+    wanted = f"--preset diloco: the run in {stopped} has preset 'decoupled', and a resumed run keeps it; leave --preset out"
     assert refusal("train", "--resume", stopped, "--preset", "diloco", "--set", "total_steps=50") == wanted
     (tmp_path / "recipe.toml").write_text("learners = 2\n")
     assert refusal("train", "recipe.toml", "--resume", stopped, "--preset", "diloco", "--set", "total_steps=50") == wanted
-    assert "outer step 40 already" in refusal("train", "--resume", stopped, "--preset", "decoupled")
+    assert "of step 40 already" in refusal("train", "--resume", stopped, "--preset", "decoupled")
 
 
 def test_recipe_of_another_preset_resumes_nothing(stopped: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text('preset = "fedavg"\nlearners = 2\n')
     said = refusal("train", "recipe.toml", "--resume", stopped, "--set", "total_steps=50")
-    kept = f"the run in {stopped} is of preset 'decoupled', and a resumed run keeps it"
-    assert said == f"recipe recipe.toml is of preset 'fedavg': {kept}; leave the recipe out, or give --preset too"
+    kept = f"the run in {stopped} has preset 'decoupled', and a resumed run keeps it"
+    assert said == f"recipe recipe.toml has preset 'fedavg': {kept}; leave the recipe out, or give --preset too"
 
 
 @pytest.mark.parametrize(
@@ -306,13 +302,13 @@ def test_standstill_by_poison_is_told_once(capsys: pytest.CaptureFixture[str]) -
         for _ in range(9):
             progress(0, SYNCER, DeadlinePassed(), [flaw])
     said = capsys.readouterr().out.replace("\n", " ")
-    assert said.count("no outer step since 10 updates were refused") == 1
+    assert said.count("no step since 10 updates were refused") == 1
     assert "the learner found NaN or Inf in it); lower inner.learning_rate" in said
 
 
 def test_folder_that_is_no_runs_is_told_with_a_recipe_too(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("learners = 2\n")
-    assert refusal("train", "recipe.toml", "--resume", "nope").startswith("--resume nope: is no run's folder")
+    assert refusal("train", "recipe.toml", "--resume", "nope").startswith("--resume nope: no run is there")
 
 
 def test_written_out_config_is_compared_with_no_other_preset(stopped: Path) -> None:
@@ -344,7 +340,7 @@ def test_own_model_trains_in_virtual_time_on_a_tape_too_and_replays(own: list[st
     assert said == f"key model.name = {OWN!r}: is your own code; allow it here with --allow-model {OWN}"
     atoll("train", "--virtual", *own, "--allow-model", OWN, "--out", "run")
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["loss_final"] > 0
-    assert "every Theta as taped" in atoll("replay", "run", "--weights", "--allow-model", OWN)
+    assert "every Theta as recorded" in atoll("replay", "run", "--weights", "--allow-model", OWN)
     atoll("train", "--tape", "run", "--allow-model", OWN, "--out", "again")
     assert (tmp_path / "again" / "theta.safetensors").exists()
     said = refusal("export", "run", "--hf", "hf")

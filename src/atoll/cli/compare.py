@@ -35,8 +35,8 @@ from atoll.views.tables import comparison_table
 
 
 def compare(
-    presets: Annotated[list[str] | None, typer.Argument(help="Presets to run; by default all of them.")] = None,
-    recipe: Annotated[Path | None, typer.Option("--recipe", readable=False, help="The recipe all of them share.")] = None,
+    presets: Annotated[list[str] | None, typer.Argument(help="Presets to train. Default: all of them.")] = None,
+    recipe: Annotated[Path | None, typer.Option("--recipe", readable=False, help="The recipe that all of them share.")] = None,
     virtual: VirtualOption = False,
     learners: LearnersOption = None,
     set_: SetOption = None,
@@ -46,18 +46,18 @@ def compare(
     as_json: JsonOption = False,
     threads: ThreadsOption = 1,
     figure: Annotated[
-        Path | None, typer.Option("--figure", help="Draw the table too: .png or .svg; by default comparison.png in --out.")
+        Path | None, typer.Option("--figure", help="File for the figure, .png or .svg. Default: comparison.png in --out.")
     ] = None,
     device: DeviceOption = "cpu",
     allow_model: AllowOption = None,
     allow_plugin: PluginOption = None,
 ) -> None:
-    """Train several presets on the same recipe, data and number of outer steps; print one table and draw it."""
+    """Train several presets on the same recipe, data and number of steps; print one table and draw it."""
     names = list(dict.fromkeys(presets or PRESETS))
     each = [settings_from(recipe, name, learners, seed, set_) for name in names]
     plan = load_plan(chaos, min(settings.learners for settings in each)) if chaos is not None else ChaosPlan()
     if chaos is not None and not virtual and "ddp" in names:
-        raise UserError("--chaos: torch's DDP has no answer to faults; leave ddp out, or say --virtual")
+        raise UserError("--chaos: torch's DDP survives no faults; leave ddp out, or use --virtual")
     base, allowed = out_dir or new_directory("compare", each[0].seed), allow_model or []
     refuse_used(base)
     _check_comparison(each, figure, device, allowed, virtual=virtual)
@@ -72,18 +72,19 @@ def compare(
             else:
                 done = run_live(settings, plan, directory, threads, as_json, device, allowed)
             summaries.append(done)
-    finally:  # hours of training are told whatever became of the rest
+    finally:  # runs that are done are shown even if a later one fails
         if summaries and as_json:
             print_json(summaries)
         elif summaries:
             out.print(comparison_table(summaries))
+            out.print(f"summaries and trained weights of each preset: {base}", soft_wrap=True)
     _draw(summaries, figure or base / "comparison.png", asked=figure is not None)
 
 
 def _check_comparison(
     each: Sequence[Config], figure: Path | None, device: str, allowed: Collection[str], *, virtual: bool
 ) -> None:
-    """All that can be known of any of the runs, before the first."""
+    """Refuses everything that can be refused of any of the runs, before the first."""
     from atoll.executor.virtual_run import checked_device
     from atoll.views.figures import check_suffix
 

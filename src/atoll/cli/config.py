@@ -17,5 +17,7 @@ def show_config(
     seed: SeedOption = None,
     allow_plugin: PluginOption = None,
 ) -> None:
-    """Print the complete resolved config as TOML that `atoll train` accepts."""
+    """Print the complete config as TOML that `atoll train` accepts, after preset, recipe, options and --set.
+
+    It refuses what `atoll train` would refuse, as far as that can be said without data and without torch."""
     typer.echo(config.to_toml(settings_from(recipe, preset, learners, seed, set_)), nl=False)

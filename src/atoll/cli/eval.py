@@ -1,4 +1,4 @@
-"""`atoll eval`: a run's outer parameters on benchmarks from local files, and on the held-out text; also while it trains."""
+"""`atoll eval`: measure a run's model on benchmarks and on held-out text; with --follow also while it trains."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from rich.table import Table
 
 from atoll.cli.building import built
 from atoll.cli.options import AllowOption, ObeyOption, PluginOption
-from atoll.cli.shared import JsonOption, ThreadsOption, err, out, print_json, told
+from atoll.cli.progress import heldout_line
+from atoll.cli.shared import JsonOption, RunArgument, ThreadsOption, err, out, print_json
 from atoll.cli.syncer import end_with_stdin
 from atoll.config import CUSTOM
 from atoll.errors import DataError, UserError
+from atoll.tape.folder import find_run
 from atoll.tape.heldout import HeldoutPoint
 
 NICE = 10
@@ -27,38 +29,43 @@ NICE = 10
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run of `atoll train`.")],
+    run: RunArgument,
     tasks: Annotated[
-        str, typer.Option("--tasks", help="Separated by commas, such as piqa,lambada,heldout.")
+        str, typer.Option("--tasks", help="Tasks, separated by commas, as in piqa,lambada,heldout.")
     ] = "heldout",
-    data: Annotated[Path | None, typer.Option("--data", metavar="DIR", help="Folder with the benchmarks' JSON lines.")] = None,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first so many examples of each.")] = None,
+    data: Annotated[
+        Path | None, typer.Option("--data", metavar="DIR", help="Folder with the benchmarks' JSON lines. heldout needs none.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Evaluate only the first so many examples of each task. Default: all.")
+    ] = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = 1,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help="Where the model runs: cpu, cuda, cuda:1, ...")] = "cpu",
     allow_model: AllowOption = None,
     allow_plugin: PluginOption = None,
     follow: Annotated[
-        bool, typer.Option("--follow", help="Of a live run while it trains: its held-out loss, again and again, until it ends.")
+        bool, typer.Option("--follow", help="Print the held-out loss of a live run while it trains, until it ends.")
     ] = False,
     every: Annotated[
-        int | None, typer.Option("--every", min=1, help="With --follow: outer steps between; default: data.heldout_every.")
+        int | None, typer.Option("--every", min=1, help="With --follow: steps between two losses. Default: data.heldout_every.")
     ] = None,
     obey_stdin: ObeyOption = False,
 ) -> None:
     """Evaluate a run's model: multiple choice by likelihood, LAMBADA, and the loss on held-out text."""
     if follow:
         if tasks != "heldout" or data is not None or limit is not None:
-            raise UserError("--follow: tells the held-out loss; goes with --every, --device, --threads, --allow-model and --json")
-        _follow(run, every, device, threads, allow_model or [], as_json=as_json, obeys=obey_stdin)
+            raise UserError("--follow: prints the held-out loss; takes --every, --device, --threads, --allow-model and --json")
+        _follow(find_run(run).folder, every, device, threads, allow_model or [], as_json=as_json, obeys=obey_stdin)
         return
     if every is not None:
-        raise UserError("--every: says how often --follow looks; give --follow too")
+        raise UserError("--every: says how often --follow evaluates; give --follow too")
     from atoll.executor.environment import use_threads
     from atoll.executor.virtual_run import checked_device
     from atoll.tasks.trained import check_tasks, evaluate_run, open_trained
 
     wanted = check_tasks([name.strip() for name in tasks.split(",") if name.strip()], data, limit)
+    run = find_run(run).folder
     use_threads(threads)
     trained = open_trained(run, allow_model or [])
     if trained.early:
@@ -72,15 +79,15 @@ def evaluate(
         table = Table("task", "examples", "loss", "acc", "acc_norm", "acc_bytes", "perplexity")
         for r in results:
             table.add_row(
-                r.task, f"{r.examples:,}", f"{r.loss:.4f}" if r.loss is not None else "", _told(r.acc, r.acc_stderr),
-                _told(r.acc_norm, r.acc_norm_stderr), _told(r.acc_bytes, r.acc_bytes_stderr),
-                _told(r.perplexity, r.perplexity_stderr),
+                r.task, f"{r.examples:,}", f"{r.loss:.4f}" if r.loss is not None else "", _figure(r.acc, r.acc_stderr),
+                _figure(r.acc_norm, r.acc_norm_stderr), _figure(r.acc_bytes, r.acc_bytes_stderr),
+                _figure(r.perplexity, r.perplexity_stderr),
             )  # fmt: skip
         out.print(table)
-    for r in results:  # at the end: whatever else was asked is answered
+    for r in results:  # last, so that the other results are printed first
         name, figure = ("loss", r.loss) if r.loss is not None else ("acc", r.acc)
         if figure is not None and not math.isfinite(figure):
-            why = "its weights have diverged or are damaged; train with a lower inner.learning_rate, or bring them back"
+            why = "the weights have diverged or are damaged; train with a lower inner.learning_rate, or restore them"
             raise DataError(f"run {run}: its {name} on {r.task} is {figure}: {why}")
 
 
@@ -95,9 +102,9 @@ def _follow(
     settings = config_of(run)
     often = every or settings.data.heldout_every
     if not often:
-        raise UserError(f"--follow: run {run} has data.heldout_every = 0; say --every so many outer steps")
+        raise UserError(f"--follow: run {run} has data.heldout_every = 0; give --every STEPS")
     if settings.model.name == CUSTOM:
-        raise UserError(f"run {run}: model.name = 'custom' is code of yours, and only it can evaluate the model")
+        raise UserError(f"run {run}: model.name = 'custom' is your own code, and only that can evaluate the model")
     use_threads(threads)
     stop = threading.Event()
     if obeys:
@@ -110,12 +117,12 @@ def _follow(
         if as_json:
             print_json(point)
         else:
-            out.print(told(point, settings.total_steps))
+            out.print(heldout_line(point))
 
     Evaluator(run, evaluated_on(task, checked_device(device)), often).follow(on_point, stop)
 
 
-def _told(value: float | None, error: float | None) -> str:
+def _figure(value: float | None, error: float | None) -> str:
     if value is None:
         return ""
     return f"{value:.4g}" if error is None else f"{value:.4g} ± {error:.2g}"
@@ -125,11 +132,11 @@ class _Progress:
     """A line every tenth of a task."""
 
     def __init__(self) -> None:
-        self._task, self._told = "", 0
+        self._task, self._shown = "", 0
 
     def __call__(self, task: str, done: int, of: int) -> None:
         if task != self._task:
-            self._task, self._told = task, 0
-        if done * 10 // of > self._told or done == of:
-            self._told = done * 10 // of
+            self._task, self._shown = task, 0
+        if done * 10 // of > self._shown or done == of:
+            self._shown = done * 10 // of
             err.print(f"{task}: {done} of {of} choices", soft_wrap=True)

@@ -8,18 +8,19 @@ from typing import Annotated
 import typer
 
 from atoll.cli.options import PluginOption
-from atoll.cli.shared import err, out
+from atoll.cli.shared import RunArgument, err, out
+from atoll.tape.folder import find_run
 
 
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a run of `atoll train`.")],
-    hf: Annotated[Path, typer.Option("--hf", metavar="DIR", help="A new folder: config, weights and tokenizer.")],
+    run: RunArgument,
+    hf: Annotated[Path, typer.Option("--hf", metavar="DIR", help="A new folder for config, weights and tokenizer.")],
     allow_plugin: PluginOption = None,
 ) -> None:
-    """Write a run's model as Hugging Face's Qwen3 (with experts Qwen3-MoE), which needs no code of ours to load."""
+    """Write a run's model as a Hugging Face folder: Qwen3, or Qwen3-MoE with experts. transformers loads it without Atoll."""
     from atoll.tasks.trained import export_hf, open_to_export
 
-    trained = open_to_export(run)
+    trained = open_to_export(find_run(run).folder)
     if trained.early:
         err.print(f"warning: {trained.early}", style="yellow", soft_wrap=True)
     for path in export_hf(trained, hf):

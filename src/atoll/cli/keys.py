@@ -26,15 +26,17 @@ def make_token_command(directory: Path, run: str, hours: float) -> str:
 
 
 def keys(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where certificates, keys and the join token go.")],
-    learners: Annotated[int, typer.Option("--learners", min=1, max=4096, help="How many learner certificates.")] = 1,
-    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="How long they are valid.")] = 365,
-    add: Annotated[bool, typer.Option("--add", help="Add learners to the authority that is there.")] = False,
-    token: Annotated[bool, typer.Option("--token", help="Only print another join token.")] = False,
-    run: Annotated[str, typer.Option("--run", help="With --token: for this run only.")] = "*",
-    hours: Annotated[float, typer.Option("--hours", min=0.01, max=87600, help="With --token: how long it is valid.")] = 24.0,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for certificates, keys and the join token.")],
+    learners: Annotated[int, typer.Option("--learners", min=1, max=4096, help="Number of learner certificates to make.")] = 1,
+    days: Annotated[int, typer.Option("--days", min=1, max=3650, help="Days that the certificates are valid.")] = 365,
+    add: Annotated[bool, typer.Option("--add", help="Add learner certificates to the authority in DIR.")] = False,
+    token: Annotated[bool, typer.Option("--token", help="Only print a new join token of the authority in DIR.")] = False,
+    run: Annotated[str, typer.Option("--run", help="With --token: the run that it is for. Default: any run.")] = "*",
+    hours: Annotated[float, typer.Option("--hours", min=0.01, max=87600, help="With --token: hours that it is valid.")] = 24.0,
 ) -> None:
-    """Make a certificate authority, the syncer's and learners' certificates, and a join token."""
+    """Make a certificate authority, certificates for the syncer and the learners, and a join token.
+
+    Copy to each machine only its own files: the syncer's, or one learner's and the token."""
     if token:
         typer.echo(make_token_command(directory, run, hours))
         return

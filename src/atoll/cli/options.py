@@ -7,12 +7,16 @@ from typing import Annotated
 
 import typer
 
-KeysOption = Annotated[Path | None, typer.Option("--keys", help="Folder with certificates, made by `atoll keys`: mutual TLS.")]
-
+KeysOption = Annotated[
+    Path | None,
+    typer.Option("--keys", metavar="DIR", help="Folder with certificates that `atoll keys` made: mutual TLS. Default: no TLS."),
+]
 
 AllowOption = Annotated[
     list[str] | None,
-    typer.Option("--allow-model", help="package.module:function that a recipe may name as its model. Repeatable."),
+    typer.Option(
+        "--allow-model", metavar="NAME", help="A function of yours, package.module:function, that may make the model. Repeatable."
+    ),
 ]
 
 
@@ -28,18 +32,19 @@ def _load_plugins(names: list[str] | None) -> list[str] | None:
 PluginOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--allow-plugin", callback=_load_plugins,
-        help="A Python file or module of your own that registers codecs or merges. Repeatable; every process of a run needs it.",
+        "--allow-plugin", metavar="NAME", callback=_load_plugins,
+        help="A Python file or module of yours that registers codecs or merges. Repeatable; every process of a run needs it.",
     ),
 ]  # fmt: skip
-ObeyOption = Annotated[bool, typer.Option("--obey-stdin", hidden=True, help="Of a launcher: end when it does.")]
+ObeyOption = Annotated[bool, typer.Option("--obey-stdin", hidden=True, help="For launchers: end when standard input ends.")]
 
 
 InsecureOption = Annotated[
-    bool, typer.Option("--insecure", help="Talk in the clear on an address others can reach. Tokens are still asked for.")
+    bool, typer.Option("--insecure", help="Allow connections without TLS beyond this machine. Join tokens are still required.")
 ]
-
 
 DeviceOption = Annotated[
-    str, typer.Option("--device", help="Where learners train: cpu, cuda, ...; with --virtual they share it.")
+    str, typer.Option("--device", help="Where learners train: cpu, cuda, cuda:1, ...; with --virtual all of them on one.")
 ]
+
+QuietOption = Annotated[bool, typer.Option("--quiet", help="Log warnings and errors only, no progress.")]

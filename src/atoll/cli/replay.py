@@ -8,35 +8,59 @@ from typing import Annotated
 import typer
 
 from atoll.cli.options import AllowOption, PluginOption
-from atoll.cli.shared import err, out
+from atoll.cli.progress import ReplayProgress
+from atoll.cli.shared import RunArgument, err, out
+from atoll.tape.folder import find_run
+from atoll.tape.format import Tape
 from atoll.tape.weave import Woven, open_run
 
 
 def replay(
-    path: Annotated[Path, typer.Argument(metavar="DIR_OR_TAPE", help="A run's folder or its tape.")],
-    weights: Annotated[bool, typer.Option("--weights", help="Train again, and demand every Theta bit for bit.")] = False,
-    threads: Annotated[int | None, typer.Option("--threads", min=1, help="By default as many as the tape says.")] = None,
+    run: RunArgument,
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Train the model again from the tapes, and demand every Theta bit for bit.")
+    ] = False,
+    threads: Annotated[
+        int | None, typer.Option("--threads", min=1, help="CPU threads of torch. Default: as many as the tape was recorded with.")
+    ] = None,
     allow_model: AllowOption = None,
     allow_plugin: PluginOption = None,
 ) -> None:
-    """Feed a run's tapes to new machines and demand the same decisions; stops at the first difference with its story."""
+    """Feed a run's tapes to new state machines and demand the same decisions.
+
+    Stops at the first difference and prints the events that led to it. A folder stands for all tapes of its run; a tape that is
+    named itself is replayed alone, unless --weights needs the others."""
     from atoll.executor.environment import use_threads
     from atoll.executor.virtual_run import TensorExecutor
     from atoll.runtime.local.summary import executor_for_replay
     from atoll.sim.run import replay_run
 
-    tape = open_run(path)
+    tape = _tapes_of(run, weights=weights)
     use_threads(threads or tape.header.threads)
+    if weights:
+        _to_stderr(f"replaying {tape.path}: all inner steps are trained again in this process, one after the other")
 
     def on_mismatch(sentence: str) -> None:
         err.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
 
-    executor = executor_for_replay(path) if isinstance(tape, Woven) else TensorExecutor
     outcome, theta, _ = replay_run(
-        tape, weights=weights, on_mismatch=on_mismatch, executor_of=executor, allowed=allow_model or []
-    )
+        tape, weights=weights, on_mismatch=on_mismatch, allowed=allow_model or [],
+        executor_of=executor_for_replay(tape.path) if isinstance(tape, Woven) else TensorExecutor,
+        progress=ReplayProgress(tape.header.config["total_steps"], _to_stderr),
+    )  # fmt: skip
     if outcome.cut:
-        err.print(f"the run did not end: the tape stops after record {outcome.records}, and all of it is whole", soft_wrap=True)
-    out.print(f"{outcome.records} records re-derived, outer step {outcome.outer_step}: every decision as taped", highlight=False)
+        err.print(f"the run did not end: its tape stops after record {outcome.records}, and is whole up to there", soft_wrap=True)
+    out.print(f"{outcome.records} records replayed up to step {outcome.outer_step}: every decision as recorded", soft_wrap=True)
     if theta is not None:
-        out.print(f"every Theta as taped, bit for bit; final sha256 {theta}", highlight=False, soft_wrap=True)
+        out.print(f"every Theta as recorded, bit for bit; final sha256 {theta}", soft_wrap=True)
+
+
+def _tapes_of(run: Path, *, weights: bool) -> Tape | Woven:
+    tape = open_run(run)
+    if weights and isinstance(tape, Tape) and tape.header.worker is not None:  # of a live worker: weights need all of them
+        return open_run(find_run(run).folder)
+    return tape
+
+
+def _to_stderr(text: str) -> None:
+    err.print(text, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Which snapshot a resumed run starts from, and whether it can."""
+"""The snapshot that a resumed run starts from, and whether it can."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 
 def _refuse_nothing_left(settings: Config, where: Path, outer_step: int) -> None:
-    """A syncer ends when it stores the last outer step, and here that is behind it: it would wait for ever."""
+    """A syncer ends when it stores the last step. Resumed behind that step it would wait for ever."""
     if settings.total_steps <= outer_step:
         raise UserError(
-            f"total_steps = {settings.total_steps}: the snapshot in {where} is of outer step {outer_step} already; give more"
+            f"key total_steps = {settings.total_steps}: the snapshot in {where} is of step {outer_step} already; give more"
         )
 
 
 def snapshot_to_resume(run: Path, wanted: int | None, settings: Config) -> tuple[Path, int]:
-    """A learner whose part is missing joins the resumed run as a newcomer; what is there must be sound. Nobody is taken further
-    back than the newest without being asked: a damaged one is told, one that was never finished is not the newest."""
+    """The newest complete one, or the wanted one. A learner whose part is missing joins the resumed run as a newcomer; parts
+    that exist must be sound. A damaged snapshot is refused, not replaced by an older one: the user decides to go back."""
     from atoll.runtime.syncer.resume import load_resumable_state
 
     infos = snapshots_of(run)
     complete = [info.outer_step for info in infos if info.complete]
     if wanted is not None and wanted not in complete:
-        raise UserError(f"run {run}: has no complete snapshot of outer step {wanted}; there are {complete}")
+        raise UserError(f"run {run}: has no complete snapshot of step {wanted}; there are {complete}")
     sealed = [step for step in complete if wanted is None or step == wanted]
     tried = [info.outer_step for info in infos if info.outer_step in sealed or (wanted is None and _is_damaged(run, info))]
     if not tried:
@@ -39,7 +39,7 @@ def snapshot_to_resume(run: Path, wanted: int | None, settings: Config) -> tuple
     absent = _absent_parts(run, infos, chosen)
     if damaged := [each for each in problems_of(run, chosen) if not (each.missing and each.part in absent)]:
         others = [step for step in complete if step != chosen]
-        instead = f"give --snapshot {others[-1]} to go on from that one" if others else "there is no other"
+        instead = f"give --snapshot {others[-1]} to resume from that one" if others else "there is no other"
         raise UserError(f"run {run}: snapshot {chosen} is damaged: {damaged[0]}; {instead}")
     _refuse_nothing_left(settings, run, chosen)
     load_resumable_state(_syncer_part(run, chosen), settings)
@@ -47,7 +47,7 @@ def snapshot_to_resume(run: Path, wanted: int | None, settings: Config) -> tuple
 
 
 def _is_damaged(run: Path, info: SnapshotInfo) -> bool:
-    """Sealed, and not what was sealed: one that the syncer gave up has nothing in it that could be damaged."""
+    """Sealed, and changed since. A snapshot that the syncer gave up was never sealed, and is not damaged."""
     part = _syncer_part(run, info.outer_step)
     return not info.complete and part.is_dir() and any(each.part == part for each in problems_of(run, info.outer_step))
 
@@ -61,7 +61,7 @@ def _absent_parts(run: Path, infos: Sequence[SnapshotInfo], snapshot: int) -> li
 
 
 def what_is_resumed(run: Path, snapshot: int) -> Iterator[str]:
-    yield f"going on from snapshot {snapshot} of {run}"
+    yield f"resuming from the snapshot of step {snapshot} of {run}"
     for part in _absent_parts(run, snapshots_of(run), snapshot):
         yield f"warning: {part} is missing: its learner joins as a newcomer"
 

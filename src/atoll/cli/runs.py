@@ -1,4 +1,4 @@
-"""Commands that run something: `train`, `sim`, `compare`."""
+"""Runs, for the commands that start some: `train`, `sim`, `compare`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
 import typer
 
 from atoll import config
 from atoll.chaos import ChaosPlan
 from atoll.cli.building import built, log_to_stderr
+from atoll.cli.progress import ReplayProgress, RunProgress
 from atoll.cli.resume import _syncer_part, what_is_resumed
-from atoll.cli.shared import RunProgress, err, new_directory, write_summary
+from atoll.cli.shared import err, new_directory, write_summary
 from atoll.config import CUSTOM, Config
 from atoll.errors import UserError
-from atoll.tape.folder import refuse_used
+from atoll.tape.folder import find_run, refuse_used
 from atoll.views.run import RunView, Summary, summarise
 
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ def run_virtually(
     from atoll.executor.virtual_run import checked_device
     from atoll.sim.run import run_virtual
 
+    began = time.monotonic()
     if tensors:
         _refuse_custom(settings)
     use_threads(threads)
@@ -49,12 +52,12 @@ def run_virtually(
             settings, plan, directory, tensors=tensors, observers=[view, observer], task=task, device=there,
             on_point=observer.on_point,
         )  # fmt: skip
-    return virtual_summary(settings, view, done, directory)
+    return virtual_summary(settings, view, done, directory, began)
 
 
 @contextmanager
 def readable_tape(directory: Path) -> Iterator[None]:
-    """Ctrl-C ends a virtual run and leaves its tape, if it had got as far as one; a full disk is told by its folder."""
+    """Ctrl-C ends a virtual run and leaves its tape, if there is one already. An error of a full disk names the folder."""
     try:
         yield
     except KeyboardInterrupt:
@@ -65,15 +68,22 @@ def readable_tape(directory: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno is None or error.filename is not None:
             raise
-        raise OSError(error.errno, error.strerror, str(directory)) from None  # of a file that was open: it is one of these
+        # The error of a file that was open has no name: it is a file of this folder.
+        raise OSError(error.errno, error.strerror, str(directory)) from None
 
 
-def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: Path) -> Summary:
+def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: Path, began: float) -> Summary:
+    """`began`: when the command did, by the monotonic clock."""
     summary = summarise(
         settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final,
         theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory), accuracy=done.accuracy,
-        points=done.points,
+        points=done.points, theta=str(done.theta) if done.theta is not None else None,
     )  # fmt: skip
+    return _finished(summary, directory, began)
+
+
+def _finished(summary: Summary, directory: Path, began: float) -> Summary:
+    summary = msgspec.structs.replace(summary, command_seconds=round(time.monotonic() - began, 3))
     write_summary(directory, summary)
     return summary
 
@@ -82,14 +92,16 @@ def run_on_tape(
     path: Path, recipe: Path | None, seed: int | None, assignments: Sequence[str], directory: Path | None, threads: int,
     quiet: bool, allowed: Collection[str] = (),
 ) -> Summary:  # fmt: skip
-    """Decisions are the tape's; model, data, optimisers and seed may be the recipe's or --set."""
+    """Decisions are the tape's; model, data, optimisers and seed may come from the recipe and --set."""
     from atoll.executor.environment import use_threads
     from atoll.sim.run import config_on_tape, train_on_tape
     from atoll.tape.format import Tape
 
-    if path.is_dir() and not (path / "run.tape").exists():
+    began = time.monotonic()
+    found = path if path.is_file() else find_run(path, "--tape").tape
+    if not found.exists():
         raise UserError(f"--tape {path}: holds no run.tape of a virtual run; atoll simulate tape and --virtual write one")
-    tape = Tape(path / "run.tape" if path.is_dir() else path)
+    tape = Tape(found)
     tables = config.recipe_for(recipe, tape.header.config["preset"]) if recipe is not None else {}
     settings = config_on_tape(tape, tables | ({} if seed is None else {"seed": seed}), assignments)
     _refuse_custom(settings)
@@ -99,8 +111,9 @@ def run_on_tape(
     with RunProgress(settings, view, quiet, "virtual ") as progress, readable_tape(directory):
         done = train_on_tape(tape, settings, directory, observers=[view, progress], allowed=allowed, on_point=progress.on_point)
     if tape.cut:
-        err.print(f"the history did not end: {tape.path} stops after record {tape.whole_records}", soft_wrap=True)
-    return virtual_summary(settings, view, done, directory)
+        cut = f"the run of {tape.path} did not end: its tape stops after record {tape.whole_records}"
+        err.print(f"warning: {cut}", soft_wrap=True)
+    return virtual_summary(settings, view, done, directory, began)
 
 
 # ---------------------------------------------------------------- live
@@ -110,13 +123,14 @@ def run_live(
     settings: Config, plan: ChaosPlan, directory: Path | None, threads: int, quiet: bool, device: str, allowed: list[str],
     resume: tuple[Path, int] | None = None,
 ) -> Summary:  # fmt: skip
-    """Processes on this machine; `--preset ddp` is torch's own data-parallel training under the same launcher."""
+    """Processes on this machine. `--preset ddp` is torch's own data-parallel training, with a launcher of its own."""
     from atoll.executor.environment import use_threads
 
+    began = time.monotonic()
     _refuse_custom(settings)
     ddp = settings.preset == "ddp"
     if ddp and (plan.faults or resume is not None):
-        raise UserError("--preset ddp: torch's DDP has no answer to faults or snapshots; see --virtual")
+        raise UserError("--preset ddp: torch's DDP survives no faults and takes no snapshots; use --virtual, or another preset")
     directory = directory or new_directory(settings.preset, settings.seed)
     refuse_used(directory)
     check_live(settings, device)
@@ -130,21 +144,21 @@ def run_live(
             else:
                 summary = cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress)
         except KeyboardInterrupt:
-            began = directory.is_dir() and any(directory.iterdir())
-            left = f"; tapes and versions are in {directory}" if began else " before the run began"
+            written = directory.is_dir() and any(directory.iterdir())
+            left = f"; tapes and versions are in {directory}" if written else " before the run began"
             err.print(f"atoll: interrupted{left}", soft_wrap=True)
             raise typer.Exit(130) from None
-    write_summary(directory, summary)
-    return summary
+    return _finished(summary, directory, began)
 
 
 def _refuse_custom(settings: Config) -> None:
     if settings.model.name == CUSTOM:
-        raise UserError("model.name = 'custom': learners bring that model; start `atoll syncer`, and join with atoll.join(...)")
+        join = "start `atoll syncer`, and join it from your own training loop with atoll.join(...)"
+        raise UserError(f"key model.name = 'custom': the learners have the code of that model; {join}")
 
 
 def check_live(settings: Config, device: str) -> None:
-    """What processes would refuse, before there are any: torch's own data-parallel has more of it."""
+    """Refuses what the processes would refuse, before any is started. torch's own data-parallel refuses more."""
     from atoll.executor.virtual_run import checked_device
 
     if settings.preset != "ddp":
@@ -162,7 +176,7 @@ def ddp_summary(
     from atoll.runtime.ddp.launch import run_ddp
     from atoll.runtime.ddp.report import summary_of
 
-    built(settings, allowed, progress.say)  # for what it refuses: ranks build for themselves, when their folder is there
+    built(settings, allowed, progress.say)  # only to refuse what cannot be built: every rank builds its own, later
     began = time.monotonic()
     outcome = run_ddp(
         settings, directory, threads=threads, device=device, allowed=allowed,
@@ -182,8 +196,8 @@ def cluster_summary(
     task = built(settings, allowed, progress.say)
     if resume is not None:
         refuse_other_data(_syncer_part(*resume), task)
-        for doubt in resume_warnings(_syncer_part(*resume), settings, task):
-            progress.say(f"warning: {doubt}")
+        for warning in resume_warnings(_syncer_part(*resume), settings, task):
+            progress.say(f"warning: {warning}")
         for line in what_is_resumed(*resume):
             progress.say(line)
 
@@ -197,5 +211,7 @@ def cluster_summary(
         say=progress.say, on_point=progress.on_point,
     )  # fmt: skip
     cluster.run()
-    progress.say("reading the tapes")
-    return verdict(settings, directory, faults=cluster.struck, task=task)
+    progress.say("the run is finished; its tapes are replayed and its weights evaluated for the summary")
+    return verdict(
+        settings, directory, faults=cluster.struck, task=task, progress=ReplayProgress(settings.total_steps, progress.say)
+    )

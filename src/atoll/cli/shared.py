@@ -1,10 +1,9 @@
-"""What commands share: consoles, options, the border where a config is built, and how a result is shown."""
+"""What commands share: consoles, options, building a config from options, new run folders, and printing a summary."""
 
 from __future__ import annotations
 
 import atexit
 import itertools
-import math
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,22 +13,18 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from atoll import config
 from atoll.config import PRESETS, Config
-from atoll.ids import SYNCER, Nanos, WorkerId
-from atoll.protocol.reasons import Reason, Why
-from atoll.protocol.vocabulary import Effect, Event, Finished, FixParticipants, Refuse
-from atoll.tape.heldout import HeldoutPoint
-from atoll.views.run import RunView, Summary
+from atoll.views.run import Summary
 from atoll.views.tables import run_table
 
-PLAIN_WIDTH = 132  # a file or a pipe has no width of its own, and tables must not be cut there
+PLAIN_WIDTH = 132
+"""Columns where standard output is a file or a pipe, which has no width of its own: tables must not be cut there."""
 
 
 def _console(stderr: bool) -> Console:
-    """User text is shown as it is: no markup, no emoji."""
+    """Text is printed as it is: no markup, no emoji."""
     stream = sys.stderr if stderr else sys.stdout
     terminal = stream is not None and stream.isatty()
     return Console(stderr=stderr, width=None if terminal else PLAIN_WIDTH, markup=False, emoji=False, highlight=False)
@@ -37,20 +32,43 @@ def _console(stderr: bool) -> Console:
 
 out, err = _console(stderr=False), _console(stderr=True)
 
-Recipe = Annotated[  # that it cannot be read is told by whoever reads it, in a sentence of ours
-    Path | None, typer.Argument(readable=False, help="A TOML recipe; without one, the preset's defaults.")
+Recipe = Annotated[  # readable=False: a file that cannot be read is refused by the code that reads it, in one sentence
+    Path | None, typer.Argument(readable=False, help="A TOML recipe. Without one, the preset's defaults are used.")
+]
+RunArgument = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run: its folder, its syncer's folder, or its tape (run.tape).")
 ]
 VirtualOption = Annotated[
-    bool, typer.Option("--virtual", help="On the simulated cluster: real training in virtual time, in this process.")
+    bool,
+    typer.Option("--virtual", help="Train in this process, on a simulated cluster: real gradients in virtual time."),
 ]
-PresetOption = Annotated[str | None, typer.Option("--preset", help=f"One of {', '.join(PRESETS)}.")]
-LearnersOption = Annotated[int | None, typer.Option("--learners", help="How many learners (M).")]
-SetOption = Annotated[list[str] | None, typer.Option("--set", help="Override one key, such as protocol.overlap=2. Repeatable.")]
-ChaosOption = Annotated[str | None, typer.Option("--chaos", help="A plan of faults: a TOML file, or random:SEED:COUNT:SECONDS.")]
-SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of model, data order and virtual hardware.")]
-OutOption = Annotated[Path | None, typer.Option("--out", help="Where the run goes; by default a new folder under runs/.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="End with one JSON object on standard output; progress goes to stderr.")]
-ThreadsOption = Annotated[int, typer.Option("--threads", min=1, max=256, help="CPU threads of torch; replay uses as many.")]
+PresetOption = Annotated[
+    str | None,
+    typer.Option("--preset", help=f"The algorithm: {', '.join(PRESETS)}. Default: the recipe's, or decoupled."),
+]
+LearnersOption = Annotated[int | None, typer.Option("--learners", help="Number of learners (M). Default: the recipe's, or 4.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override one key of the config, as in protocol.overlap=2. Repeatable."),
+]
+ChaosOption = Annotated[
+    str | None,
+    typer.Option("--chaos", help="Faults to carry out during the run: a TOML plan, or random:SEED:COUNT:SECONDS. Default: none."),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option("--seed", help="Seed of model, data order and virtual hardware. Default: the recipe's, or 0."),
+]
+OutOption = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Folder for the run; new or empty. Default: a new one under runs/.")
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object on standard output at the end; progress goes to standard error.")
+]
+ThreadsOption = Annotated[
+    int,
+    typer.Option("--threads", min=1, max=256, help="CPU threads of torch a process. Bits depend on it; replay uses as many."),
+]
 
 
 def settings_from(
@@ -64,7 +82,7 @@ def settings_from(
 
 
 def new_directory(name: str, seed: int) -> Path:
-    """Made at once: of two runs that start together each gets its own. A run that comes to nothing leaves none behind."""
+    """Created at once, so that two runs that start together get a folder each. A run that fails before it writes leaves none."""
     for number in itertools.count(1):
         path = Path("runs") / f"{name}-seed{seed}-{number}"
         with suppress(FileExistsError):
@@ -75,82 +93,9 @@ def new_directory(name: str, seed: int) -> Path:
 
 
 def _remove_if_empty(path: Path) -> None:
-    with suppress(OSError):  # whatever holds something stays
+    with suppress(OSError):  # a folder that is not empty stays
         path.rmdir()
         path.parent.rmdir()
-
-
-STANDSTILL = 5
-"""Of every learner, without an outer step between them."""
-
-
-class RunProgress:
-    """A bar on a terminal, a line every tenth of the run otherwise."""
-
-    def __init__(self, settings: Config, view: RunView, quiet: bool, clock: str) -> None:
-        self._settings, self._view, self._quiet, self._clock = settings, view, quiet, clock
-        self._bar: Progress | None = None
-        self._next = 0
-        self._poisoned = 0
-        self._heldout = ""
-
-    def __enter__(self) -> RunProgress:
-        console = err if self._quiet else out
-        if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                TextColumn("{task.fields[loss]}"), console=console,
-            )  # fmt: skip
-            self._bar.start()
-            self._task = self._bar.add_task(self._settings.preset, total=self._settings.total_steps, loss="")
-        self._console = console
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
-
-    def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
-        if worker != SYNCER:
-            return
-        for effect in effects:
-            if isinstance(effect, FixParticipants | Finished):
-                self._poisoned = 0
-                self.reached(effect.outer_step, now / 1e9, self._view.train_loss)
-            elif isinstance(effect, Refuse) and effect.reason.why in (Why.POISONED, Why.OUTLIER):
-                self._refused(effect.reason)
-
-    def _refused(self, reason: Reason) -> None:
-        """Learners that recover only to fail again are in no round, and nothing else would tell why the run stands still."""
-        self._poisoned += 1
-        if self._poisoned == STANDSTILL * self._settings.learners:
-            told = f"no outer step since {self._poisoned} updates were refused ({reason.detail})"
-            self.say(f"warning: {told}; lower inner.learning_rate")
-
-    def on_point(self, point: HeldoutPoint) -> None:
-        """At Theta, on the way."""
-        if self._bar is None:
-            self.say(f"{self._settings.preset}: {told(point, self._settings.total_steps)}")
-        else:
-            self._heldout = f", {told(point)}"
-
-    def reached(self, step: int, seconds: float, loss: float | None) -> None:
-        text = f"train loss {loss:.4f}" if loss is not None else ""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=text + self._heldout)
-        elif step >= self._next:
-            self._next = step + max(1, self._settings.total_steps // 10)
-            done = f"{self._settings.preset}: outer step {step} of {self._settings.total_steps}"
-            self.say(f"{done}, {seconds:.1f} {self._clock}s {text}".rstrip())
-
-
-def told(point: HeldoutPoint, of: int | None = None) -> str:
-    loss = "no number" if point.loss is None or not math.isfinite(point.loss) else f"{point.loss:.4f}"
-    where = f"outer step {point.outer_step} of {of}, " if of is not None else ""
-    return f"{where}held-out loss {loss}" + ("" if where else f" at {point.outer_step}")
 
 
 def show(summary: Summary, as_json: bool) -> None:
@@ -158,6 +103,8 @@ def show(summary: Summary, as_json: bool) -> None:
         print_json(summary)
     else:
         out.print(run_table(summary))
+        if summary.theta is not None:  # below the table, whose border would end up in what is copied
+            out.print(f"trained weights: {summary.theta}", soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -168,6 +115,6 @@ def write_summary(directory: Path, summary: Summary) -> None:
     path = directory / "summary.json"
     try:
         path.write_bytes(msgspec.json.format(msgspec.json.encode(summary)))
-    except OSError as error:  # half a summary would keep the run from being read
+    except OSError as error:  # half a summary would make the run unreadable
         path.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from None

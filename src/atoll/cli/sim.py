@@ -30,7 +30,7 @@ def sim(
     as_json: JsonOption = False,
     allow_plugin: PluginOption = None,
 ) -> None:
-    """Run the protocol alone, without tensors: who merges with whom, who waits, what travels."""
+    """Run the protocol alone, without tensors, in virtual time: who merges with whom, who waits, how many bytes travel."""
     settings = settings_from(recipe, preset, learners, seed, set_)
     plan = load_plan(chaos, settings.learners) if chaos is not None else ChaosPlan()
     show(run_virtually(settings, plan, out_dir, tensors=False, threads=1, quiet=as_json), as_json)

@@ -1,17 +1,17 @@
-"""`atoll strip`: print a tape, one line an event."""
+"""`atoll strip`: print a tape as text."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
 import typer
 
+from atoll.cli.shared import RunArgument
 from atoll.tape.weave import open_run
 from atoll.views.strip import strip_lines
 
 
-def strip(path: Annotated[Path, typer.Argument(metavar="TAPE", help="A tape or a run's folder.")]) -> None:
-    """Print a run, one fixed-width line per event."""
-    for line in strip_lines(open_run(path).records()):
+def strip(run: RunArgument) -> None:
+    """Print a run as text, one line of fixed width per event: number, time, worker, event, effects.
+
+    A folder stands for all tapes of its run, in causal order; a tape that is named itself is printed alone."""
+    for line in strip_lines(open_run(run).records()):
         typer.echo(line)

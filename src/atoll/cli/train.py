@@ -1,4 +1,4 @@
-"""`atoll train`: train a model, as processes or in virtual time."""
+"""`atoll train`: train a model, as processes of this machine or in virtual time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from atoll.cli.shared import (
     write_summary,
 )
 from atoll.errors import UserError
-from atoll.tape.folder import refuse_used
+from atoll.tape.folder import find_run, refuse_used
 
 
 def train(
@@ -44,20 +44,28 @@ def train(
     out_dir: OutOption = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = 1,
-    twin: Annotated[bool, typer.Option("--twin", help="Then run it without faults, and say how the losses differ.")] = False,
+    twin: Annotated[
+        bool, typer.Option("--twin", help="With --chaos: train again without faults, and compare the final losses.")
+    ] = False,
     resume: Annotated[
-        Path | None, typer.Option("--resume", help="Go on from the newest snapshot of this run's folder, in a new run.")
+        Path | None,
+        typer.Option("--resume", metavar="RUN", help="Start a new run from a snapshot of this one."),
     ] = None,
-    snapshot: Annotated[int | None, typer.Option("--snapshot", help="With --resume: from this outer step's snapshot.")] = None,
+    snapshot: Annotated[
+        int | None,
+        typer.Option("--snapshot", metavar="STEP", help="With --resume: the snapshot of this step. Default: the newest."),
+    ] = None,
     device: DeviceOption = "cpu",
     allow_model: AllowOption = None,
     allow_plugin: PluginOption = None,
     tape: Annotated[
         Path | None,
-        typer.Option("--tape", help="Train on this history, in virtual time: a virtual run's folder, or of atoll simulate tape."),
+        typer.Option("--tape", metavar="RUN", help="Train with the decisions of this virtual run (see `atoll simulate tape`)."),
     ] = None,
 ) -> None:
-    """Train a model: a syncer and learners as processes of this machine, or with --virtual in virtual time."""
+    """Train a model: a syncer and its learners as processes of this machine, or in this process with --virtual.
+
+    At the end it prints a summary and where the trained weights are (theta.safetensors)."""
     if tape is not None:
         others = (resume, snapshot, chaos, preset, learners)
         if virtual or twin or device != "cpu" or any(other is not None for other in others):
@@ -67,18 +75,19 @@ def train(
     if virtual and (resume is not None or twin):
         raise UserError("--virtual: goes with neither --resume nor --twin")
     if snapshot is not None and resume is None:
-        raise UserError("--snapshot: says which snapshot --resume takes; give --resume RUN too")
+        raise UserError("--snapshot: says which snapshot --resume starts from; give --resume RUN too")
     if resume is not None:
+        resume = find_run(resume, "--resume").folder
         recipe = _recipe_to_resume(resume, recipe)
         _refuse_other_preset(resume, preset, f"--preset {preset}", "leave --preset out")
     settings = settings_from(recipe, preset, learners, seed, set_)
     if resume is not None:
-        named = f"recipe {recipe} is of preset {settings.preset!r}"
+        named = f"recipe {recipe} has preset {settings.preset!r}"
         _refuse_other_preset(resume, settings.preset, named, "leave the recipe out, or give --preset too")
     plan = load_plan(chaos, settings.learners) if chaos is not None else ChaosPlan()
     allowed = allow_model or []
     if twin and not plan.faults:
-        raise UserError("--twin: runs the same again without faults; give some with --chaos")
+        raise UserError("--twin: runs the same again without faults; give faults with --chaos")
     if virtual:
         done = run_virtually(
             settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json, device=device, allowed=allowed
@@ -98,17 +107,17 @@ def train(
 
 
 def _recipe_to_resume(run: Path, recipe: Path | None) -> Path:
-    """The run's own config, unless a recipe is given: two machines' folders, brought together, need not have one."""
+    """The run's own config, unless a recipe is given: a folder put together from two machines' need not have one."""
     own = run / "config.toml"
-    if not run.is_dir() or (recipe is None and not own.is_file()):
-        raise UserError(f"--resume {run}: is no run's folder, it has no config.toml")
+    if recipe is None and not own.is_file():
+        raise UserError(f"--resume {run}: has no config.toml; give the recipe too")
     return recipe or own
 
 
 def _refuse_other_preset(run: Path, wanted: str | None, who: str, instead: str) -> None:
     own = run / "config.toml"
     if wanted is not None and own.is_file() and (was := config.load(own).preset) != wanted:
-        kept = f"the run in {run} is of preset {was!r}, and a resumed run keeps it"
+        kept = f"the run in {run} has preset {was!r}, and a resumed run keeps it"
         raise UserError(f"{who}: {kept}; {instead}")
 
 

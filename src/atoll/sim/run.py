@@ -23,7 +23,7 @@ from atoll.protocol.vocabulary import Effect, Event, Stored
 from atoll.sim.cluster import VirtualCluster
 from atoll.sim.slices import SliceHardware
 from atoll.store.tokenizer_file import write_tokenizer_file
-from atoll.store.weights import save_weights
+from atoll.store.weights import THETA_FILE, save_weights
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tape.heldout import HeldoutPoint, append_point
@@ -47,6 +47,8 @@ class Outputs:
     loss_final: float | None
     theta_sha256: str | None
     accuracy: float | None = None
+    theta: Path | None = None
+    """The file with the trained weights."""
     points: tuple[HeldoutPoint, ...] = ()
 
 
@@ -113,12 +115,12 @@ def run_virtual(
         writer.close()
     final = task.evaluate_theta(*executor.disk.theta()) if task and executor else None
     if task and executor and directory:
-        _save_theta(directory / "theta.safetensors", task, executor)
+        _save_theta(directory / THETA_FILE, task, executor)
     return Outputs(
         cluster.syncer.fates(), directory / "run.tape" if directory else None, first, final,
         executor.disk.theta_sha256() if executor else None,
         task.accuracy_of_theta(*executor.disk.theta()) if task and executor else None,
-        tuple(points.taken) if points else (),
+        directory / THETA_FILE if task and directory else None, tuple(points.taken) if points else (),
     )  # fmt: skip
 
 
@@ -142,11 +144,12 @@ def train_on_tape(
         outcome = retrain(tape, config, executor, [writer.append, points, *observers])
     if outcome.fates is None:
         raise UserError(f"tape {tape.path}: has no events of a syncer, so there is nothing to train on")
-    _save_theta(directory / "theta.safetensors", task, executor)
+    _save_theta(directory / THETA_FILE, task, executor)
     final, accuracy = task.evaluate_theta(*executor.disk.theta()), task.accuracy_of_theta(*executor.disk.theta())
     return Outputs(
-        outcome.fates, directory / "run.tape", first, final, executor.disk.theta_sha256(), accuracy, tuple(points.taken)
-    )
+        outcome.fates, directory / "run.tape", first, final, executor.disk.theta_sha256(), accuracy, directory / THETA_FILE,
+        tuple(points.taken),
+    )  # fmt: skip
 
 
 DECIDED = ("preset", "learners", "total_steps", "protocol", "cluster", "limits")
@@ -208,7 +211,7 @@ def replay_mismatches(tape: TapeSource, task: Task | None) -> list[str]:
 
 
 def replay_run(
-    tape: TapeSource, *, weights: bool, progress: Callable[[int], None] | None = None,
+    tape: TapeSource, *, weights: bool, progress: Callable[[int, int], None] | None = None,
     on_mismatch: Callable[[str], None] | None = None,
     executor_of: Callable[[Task], TensorExecutor] = TensorExecutor, allowed: Collection[str] = (),
 ) -> tuple[Outcome, str | None, list[str]]:  # fmt: skip

@@ -110,7 +110,9 @@ class LearnerPart:
 
 
 def syncer_root(run_dir: Path) -> Path:
-    return run_dir / "syncer"
+    """Of a run's folder, or of a syncer's that was started alone."""
+    alone = (run_dir / "snapshots").is_dir() and not (run_dir / "syncer").is_dir()
+    return run_dir if alone else run_dir / "syncer"
 
 
 def learner_root(run_dir: Path, learner: LearnerId) -> Path:

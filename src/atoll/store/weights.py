@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from torch import Tensor
 
 from atoll.store.tensor_files import PARTIAL, tensor_chunks
+
+THETA_FILE: Final = "theta.safetensors"
+"""A run's trained weights, written when it is over: in its folder, or in a live run's syncer folder."""
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:

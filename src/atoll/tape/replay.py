@@ -15,7 +15,7 @@ import msgspec
 
 from atoll.config import Config, from_builtins
 from atoll.errors import ConfigError, ReplayDiverged, TapeError
-from atoll.ids import SYNCER, WorkerId, seconds, worker_name
+from atoll.ids import SYNCER, OuterStep, WorkerId, seconds, worker_name
 from atoll.protocol.interface import Executor, Machine
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.ledger import Fates
@@ -50,7 +50,7 @@ def machine_for(config: Config, worker: WorkerId, incarnation: int) -> Machine:
 def replay(
     tape: TapeSource,
     executor_for: Callable[[WorkerId, int], Executor] | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, OuterStep], None] | None = None,
     observe: Callable[[Record, Machine], None] | None = None,
 ) -> Outcome:
     """Raises ReplayDiverged at the first difference, with the events that led to it."""
@@ -74,7 +74,7 @@ def replay(
         if observe is not None:
             observe(record, machine)
         if progress is not None:
-            progress(record.number)
+            progress(record.number, workers.syncer.outer_step if workers.syncer is not None else 0)
     return workers.outcome(tape)
 
 

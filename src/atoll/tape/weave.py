@@ -15,6 +15,7 @@ import msgspec
 from atoll.errors import TapeError
 from atoll.ids import SYNCER, WorkerId
 from atoll.protocol.vocabulary import Received, Send, Started
+from atoll.tape.folder import TAPE_FILE, find_run
 from atoll.tape.format import Header, Record, Tape
 
 ChannelKey = tuple[WorkerId, int, WorkerId, int]
@@ -111,10 +112,13 @@ def _has_begun(path: Path) -> bool:
 
 
 def open_run(path: Path) -> Tape | Woven:
-    """A tape, a virtual run's folder, or a live run's."""
-    if (path / "syncer" / "run.tape").exists():
-        first, *rest = live_tapes(path)
-        return Woven(path, [Tape(first), *(Tape(found) for found in rest if _has_begun(found))])
-    if path.is_dir() and not (path / "run.tape").exists():
-        raise TapeError(f"{path}: holds no run.tape and no syncer/run.tape; give a run's folder or a tape")
-    return Tape(path / "run.tape" if path.is_dir() else path)
+    """The tapes of the run in a folder (see `find_run`); of a file, that tape alone."""
+    if path.is_file():
+        return Tape(path)
+    run = find_run(path)
+    if not run.tape.exists():
+        raise TapeError(f"run {path}: holds no {TAPE_FILE}; torch's DDP leaves none")
+    if run.home == run.folder:
+        return Tape(run.tape)
+    first, *rest = live_tapes(run.folder)
+    return Woven(run.folder, [Tape(first), *(Tape(found) for found in rest if _has_begun(found))])

@@ -20,7 +20,7 @@ from atoll.ids import OuterStep
 from atoll.store.durable import FOLDER, DurableVersions
 from atoll.store.tokenizer_file import read_tokenizer_file, tokenizer_of, tokenizer_setting
 from atoll.store.versions import digest
-from atoll.store.weights import save_weights
+from atoll.store.weights import THETA_FILE, save_weights
 from atoll.tasks.task import layout_for, model_builder
 from atoll.tasks.vision import VISION_MODELS
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers, write_params
@@ -81,11 +81,11 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
         raise UserError(f"run {run}: model.name = 'custom' is your own code, and only it can load theta.safetensors")
     if config.model.name in VISION_MODELS:
         raise UserError(f"run {run}: model.name = {config.model.name!r} reads images; this takes language models")
-    home = next((h for h in (run, run / "syncer") if (h / "theta.safetensors").is_file() or (h / FOLDER).is_dir()), None)
+    home = next((h for h in (run, run / "syncer") if (h / THETA_FILE).is_file() or (h / FOLDER).is_dir()), None)
     if home is None:
         cut = "a run that was stopped early in virtual time or under torch's DDP"
         raise UserError(f"run {run}: holds no weights (atoll sim stores none, nor does {cut})")
-    ended = (home / "theta.safetensors").is_file()
+    ended = (home / THETA_FILE).is_file()
     summary = _summary_of(run) if ended else None
     if ended:  # theta.safetensors comes after the last step; of a run on a cut tape only the summary has the number of steps
         outer_step = summary.total_steps if summary is not None else config.total_steps
@@ -98,9 +98,9 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
     tokenizer = tokenizer_of(*found, config.data) if found else named_tokenizer(config.data) or text_data(config.data).tokenizer
     model = model_builder(config, tokenizer, allowed)()
     if ended:
-        _load(home / "theta.safetensors", model)
+        _load(home / THETA_FILE, model)
         if summary is not None and summary.theta_sha256 is not None:
-            _refuse_damaged(home / "theta.safetensors", run, summary.theta_sha256, config, model)
+            _refuse_damaged(home / THETA_FILE, run, summary.theta_sha256, config, model)
     else:  # opened again: a run that still trains may have deleted the versions found above
         disk = DurableVersions.open(home, read_only=True)
         outer_step = _newest(disk)

@@ -45,11 +45,11 @@ class LearnerTraffic(msgspec.Struct, frozen=True):
 
 
 class RunView:
-    """Goodput: the share of the learners' time that went into inner steps which reached the syncer's books.
-    Uptime: the share of time in which at least one learner was stepping."""
+    """Goodput: the share of the learners' time spent in inner steps that were reported to the syncer. It measures time; the
+    ledger measures what became of tokens. Uptime: the share of time in which at least one learner was stepping."""
 
     def __init__(self, learners: int, *, from_first_step: bool = False) -> None:
-        """`from_first_step`: a live run's clock starts when its processes do, which is not the protocol's doing."""
+        """`from_first_step`: a live run's clock starts when its processes start, which is no training time."""
         self._learners = learners
         self._from_first_step = from_first_step
         self.began: Nanos | None = None
@@ -163,7 +163,8 @@ class RunView:
 
 
 class TokenCounts(msgspec.Struct, frozen=True):
-    """In (token, fragment) units."""
+    """Counted in (token, fragment) pairs, which add up exactly: a token trains every fragment of the model, and fragments are
+    merged at different steps. `Summary.token_shares` has the same as shares of `trained`."""
 
     trained: int
     merged: int
@@ -177,53 +178,86 @@ def tokens_of(fates: Fates) -> TokenCounts:
     return TokenCounts(fates.trained, fates.merged, sum(fates.discarded.values()), fates.in_flight, by_reason)
 
 
+def token_shares(tokens: TokenCounts) -> dict[str, float]:
+    """Of what was trained: `merged`, `discarded_REASON` by the reasons of `protocol/ledger.py`, `in_flight`. The sum is 1."""
+    parts = {f"discarded_{reason}": count for reason, count in tokens.discarded_by_reason.items()}
+    counts = {"merged": tokens.merged} | parts | {"in_flight": tokens.in_flight}
+    return {name: round(count / tokens.trained, 6) for name, count in counts.items()} if tokens.trained else {}
+
+
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What `--json` ends with."""
+    """The JSON object that `--json` ends with, and a run's summary.json."""
 
     preset: str
     learners: int
     seed: int
     total_steps: int
+    """Steps of the run that were reached. A step of the run is one inner step of every learner that keeps pace."""
     goodput: float
+    """Share of the learners' time spent in inner steps that were reported to the syncer: time, not tokens."""
     uptime: float
+    """Share of the time in which at least one learner was stepping."""
     waited_seconds: float
+    """Of all learners together, on `clock`."""
     participants: dict[str, int]
+    """By number of learners: how many rounds merged the updates of so many."""
     tokens: TokenCounts
     recoveries: list[Recovery]
     bytes_up: int
     bytes_down: int
     loss_first: float | None
+    """Held-out loss of the initial weights."""
     loss_final: float | None
+    """Held-out loss of Theta at the end."""
     theta_sha256: str | None
+    """Digest of Theta's numbers; not of the file."""
     tape: str | None
     run_dir: str | None
     clock: str
-    """`virtual` or `wall`."""
+    """`virtual` or `wall`: what `seconds` and `waited_seconds` are measured on."""
     seconds: float
-    """Of that clock: a virtual run's from its start, a live run's from its first inner step."""
+    """Training time: a virtual run's from its start, a live run's from its first inner step, to the last event."""
     fragments: int
+    command_seconds: float = 0.0
+    """Wall-clock duration of the command up to this summary: imports, data, processes, training, evaluation and, of a live run,
+    the replay of its tapes. In `atoll compare`, of this run."""
+    theta: str | None = None
+    """Path of theta.safetensors, the trained weights; None where nothing was trained (`atoll sim`)."""
+    rounds_merged: int = 0
+    """Rounds that merged the updates of at least one learner: with P fragments and H local steps a round, at most P in every H
+    steps of the run."""
+    tokens_trained: int = 0
+    """By all learners together."""
+    token_shares: dict[str, float] = {}
+    """What became of them, as shares: see `token_shares`."""
     traffic: list[LearnerTraffic] = []
     refused: int = 0
+    """Messages that the syncer refused."""
     faults: list[str] = []
+    """Of the chaos plan, as they were carried out."""
     twin_loss: float | None = None
     """Final held-out loss of the same run without faults."""
     accuracy: float | None = None
-    """Share of held-out answers that are right, of Theta at the end; None where a task has no right answers."""
+    """Share of held-out answers that Theta gets right at the end; None where a task has no right answers."""
     heldout: list[HeldoutPoint] = []
-    """Held-out losses of Theta on the way, where data.heldout_every asks for them."""
+    """Held-out losses of Theta during training, where data.heldout_every asks for them."""
 
 
 def summarise(
     config: Config, view: RunView, fates: Fates, *, loss_first: float | None = None, loss_final: float | None = None,
-    theta_sha256: str | None = None, tape: str | None = None, run_dir: str | None = None, clock: str = "virtual",
+    theta_sha256: str | None = None, theta: str | None = None, tape: str | None = None, run_dir: str | None = None,
+    clock: str = "virtual",
     faults: Sequence[str] = (), accuracy: float | None = None, points: Sequence[HeldoutPoint] = (),
 ) -> Summary:  # fmt: skip
+    tokens = tokens_of(fates)
     return Summary(
         preset=config.preset, learners=config.learners, seed=config.seed, total_steps=view.outer_step,
         goodput=round(view.goodput, 6), uptime=round(view.uptime, 6), waited_seconds=round(seconds(view.waited), 6),
-        participants={str(n): count for n, count in sorted(view.participants.items())}, tokens=tokens_of(fates),
+        participants={str(n): count for n, count in sorted(view.participants.items())}, tokens=tokens,
         recoveries=view.recoveries, bytes_up=view.bytes_up, bytes_down=view.bytes_down, loss_first=loss_first,
-        loss_final=loss_final, theta_sha256=theta_sha256, tape=tape, run_dir=run_dir,
+        loss_final=loss_final, theta_sha256=theta_sha256, theta=theta, tape=tape, run_dir=run_dir,
         clock=clock, seconds=round(seconds(view.lasted), 6), fragments=config.protocol.fragments, traffic=view.traffic(),
+        rounds_merged=sum(count for n, count in view.participants.items() if n), token_shares=token_shares(tokens),
+        tokens_trained=tokens.trained // max(1, config.protocol.fragments),
         refused=view.refused, faults=list(faults), accuracy=accuracy, heldout=list(points),
     )  # fmt: skip

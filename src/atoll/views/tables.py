@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from rich.table import Table
 
@@ -10,61 +11,104 @@ from atoll.views.run import Summary
 
 
 def run_table(s: Summary) -> Table:
-    """The verdict of one run."""
+    """One run."""
     table = Table(title=f"{s.preset}, {s.learners} learners, seed {s.seed}", show_header=False)
     table.add_column("what")
     table.add_column("figure")
-    rows = [
-        ("outer steps", str(s.total_steps)),
-        (f"{s.clock} time", f"{s.seconds:,.1f} s"),
-        ("goodput", f"{s.goodput:.1%} of the learners' time went into steps that count"),
-        ("uptime", f"{s.uptime:.1%} of the time at least one learner was stepping"),
-        ("waited", f"{s.waited_seconds:,.1f} s, all learners together" if s.waited_seconds else "no learner ever waited"),
-        ("rounds by participants", ", ".join(f"{n}: {count}" for n, count in s.participants.items())),
-        ("(token, fragment)", _tokens(s)),
-        ("bytes up, down", f"{s.bytes_up:,}, {s.bytes_down:,}"),
-    ]
-    rows += [(f"  learner {t.learner}", f"{t.bytes_up:,}, {t.bytes_down:,}") for t in s.traffic[:16]]
-    rows += [("fault", fault) for fault in s.faults[:16]]
-    rows += [
-        ("recovery", f"learner {r.learner} from {r.source} in {r.seconds:.2f} s, {r.bytes:,} bytes") for r in s.recoveries[:12]
-    ]
-    if len(s.recoveries) > 12:
-        rows.append(("", f"and {len(s.recoveries) - 12} more recoveries"))
-    if s.loss_first is not None and s.loss_final is not None:
-        rows.append(("held-out loss", f"{s.loss_first:.4f} at first, {s.loss_final:.4f} at the end"))
-    if s.heldout:
-        rows.append(("  on the way", _on_the_way(s)))
-    if s.accuracy is not None:
-        rows.append(("held-out accuracy", f"{s.accuracy:.2%}"))
-    if s.twin_loss and s.loss_final:
-        rows.append(("twin without faults", f"{s.twin_loss:.4f}: this run ends {s.loss_final / s.twin_loss - 1:+.2%} from it"))
-    if s.theta_sha256:
-        rows.append(("Theta", f"sha256 {s.theta_sha256}"))
-    if s.run_dir:
-        rows.append(("run", s.run_dir))
-    for what, figure in rows:
+    for what, figure in [*_times(s), *_tokens(s), *_traffic(s), *_events(s), *_losses(s), *_places(s)]:
         table.add_row(what, figure)
     return table
 
 
+Rows = list[tuple[str, str]]
+
+
+def _times(s: Summary) -> Rows:
+    virtual = s.clock == "virtual"
+    training = "of virtual time" if virtual else "by the wall clock, from the first inner step to the last event"
+    rows = [
+        ("steps", f"{s.total_steps:,} (one is an inner step of every learner that keeps pace)"),
+        ("rounds that merged", _rounds(s)),
+        ("training time", f"{s.seconds:,.1f} s {training}"),
+    ]
+    if s.command_seconds:
+        also = "imports and evaluation included" if virtual else "start of the processes, evaluation and replay included"
+        rows.append(("command took", f"{s.command_seconds:,.1f} s, {also}"))
+    waited = f"{s.waited_seconds:,.1f} s, all learners together" if s.waited_seconds else "no learner ever waited"
+    return [
+        *rows,
+        ("goodput", f"{s.goodput:.1%} of the learners' time was spent in steps that the syncer counted: time, not tokens"),
+        ("uptime", f"{s.uptime:.1%} of the time at least one learner was stepping"),
+        ("waited", waited),
+    ]
+
+
+def _rounds(s: Summary) -> str:
+    by = ", ".join(f"{count:,} with {n} learner{'s' * (n != '1')}" for n, count in s.participants.items())
+    return f"{s.rounds_merged:,}: {by}" if by else "none: no update was due"
+
+
+FATES: Final[dict[str, str]] = {
+    "merged": "merged into Theta",
+    "discarded_overlap": "discarded: trained while an update was on its way, then overwritten by its result",
+    "discarded_not_in_round": "discarded: overwritten by a round that their learner was not part of",
+    "discarded_lost": "discarded: their learner was lost",
+    "discarded_left": "discarded: their learner left before they were merged",
+    "in_flight": "not merged yet when the run ended",
+}
+"""What became of trained tokens, in words: a test holds that every reason of the ledger has some."""
+
+
+def _tokens(s: Summary) -> Rows:
+    if not s.tokens_trained:
+        return []
+    # A token trains every fragment, and fragments are merged at different steps: hence shares.
+    shares = [(f"  {share:.1%}", FATES.get(name, name)) for name, share in s.token_shares.items()]
+    return [("tokens trained", f"{s.tokens_trained:,} by all learners; of their training, mean over the fragments:"), *shares]
+
+
+def _traffic(s: Summary) -> Rows:
+    rows = [("bytes up, down", f"{s.bytes_up:,}, {s.bytes_down:,}")]
+    return rows + [(f"  learner {t.learner}", f"{t.bytes_up:,}, {t.bytes_down:,}") for t in s.traffic[:16]]
+
+
+def _events(s: Summary) -> Rows:
+    rows = [("fault", fault) for fault in s.faults[:16]]
+    rows += [
+        ("recovery", f"learner {r.learner} from {r.source} in {r.seconds:.2f} s, {r.bytes:,} bytes") for r in s.recoveries[:12]
+    ]
+    more = len(s.recoveries) - 12
+    return rows + ([("", f"and {more} more recoveries")] if more > 0 else [])
+
+
+def _losses(s: Summary) -> Rows:
+    rows = []
+    if s.loss_first is not None and s.loss_final is not None:
+        rows.append(("held-out loss", f"{s.loss_first:.4f} at first, {s.loss_final:.4f} at the end"))
+    if s.heldout:
+        rows.append(("  by step", _on_the_way(s)))
+    if s.accuracy is not None:
+        rows.append(("held-out accuracy", f"{s.accuracy:.2%}"))
+    if s.twin_loss and s.loss_final:
+        rows.append(("twin without faults", f"{s.twin_loss:.4f}: this run ends {s.loss_final / s.twin_loss - 1:+.2%} from it"))
+    return rows
+
+
+def _places(s: Summary) -> Rows:
+    rows = [("Theta", f"sha256 {s.theta_sha256}")] if s.theta_sha256 else []
+    return rows + ([("run", s.run_dir)] if s.run_dir else [])
+
+
 def _on_the_way(s: Summary, most: int = 8) -> str:
-    """Spread over all of them."""
+    """At most so many points, spread over the run."""
     every = -(-len(s.heldout) // most)
     return ", ".join(f"{point.outer_step}: {_loss(point.loss)}" for point in s.heldout[every - 1 :: every])
-
-
-def _tokens(s: Summary) -> str:
-    t = s.tokens
-    why = ", ".join(f"{reason} {count:,}" for reason, count in t.discarded_by_reason.items())
-    discarded = f"discarded {t.discarded:,} ({why or 'none'})"
-    return f"trained {t.trained:,} = merged {t.merged:,} + {discarded} + in flight {t.in_flight:,}"
 
 
 def comparison_table(summaries: Sequence[Summary], reference: str = "ddp") -> Table:
     """Presets line by line on the same recipe."""
     base = next((s for s in summaries if s.preset == reference), None)
-    table = Table(title="held-out loss of Theta at equal outer steps")
+    table = Table(title="held-out loss of Theta after the same number of steps")
     columns = ["preset", "first", "final", "ratio", f"over {reference}", "tokens", "MB up + down", "goodput", "waited"]
     judged = any(s.accuracy is not None for s in summaries)
     for column in columns + ["accuracy"] * judged:
@@ -75,15 +119,11 @@ def comparison_table(summaries: Sequence[Summary], reference: str = "ddp") -> Ta
             over = f"{s.loss_final / base.loss_final - 1:+.1%}"
         ratio = f"{s.loss_final / s.loss_first:.3f}" if s.loss_first and s.loss_final else ""
         table.add_row(
-            s.preset, _loss(s.loss_first), _loss(s.loss_final), ratio, over, f"{tokens_trained(s):,}",
+            s.preset, _loss(s.loss_first), _loss(s.loss_final), ratio, over, f"{s.tokens_trained:,}",
             megabytes(s.bytes_up + s.bytes_down), f"{s.goodput:.1%}", f"{s.waited_seconds:,.0f} s",
             *(["" if s.accuracy is None else f"{s.accuracy:.2%}"] * judged),
         )  # fmt: skip
     return table
-
-
-def tokens_trained(s: Summary) -> int:
-    return s.tokens.trained // max(1, s.fragments)
 
 
 def megabytes(count: int) -> str:

@@ -313,10 +313,12 @@ def test_replay_of_a_header_whose_config_is_refused_says_so(tmp_path: Path) -> N
         replay(Tape(path))
 
 
-def test_replay_tells_its_progress_by_record(tmp_path: Path) -> None:
+def test_replay_reports_records_and_steps_that_never_go_back(tmp_path: Path) -> None:
     path, told = taped(tmp_path / "a.tape", config_of("decoupled", 2)), []
-    outcome = replay(Tape(path), progress=told.append)
-    assert told == list(range(1, outcome.records + 1))
+    outcome = replay(Tape(path), progress=lambda records, step: told.append((records, step)))
+    assert [records for records, _ in told] == list(range(1, outcome.records + 1))
+    steps = [step for _, step in told]
+    assert steps == sorted(steps) and (steps[0], steps[-1]) == (0, outcome.outer_step)
 
 
 def test_same_config_and_plan_give_the_same_tape_to_the_byte(tmp_path: Path) -> None:

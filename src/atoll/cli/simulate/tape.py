@@ -1,20 +1,22 @@
-"""`atoll simulate tape`: a history of failures of a cluster nobody owns, as an ordinary tape to train on."""
+"""`atoll simulate tape`: the failures of a simulated cluster as an ordinary tape, to train on."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from atoll.chaos import ChaosPlan
+from atoll.cli.progress import RunProgress
 from atoll.cli.runs import readable_tape, virtual_summary
 from atoll.cli.shared import (
     JsonOption,
     LearnersOption,
+    OutOption,
     PresetOption,
     Recipe,
-    RunProgress,
     SeedOption,
     SetOption,
     new_directory,
@@ -29,8 +31,7 @@ from atoll.views.run import RunView
 if TYPE_CHECKING:
     from atoll.sim.estimates.failures import FailureModel
 
-Chips = Annotated[int, typer.Option("--chips", help="Of the whole cluster, dealt to the learners.")]
-Out = Annotated[Path | None, typer.Option("--out", help="Where the tape goes; by default a new folder under runs/.")]
+Chips = Annotated[int, typer.Option("--chips", help="Chips of the whole cluster, divided among the learners.")]
 
 
 def tape(
@@ -49,13 +50,13 @@ def tape(
     returns: o.Return = o.RETURN,
     return_shape: o.ReturnShape = o.SHAPE,
     return_exponent: o.ReturnExponent = o.EXPONENT,
-    out_dir: Out = None,
+    out_dir: OutOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a synthetic tape: the failure model under the real machines, in virtual time. Then: atoll train --tape DIR.
+    """Write a synthetic tape: the protocol's own state machines on a cluster whose chips fail, in virtual time.
 
-    Chips fail by chance, slices go and come back, learners resize and take smaller batches; who merges with whom follows from
-    that. The recipe's protocol, learners and outer steps are taped; its model may be another when it is trained on.
+    Chips fail at random, slices leave and return, learners resize and take smaller batches; which learners merge follows from
+    that. The tape fixes protocol, learners and number of steps; `atoll train --tape DIR` trains any model with its decisions.
     """
     model = o.model_from_options(mtbi, slice_chips, step, step_noise, down, up, o.RESTART, returns, return_shape, return_exponent)
     settings = settings_from(recipe, preset, learners, seed, set_)
@@ -71,8 +72,9 @@ def record(settings: Config, chips: int, model: FailureModel, directory: Path, q
     from atoll.sim.run import run_virtual
     from atoll.sim.slices import SliceHardware
 
+    began = time.monotonic()
     slices = SliceHardware(settings, chips, model, settings.seed)
     view = RunView(settings.learners)
     with RunProgress(settings, view, quiet, "virtual ") as progress, readable_tape(directory):
         done = run_virtual(settings, ChaosPlan(), directory, tensors=False, slices=slices, observers=[view, progress])
-    show(virtual_summary(settings, view, done, directory), quiet)
+    show(virtual_summary(settings, view, done, directory, began), quiet)

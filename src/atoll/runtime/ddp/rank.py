@@ -30,7 +30,7 @@ from atoll.ids import LearnerId, Nanos, seconds
 from atoll.runtime.ddp.report import HeldoutReport, Job, RankFailed, RankReport, Stepped
 from atoll.store.tokenizer_file import write_tokenizer_file
 from atoll.store.versions import digest
-from atoll.store.weights import save_weights
+from atoll.store.weights import THETA_FILE, save_weights
 from atoll.tape.heldout import HeldoutPoint
 from atoll.tasks.registry import task_for
 from atoll.tasks.task import Task
@@ -181,7 +181,7 @@ def _rank(directory: Path, rank: LearnerId, channel: BinaryIO) -> None:
     report, model = _train(task, rank, device, channel)
     if rank == 0:
         write_tokenizer_file(directory, task)
-        save_weights(directory / "theta.safetensors", named_tensors(model))
+        save_weights(directory / THETA_FILE, named_tensors(model))
     (directory / f"rank-{rank}.json").write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     _report(channel, report)
 

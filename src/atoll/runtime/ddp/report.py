@@ -10,8 +10,9 @@ import msgspec
 
 from atoll.config import Config
 from atoll.ids import LearnerId, Nanos, seconds
+from atoll.store.weights import THETA_FILE
 from atoll.tape.heldout import HeldoutPoint
-from atoll.views.run import Summary, TokenCounts
+from atoll.views.run import Summary, TokenCounts, token_shares
 
 
 class Job(msgspec.Struct, frozen=True):
@@ -133,12 +134,14 @@ def outcome_of(
 
 def summary_of(config: Config, outcome: DdpOutcome, run_dir: Path) -> Summary:
     """All work is merged in its own step: nothing is discarded, and nothing is in flight at the end."""
+    tokens = TokenCounts(outcome.tokens, outcome.tokens, 0, 0, {})
     return Summary(
         preset=config.preset, learners=config.learners, seed=config.seed, total_steps=config.total_steps,
         goodput=round(outcome.goodput, 6), uptime=round(outcome.uptime, 6), waited_seconds=round(outcome.waited_seconds, 6),
-        participants=outcome.participants, tokens=TokenCounts(outcome.tokens, outcome.tokens, 0, 0, {}), recoveries=[],
+        participants=outcome.participants, tokens=tokens, recoveries=[],
         bytes_up=outcome.bytes_up, bytes_down=outcome.bytes_down, loss_first=outcome.loss_first,
         loss_final=outcome.loss_final, theta_sha256=outcome.theta_sha256, tape=None, run_dir=str(run_dir),
         clock="wall", seconds=round(outcome.seconds, 6), fragments=1, accuracy=outcome.ranks[0].accuracy,
-        heldout=list(outcome.points),
+        heldout=list(outcome.points), theta=str(run_dir / THETA_FILE), rounds_merged=config.total_steps,
+        tokens_trained=outcome.tokens, token_shares=token_shares(tokens),
     )  # fmt: skip

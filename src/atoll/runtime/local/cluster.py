@@ -26,6 +26,7 @@ from atoll.protocol.vocabulary import Finished, FixParticipants
 from atoll.runtime.local.failure import Failure
 from atoll.runtime.local.fault_proxies import FaultProxies
 from atoll.runtime.local.forkserver import Child, ForkServer
+from atoll.store.snapshots import snapshot_dir, syncer_root
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Record, Tape
 from atoll.tape.heldout import HELDOUT_FILE, HeldoutPoint, points_in
@@ -327,7 +328,7 @@ def _resume_syncer(resume: tuple[Path, int] | None) -> list[str]:
     if resume is None:
         return []
     run, snapshot = resume
-    return ["--resume", str(run / "syncer" / "snapshots" / str(snapshot))]
+    return ["--resume", str(snapshot_dir(syncer_root(run), snapshot))]
 
 
 def _resume_learner(resume: tuple[Path, int] | None, learner: LearnerId, out: Path) -> list[str]:

@@ -1,5 +1,5 @@
-"""Evaluates the Theta of a live run while it trains. The evaluator is a process of its own that reads the versions the syncer
-stores: no process sends it anything or waits for it, and the run goes on without it."""
+"""The evaluator: a process that reads the versions a live run's syncer stores and measures their held-out loss. The run neither
+sends it anything nor waits for it, and does not depend on it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Final
 from atoll.errors import DataError, UserError
 from atoll.ids import OuterStep
 from atoll.store.durable import FOLDER, DurableVersions, newest_step
+from atoll.store.weights import THETA_FILE
 from atoll.tape.format import Tape
 from atoll.tape.heldout import HeldoutPoint, append_point, points_in
 from atoll.tasks.task import Task
 
 POLL_SECONDS: Final = 0.5
-THETA: Final = "theta.safetensors"
-"""What a syncer leaves when its run is over. The last outer step alone does not tell: it may be in no merge."""
 TRIES_MAX: Final = 20
-"""Versions go when newer ones come: one that stays and cannot be read for so many polls is damaged."""
+"""A version may be deleted while it is read, because newer ones replace it. One that stays and cannot be read for so many polls
+is damaged."""
 
 
 class Evaluator:
@@ -27,25 +27,26 @@ class Evaluator:
         """`run`: a live run's folder, or that of a syncer started alone."""
         home = next((h for h in (run, run / "syncer") if (h / FOLDER).is_dir()), None)
         if home is None:
-            raise UserError(f"run {run}: holds no versions that a syncer stores; --follow takes a live run's folder")
+            raise UserError(f"run {run}: holds no versions of a syncer; --follow takes a live run")
         if Tape(home / "run.tape").header.data_fingerprint != task.fingerprint:
-            raise UserError(f"run {run}: its data ({task.config.data.corpus}) is not what it was, so losses would not compare")
+            raise UserError(f"run {run}: its data ({task.config.data.corpus}) has changed, so losses would not compare")
         self._run, self._home, self._task, self._every = run, home, task, every
         self._seen: OuterStep = max((point.outer_step for point in points_in(run)), default=0)
 
     def follow(self, on_point: Callable[[HeldoutPoint], None], stop: threading.Event) -> None:
-        """A look each time that another multiple of `every` is reached, at the newest there is: who takes longer to look than
-        training takes to get there leaves some out. Until the run is over, and then at what it ended with."""
+        """Evaluates the newest version whenever another multiple of `every` is passed, until the run is over, and then its
+        result. Where evaluating takes longer than training to the next multiple, some are left out."""
         tries, tried = 0, 0
         while True:
-            over = (self._home / THETA).exists()  # asked before what is newest, so that nothing comes after
+            # The file says that the run is over, which the last step does not: it may merge nothing. Asked before what is newest.
+            over = (self._home / THETA_FILE).exists()
             step = newest_step(self._home)
             if over and step <= self._seen:
                 return
             if over or step // self._every > self._seen // self._every:
                 try:
                     point = self._evaluate_point()
-                except DataError:  # gone between its listing and its reading, as long as others come in its place
+                except DataError:  # deleted between listing and reading, if newer ones follow
                     tries, tried = (tries + 1, step) if step == tried else (1, step)
                     if tries == TRIES_MAX:
                         raise

@@ -1,5 +1,5 @@
-"""What a live run came to, folded from its tapes and the versions its syncer stored. Nothing is measured twice: the tapes
-are fed to new machines on the way, so a verdict is also a replay of every decision."""
+"""The summary of a live run, from its tapes and the versions its syncer stored. The tapes are fed to new machines on the way, so
+the summary is also a replay of every decision."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from atoll.store.durable import DurableVersions
 from atoll.store.memory_snapshots import MemorySnapshots
 from atoll.store.snapshots import load_learner_part
 from atoll.store.versions import MemoryVersions
+from atoll.store.weights import THETA_FILE
 from atoll.tape.format import Record
 from atoll.tape.heldout import points_in
 from atoll.tape.replay import replay
@@ -27,7 +28,7 @@ from atoll.views.run import RunView, Summary, summarise
 
 def verdict(
     config: Config, directory: Path, *, faults: Sequence[str] = (), task: Task | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, OuterStep], None] | None = None,
 ) -> Summary:  # fmt: skip
     view = RunView(config.learners, from_first_step=True)
 
@@ -36,15 +37,16 @@ def verdict(
 
     outcome = replay(open_run(directory), progress=progress, observe=observe)
     if outcome.fates is None or not outcome.fates.add_up():
-        raise RunFailed(f"the fates of tokens in {directory} do not add up: {outcome.fates}")
+        raise RunFailed(f"the token counts of {directory} do not add up: {outcome.fates}")
     task = task or task_for(config)
     disk = DurableVersions.open(directory / "syncer", read_only=True)
     first = task.evaluate_theta(*_start(directory, task).theta())
-    on_the_way = [point for point in points_in(directory) if point.outer_step < config.total_steps]
+    points = [point for point in points_in(directory) if point.outer_step < config.total_steps]
     return summarise(
         config, view, outcome.fates, loss_first=first, loss_final=task.evaluate_theta(*disk.theta()),
         theta_sha256=disk.theta_sha256(), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory), clock="wall",
-        faults=faults, accuracy=task.accuracy_of_theta(*disk.theta()), points=on_the_way,
+        theta=str(directory / "syncer" / THETA_FILE), faults=faults, accuracy=task.accuracy_of_theta(*disk.theta()),
+        points=points,
     )  # fmt: skip
 
 
@@ -60,7 +62,7 @@ def _start(directory: Path, task: Task) -> MemoryVersions:
 
 
 class _StartSnapshots(MemorySnapshots):
-    """A resumed run's learners began with their parts of the snapshot, which lie beside their tapes."""
+    """The learners of a resumed run began with their parts of the snapshot, which lie beside their tapes."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__()

@@ -40,7 +40,7 @@ from atoll.store.snapshots import link_versions, load_syncer
 from atoll.store.tensor_files import write_file
 from atoll.store.tokenizer_file import refuse_other_tokenizer, write_tokenizer_file
 from atoll.store.versions import Version
-from atoll.store.weights import save_weights
+from atoll.store.weights import THETA_FILE, save_weights
 from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tasks.task import Task, initial_versions
 from atoll.tensors.layout import Layout
@@ -230,6 +230,6 @@ class SyncerDirectory:
         self.stopping.set()
         if complete:
             if self.layout is not None:
-                save_weights(self.directory / "theta.safetensors", named_tensors_of(self.layout, *self.disk.theta()))
+                save_weights(self.directory / THETA_FILE, named_tensors_of(self.layout, *self.disk.theta()))
             self.tape.close()
         self._locks.close()

@@ -16,6 +16,7 @@ from atoll.runtime.local import heldout as evaluator
 from atoll.runtime.local.heldout import Evaluator
 from atoll.store.durable import DurableVersions
 from atoll.store.versions import Version
+from atoll.store.weights import THETA_FILE
 from atoll.tape.heldout import HeldoutPoint, append_point, points_in
 
 EVERY = 10
@@ -37,7 +38,7 @@ class Run:
         self.told: list[HeldoutPoint] = []
 
     def end(self) -> None:
-        (self.directory / "syncer" / evaluator.THETA).touch()
+        (self.directory / "syncer" / THETA_FILE).touch()
 
     def store(self, *steps: int) -> None:
         for step in steps:
@@ -118,5 +119,5 @@ def test_a_version_that_goes_as_newer_ones_come_is_no_damage(run: Run, monkeypat
 
 
 def test_data_that_is_not_what_it_was_is_refused(run: Run) -> None:
-    with pytest.raises(UserError, match=r"its data \(stdlib\) is not what it was"):
+    with pytest.raises(UserError, match=r"its data \(stdlib\) has changed"):
         run.evaluator("other data")
