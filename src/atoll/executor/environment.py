@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import torch
 
+from atoll.config import Config
+from atoll.tape.format import Header
 from atoll.version import __version__
 
 
@@ -47,3 +51,12 @@ def mismatches(
     if decisions_only:
         pairs = pairs[-1:]
     return [f"{what}: {taped} on the tape, {here} here" for what, taped, here in pairs if taped != here]
+
+
+def tape_header(config: Config, *, data_fingerprint: str, tensors: bool, **more: Any) -> Header:
+    """The header of a tape that this process writes, with everything of this process that a bit-exact replay depends on."""
+    return Header(
+        config=msgspec.to_builtins(config), code_version=code_version(), data_fingerprint=data_fingerprint,
+        threads=torch.get_num_threads(), dtype=config.model.dtype, torch_version=str(torch.__version__),
+        cpu_capability=cpu_capability(), tensors=tensors, **more,
+    )  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from atoll.chaos import ChaosPlan, Scavenge
 from atoll.config import Config, changed, from_builtins, to_toml
 from atoll.errors import UserError
-from atoll.executor.environment import code_version, cpu_capability, mismatches
+from atoll.executor.environment import mismatches, tape_header
 from atoll.executor.fleet.executor import FleetExecutor
 from atoll.executor.virtual_run import TensorExecutor, evaluated_on, executor_on
 from atoll.ids import SYNCER, Nanos, WorkerId
@@ -81,12 +81,9 @@ class HeldoutObserver:
 def header_for(
     config: Config, plan: ChaosPlan, task: Task | None, hardware: dict[str, Any] | None = None, device: str = "cpu"
 ) -> Header:
-    return Header(
-        config=msgspec.to_builtins(config), code_version=code_version(),
-        data_fingerprint=task.fingerprint if task else "", threads=torch.get_num_threads(),
-        dtype=config.model.dtype, torch_version=str(torch.__version__), cpu_capability=cpu_capability(),
-        tensors=task is not None, plan=msgspec.to_builtins(plan.faults), hardware=hardware or {},
-        device=device,
+    return tape_header(
+        config, data_fingerprint=task.fingerprint if task else "", tensors=task is not None,
+        plan=msgspec.to_builtins(plan.faults), hardware=hardware or {}, device=device,
     )  # fmt: skip
 
 

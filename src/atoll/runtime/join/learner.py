@@ -23,14 +23,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset, default_collate
 
 from atoll.config import Config, from_builtins
 from atoll.errors import AtollError, ConfigError, DataError, RunFailed, UserError
-from atoll.executor.environment import code_version, cpu_capability
+from atoll.executor.environment import tape_header
 from atoll.executor.learner import TensorLearner
 from atoll.ids import SECOND, LearnerId, OuterStep
 from atoll.protocol.vocabulary import InnerStep, StepDone
@@ -42,7 +41,7 @@ from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.snapshots import LearnerSnapshots
 from atoll.runtime.loop import LoopThread
 from atoll.runtime.syncer.places import Placement
-from atoll.tape.format import Header, TapeWriter
+from atoll.tape.format import TapeWriter
 from atoll.tasks.task import layout_for
 from atoll.tensors.access import named_tensors
 from atoll.tensors.inventory import frozen_digest, frozen_parameters
@@ -368,9 +367,8 @@ class _StepCounts:
 
 def _new_tape(directory: Path, placement: Placement, config: Config, device: torch.device) -> TapeWriter:
     """Without tensors: for a user's own loop only the decisions can be replayed."""
-    header = Header(
-        config=msgspec.to_builtins(config), code_version=code_version(), data_fingerprint="",
-        threads=torch.get_num_threads(), dtype=config.model.dtype, device=str(device), torch_version=str(torch.__version__),
-        cpu_capability=cpu_capability(), tensors=False, run=placement.run, worker=placement.learner, epoch=placement.epoch,
+    header = tape_header(
+        config, data_fingerprint="", tensors=False, device=str(device), run=placement.run, worker=placement.learner,
+        epoch=placement.epoch,
     )  # fmt: skip
     return TapeWriter.create(directory / f"{placement.incarnation}.tape", header, flush_each=True)

@@ -18,7 +18,7 @@ import torch
 
 from atoll.config import CUSTOM, Config, from_builtins
 from atoll.errors import UserError
-from atoll.executor.environment import code_version, cpu_capability, use_threads
+from atoll.executor.environment import tape_header, use_threads
 from atoll.executor.learner import TensorLearner
 from atoll.executor.virtual_run import checked_device
 from atoll.ids import SECOND
@@ -96,10 +96,9 @@ def task_for_placement(config: Config, placement: Placement, allowed: Collection
 
 
 def _header(placement: Placement, config: Config, task: Task, device: torch.device) -> Header:
-    return Header(
-        config=msgspec.to_builtins(config), code_version=code_version(), data_fingerprint=task.fingerprint,
-        threads=torch.get_num_threads(), dtype=config.model.dtype, device=str(device), torch_version=str(torch.__version__),
-        cpu_capability=cpu_capability(), tensors=True, run=placement.run, worker=placement.learner, epoch=placement.epoch,
+    return tape_header(
+        config, data_fingerprint=task.fingerprint, tensors=True, device=str(device), run=placement.run, worker=placement.learner,
+        epoch=placement.epoch,
     )  # fmt: skip
 
 

@@ -20,12 +20,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-import torch
-
 from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
-from atoll.executor.environment import code_version, cpu_capability
+from atoll.executor.environment import tape_header
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import SYNCER, Nanos
 from atoll.protocol.syncer import SyncerMachine
@@ -41,7 +38,7 @@ from atoll.store.tensor_files import write_file
 from atoll.store.tokenizer_file import refuse_other_tokenizer, write_tokenizer_file
 from atoll.store.versions import Version
 from atoll.store.weights import THETA_FILE, save_weights
-from atoll.tape.format import Header, Tape, TapeWriter
+from atoll.tape.format import Tape, TapeWriter
 from atoll.tasks.task import Task, initial_versions
 from atoll.tensors.layout import Layout
 from atoll.tensors.outer import initial_state, outer_rule
@@ -102,11 +99,9 @@ class SyncerDirectory:
         (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf8")
         if self._task is not None:
             write_tokenizer_file(self.directory, self._task)
-        header = Header(
-            config=msgspec.to_builtins(self.config), code_version=code_version(), data_fingerprint=self.data_fingerprint,
-            threads=torch.get_num_threads(), dtype=self.config.model.dtype, torch_version=str(torch.__version__),
-            cpu_capability=cpu_capability(), tensors=self._task is not None, plan=plan, run=self.run, worker=SYNCER,
-            epoch=self.epoch,
+        header = tape_header(
+            self.config, data_fingerprint=self.data_fingerprint, tensors=self._task is not None, plan=plan, run=self.run,
+            worker=SYNCER, epoch=self.epoch,
         )  # fmt: skip
         self.tape = TapeWriter.create(self.tape_path, header, flush_each=True)
         self.tape.sync()
