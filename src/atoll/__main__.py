@@ -1,4 +1,4 @@
-"""Where `python -m atoll` and the command `atoll` begin."""
+"""The entry point of `python -m atoll` and of the command `atoll`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import signal
 
 
 def main() -> None:
-    """Ctrl-C while modules are still being imported ends it at once: there is nothing yet to put away, and whoever is being
-    imported might take an exception for one of its own. Shells have it ignored by what they run in the background."""
+    """Ctrl-C ends the process at once while modules are being imported: there is nothing to clean up yet, and an import may catch
+    the exception as one of its own. Background jobs of a shell ignore SIGINT, and go on doing so."""
     ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))

@@ -38,7 +38,7 @@ def test_json_is_one_object_and_the_recipe_is_one_that_atoll_accepts(tmp_path: P
 
 def test_a_recipe_that_cannot_be_written_is_refused_before_the_search(tmp_path: Path) -> None:
     done = atoll("plan", str(PLANS / "spot.toml"), "--out", "nowhere/recipe.toml", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "atoll: --out nowhere/recipe.toml: nowhere is no folder\n")
+    assert (done.returncode, done.stderr) == (2, "atoll: --out nowhere/recipe.toml: nowhere is not a folder\n")
     done = atoll("plan", str(PLANS / "spot.toml"), "--out", ".", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "atoll: --out .: is a folder; name a file\n")
 

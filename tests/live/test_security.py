@@ -155,7 +155,8 @@ def island(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Island]:
     make_keys(folder / "keys", learners=2)
     make_keys(folder / "strangers")
     syncer = Process(
-        "syncer", *TINY, "--listen", "127.0.0.1:0", "--keys", folder / "keys", "--dir", folder / "syncer"
+        "syncer", *TINY, "--listen", "127.0.0.1:0", "--keys", folder / "keys", "--dir", folder / "syncer",
+        "--tls-log",
     )  # fmt: skip
     try:
         said = re.search(r"run (\w+) listens on (\S+),", syncer.until(" listens on "))
@@ -290,11 +291,11 @@ def test_honest_learner_is_served_among_strangers_and_no_secret_is_written_anywh
     try:
         with pytest.raises(UserError, match="wrong token"):
             island.ask_for_place("atoll1.AAAA")
-        island.syncer.until("learner0 is in_sync", seen)
+        island.syncer.until("learner0 has joined", seen)
         with pytest.raises(UserError, match="wrong token"):
             island.ask_for_place("atoll1.AAAA")
         assert learner.stop() == 0, learner.text
-        assert "learner0 is left" in island.syncer.until("learner0 is left", seen)
+        island.syncer.until("learner0 has left", seen)
     finally:
         learner.kill()
     assert island.syncer.is_alive

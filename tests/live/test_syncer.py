@@ -81,6 +81,6 @@ def test_full_disk_stops_announcing_and_loses_nothing(tmp_path: Path) -> None:
     assert freed.is_set()
     judge(tmp_path, config)
     log = (tmp_path / "syncer.log").read_text()
-    assert "nothing is announced until this is mended" in log and "going on" in log
+    assert "the run stands still" in log and "the run goes on" in log
     syncer = [r.now / 1e9 for r in open_run(tmp_path).records() if r.worker == -1]
     assert max(b - a for a, b in pairwise(syncer)) > 1.0, "it stood still while it could not write"

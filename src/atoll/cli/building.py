@@ -24,7 +24,7 @@ def log_to_stderr(verbose: bool = False) -> None:
 
 
 def built(settings: Config, allowed: Collection[str], say: Callable[[str], None]) -> Task:
-    """What cannot be built, what was left out of the data and what takes long is said before anything is started."""
+    """Builds the task and prints its notes, such as what was left out of the data, before any process is started."""
     task = _build_task(settings, allowed, say)
     for note in task.notes:
         say(f"warning: {note}")
@@ -46,8 +46,8 @@ def _build_task(settings: Config, allowed: Collection[str], say: Callable[[str],
 
 
 def check_buildable(each: Sequence[Config], allowed: Collection[str], say: Callable[[str], None]) -> None:
-    """Of several presets on one recipe: what cannot be built is told before the first is trained. Model and data are most often
-    the same, and loaded once; fragments are each preset's own."""
+    """Refuses what cannot be built of several presets on one recipe, before the first is trained. Model and data are mostly the
+    same, and loaded once; each preset has fragments of its own."""
     from atoll.tasks.task import layout_for
 
     known: list[Task] = []

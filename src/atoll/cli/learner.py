@@ -9,42 +9,61 @@ from typing import Annotated
 import typer
 
 from atoll.cli.building import log_to_stderr
-from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption, PluginOption
+from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption, PluginOption, QuietOption
 from atoll.cli.shared import ThreadsOption
 from atoll.errors import UserError
 from atoll.tape.folder import refuse_unusable
 
 
 def learner(
-    syncer_address: Annotated[str, typer.Option("--syncer", help="HOST:PORT of the syncer.")] = "127.0.0.1:7077",
-    token: Annotated[Path | None, typer.Option("--token", help="File with the join token; or set ATOLL_TOKEN.")] = None,
-    wants: Annotated[int, typer.Option("--id", help="The learner id to ask for; by default the lowest that is free.")] = -1,
-    run: Annotated[str, typer.Option("--run", help="Join only this run.")] = "",
+    syncer_address: Annotated[
+        str, typer.Option("--syncer", metavar="HOST:PORT", help="Address of the syncer.")
+    ] = "127.0.0.1:7077",
+    token: Annotated[
+        Path | None,
+        typer.Option("--token", metavar="FILE", help="File with the join token. Default: token in --keys, else $ATOLL_TOKEN."),
+    ] = None,
+    wants: Annotated[
+        int, typer.Option("--id", show_default=False, help="The learner id to ask for. Default: the lowest that is free.")
+    ] = -1,
+    run: Annotated[str, typer.Option("--run", metavar="ID", help="Join only the run with this id. Default: any.")] = "",
     keys: KeysOption = None,
-    name: Annotated[str | None, typer.Option("--name", help="Whose certificate of --keys to use, such as learner-0.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Which certificate of --keys to use, as in learner-0. Default: the only one.")
+    ] = None,
     listen: Annotated[
-        str, typer.Option("--listen", help="HOST:PORT where peers that recover are served; port 0 picks one; '' serves nobody.")
+        str,
+        typer.Option("--listen", metavar="HOST:PORT", help="Where this learner helps others recover; port 0: any; '': nowhere."),
     ] = "127.0.0.1:0",
-    advertise: Annotated[str, typer.Option("--advertise", help="HOST:PORT peers are told to dial.")] = "",
+    advertise: Annotated[
+        str, typer.Option("--advertise", metavar="HOST:PORT", help="The address that other learners dial. Default: --listen.")
+    ] = "",
     connections: Annotated[
-        int, typer.Option("--connections", min=1, max=16, help="Connections for bulk data; more for long fat links.")
+        int, typer.Option("--connections", min=1, max=16, help="Connections for weights; more for links with a long delay.")
     ] = 1,
     insecure: InsecureOption = False,
-    device: Annotated[str, typer.Option("--device", help="cpu, cuda, cuda:1, ...")] = "cpu",
+    device: Annotated[str, typer.Option("--device", help="Where it trains: cpu, cuda, cuda:1, ...")] = "cpu",
     allow_model: AllowOption = None,
     allow_plugin: PluginOption = None,
-    out_dir: Annotated[Path | None, typer.Option("--out", help="Where its tape and its part of snapshots go.")] = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="This learner's part of a snapshot.")] = None,
+    out_dir: Annotated[
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="Folder for its tape and its snapshots. Default: a new one under runs/."),
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="DIR", help="Start from this learner's part of a snapshot.")
+    ] = None,
     threads: ThreadsOption = 1,
     obey_stdin: ObeyOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Warnings and errors only.")] = False,
+    quiet: QuietOption = False,
 ) -> None:
-    """Run one learner: it gets its whole config from the syncer, trains, and never waits."""
+    """Run one learner: it joins the run at --syncer, gets the config from there, and trains until the run is finished.
+
+    It waits up to 60 s for a syncer that is not there yet. SIGTERM makes it deliver what it has and leave."""
     from atoll.runtime.learner.address import address_of
     from atoll.runtime.learner.process import WorkerOptions, run_worker
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("WORLD_SIZE is above 1: a learner is one process so far; start several learners instead of ranks")
+        raise UserError("WORLD_SIZE is above 1: a learner is one process; start several learners instead of ranks")
     log_to_stderr(verbose=not quiet)
     if out_dir is not None:
         refuse_unusable(out_dir)

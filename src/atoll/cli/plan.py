@@ -24,14 +24,14 @@ from atoll.planner.score import Candidate, Judge
 
 def plan(
     cluster_file: Annotated[
-        Path, typer.Argument(metavar="CLUSTER.toml", readable=False, help="Model, sites and links: see docs/planning/planner.md.")
+        Path, typer.Argument(metavar="CLUSTER.toml", readable=False, help="Model, sites and links (docs/planning/planner.md).")
     ],
-    recipe_file: Annotated[Path | None, typer.Option("--out", help="Write the plan as a recipe for `atoll train`.")] = None,
-    candidates: Annotated[int, typer.Option("--candidates", min=0, max=1000, help="How many runners-up to show.")] = 0,
+    recipe_file: Annotated[Path | None, typer.Option("--out", help="File for the plan as a recipe for `atoll train`.")] = None,
+    candidates: Annotated[int, typer.Option("--candidates", min=0, max=1000, help="Number of runners-up to show.")] = 0,
     what_if: Annotated[
-        bool, typer.Option("--what-if/--no-what-if", help="Find what would change the answer, by searching again.")
+        bool, typer.Option("--what-if/--no-what-if", help="Also find what would change the answer, by searching again.")
     ] = True,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show runners-up, and the constants of the quality model.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show runners-up and the constants of the quality model.")] = False,
     as_json: JsonOption = False,
     allow_plugin: PluginOption = None,
 ) -> None:
@@ -44,7 +44,7 @@ def plan(
         print_json(as_builtins(answer))
     else:
         out.print(report(answer, cluster, runners=candidates > 0 or verbose, constants=verbose))
-    if recipe_file is not None:  # last: the answer is told whatever becomes of the file
+    if recipe_file is not None:  # last, so that the answer is printed even if the file cannot be written
         try:
             recipe_file.write_text(recipe.recipe_toml(answer.scored, Judge(cluster), cluster_file.name), encoding="utf8")
         except OSError as error:
@@ -54,17 +54,17 @@ def plan(
 
 
 def _refuse_unwritable(path: Path) -> None:
-    """Before the search, which takes its time."""
+    """Before the search, which takes seconds."""
     if not path.parent.is_dir():
-        raise UserError(f"--out {path}: {path.parent} is no folder")
+        raise UserError(f"--out {path}: {path.parent} is not a folder")
     if path.is_dir():
         raise UserError(f"--out {path}: is a folder; name a file")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"--out {path}: may not be written to; choose another")
+        raise UserError(f"--out {path}: is not writable; choose another")
 
 
 def _answer(cluster: site.ClusterDescription, what_if: bool, runners: int) -> Plan:
-    """A line that changes on a terminal; silence otherwise, as it takes seconds."""
+    """With a status line on a terminal; elsewhere silent, for it takes seconds."""
     if not err.is_terminal:
         return make_plan(cluster, what_if=what_if, runners=runners)
     with err.status("searching") as status:
@@ -72,7 +72,7 @@ def _answer(cluster: site.ClusterDescription, what_if: bool, runners: int) -> Pl
 
 
 def as_builtins(answer: Plan) -> dict[str, object]:
-    """One object: the recommendation on top, then what to expect."""
+    """One object: the recommendation, then what to expect."""
     c, s = answer.candidate, answer.scored
     return {
         "preset": c.preset, "learners": c.learners, "interval": c.interval, "fragments": c.fragments, "overlap": c.overlap,

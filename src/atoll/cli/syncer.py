@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli.building import built, log_to_stderr
-from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption, PluginOption
+from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption, PluginOption, QuietOption
 from atoll.cli.resume import _refuse_nothing_left
 from atoll.cli.shared import LearnersOption, PresetOption, Recipe, SeedOption, SetOption, ThreadsOption, settings_from
 from atoll.errors import UserError
-from atoll.tape.folder import refuse_unusable
+from atoll.store.lock import refuse_locked
+from atoll.tape.folder import TAPE_FILE, refuse_unusable
 
 if TYPE_CHECKING:
     from atoll.config import Config
@@ -33,20 +34,20 @@ def run_syncer(
     from atoll.executor.environment import use_threads
     from atoll.runtime.syncer.directory import SyncerDirectory
     from atoll.runtime.syncer.process import SyncerProcess
-    from atoll.runtime.syncer.resume import TAPE, load_resumable_state
+    from atoll.runtime.syncer.resume import load_resumable_state
     from atoll.store.snapshots import read_manifest
     from atoll.transport import server_credentials
     from atoll.transport.keys import is_loopback, load_server
 
     if not is_loopback(listen) and keys is None and not insecure:
-        raise UserError(f"--listen {listen}: others can reach it; give --keys DIR (see `atoll keys`), or say --insecure")
+        raise UserError(f"--listen {listen}: other machines can reach it; give --keys DIR (see `atoll keys`), or --insecure")
     credentials = None
     if keys is not None:
         found = load_server(keys)
         for warning in found.warnings:
             logging.getLogger("atoll.syncer").warning(warning)
         credentials = server_credentials(found.certificate, found.key, found.ca)
-    if resume is not None and not (directory / TAPE).exists():  # the same command again goes on from its tape, not from there
+    if resume is not None and not (directory / TAPE_FILE).exists():  # started again it goes on from its tape, not from there
         _refuse_nothing_left(settings, resume, read_manifest(resume).snapshot)
         load_resumable_state(resume, settings)
     use_threads(threads)
@@ -67,7 +68,7 @@ def run_syncer(
 
 
 def end_with_stdin(end: Callable[[], object]) -> None:
-    """A launcher holds the other end of our standard input: when it is gone, so are we."""
+    """A launcher holds the other end of standard input: when the launcher ends, so does this process."""
 
     def watch() -> None:
         for _ in sys.stdin:
@@ -79,10 +80,12 @@ def end_with_stdin(end: Callable[[], object]) -> None:
 
 def syncer(
     recipe: Recipe = None,
-    listen: Annotated[str, typer.Option("--listen", help="HOST:PORT to listen on; port 0 picks one.")] = "127.0.0.1:7077",
-    directory: Annotated[Path, typer.Option("--dir", help="Where its state lives; started again there, it goes on.")] = Path(
-        "runs/syncer"
-    ),
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on; port 0 takes a free one.")
+    ] = "127.0.0.1:7077",
+    directory: Annotated[
+        Path, typer.Option("--dir", metavar="DIR", help="Folder for all of its state. Started again there, it goes on.")
+    ] = Path("runs/syncer"),
     preset: PresetOption = None,
     learners: LearnersOption = None,
     set_: SetOption = None,
@@ -91,28 +94,37 @@ def syncer(
     insecure: InsecureOption = False,
     allow_model: AllowOption = None,
     allow_plugin: PluginOption = None,
-    resume: Annotated[Path | None, typer.Option("--resume", help="A snapshot's folder to go on from.")] = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="DIR", help="Start from a snapshot: the folder snapshots/STEP in a syncer's folder."),
+    ] = None,
     threads: ThreadsOption = 1,
     obey_stdin: ObeyOption = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Warnings and errors only.")] = False,
+    tls_log: Annotated[
+        bool, typer.Option("--tls-log", help="With --keys: also log why TLS handshakes fail, in gRPC's own words.")
+    ] = False,
+    quiet: QuietOption = False,
 ) -> None:
-    """Run the syncer: CPU only. It merges what learners send, stores it durably, and announces it."""
+    """Run the syncer, on the CPU: it merges the learners' updates, stores the result durably and sends it to the learners.
+
+    It ends after total_steps and leaves theta.safetensors in --dir. Learners join with `atoll learner` and the token in --dir."""
+    if tls_log:  # before gRPC is loaded
+        os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     log_to_stderr(verbose=not quiet)
     settings = settings_from(recipe, preset, learners, seed, set_)
-    _refuse_false_start(directory, listen, keys)
+    _refuse_early(directory, listen, keys)
+    logging.getLogger("atoll.syncer").info("loading data and model")
     run_syncer(settings, directory, listen, keys, insecure, allow_model or [], resume, threads, obey_stdin)
 
 
-def _refuse_false_start(directory: Path, listen: str, keys: Path | None) -> None:
-    """What would stop a syncer only after it has loaded its data and filled its folder. One that goes on in its folder loses
-    nothing by starting in vain, and is told rather who holds that."""
+def _refuse_early(directory: Path, listen: str, keys: Path | None) -> None:
+    """Refuses what would otherwise stop a syncer only after it has loaded its data and filled its folder."""
     refuse_unusable(directory, "--dir")
-    if keys is not None:  # before gRPC is loaded, or it tells nobody why a handshake failed
-        os.environ.setdefault("GRPC_VERBOSITY", "INFO")
+    refuse_locked(directory)
     from atoll.transport.keys import JoinTokens
     from atoll.transport.wire import refuse_taken
 
     if keys is not None and os.path.exists(keys / "token.key"):
         JoinTokens.load(keys)
-    if not (directory / "run.tape").exists():
+    if not (directory / TAPE_FILE).exists():  # a syncer that goes on may find its own old connections on the port
         refuse_taken(listen)

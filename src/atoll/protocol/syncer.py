@@ -439,7 +439,7 @@ class SyncerMachine:
         member = self.roster.get(learner)
         if member is not None and member.connected:
             self._drop_from_rounds(member)
-            self.admission.mark_lost(member, Reason(Why.CONNECTION_LOST, reason))
+            self.admission.mark_lost(member, Reason(Why.RUN_OVER) if self.finished else Reason(Why.CONNECTION_LOST, reason))
             self._watch_soon()
 
     def _drop_from_rounds(self, member: Member) -> None:

@@ -1,9 +1,10 @@
-"""A log that remote peers cannot fill."""
+"""Logs at a bounded rate: what remote peers cause, and what is waited for."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 LINES_PER_SECOND = 20.0
 LINES_AT_ONCE = 200.0
@@ -44,3 +45,18 @@ def rate_limited(name: str) -> logging.Logger:
     if not any(isinstance(each, _PeerRateLimit) for each in log.filters):
         log.addFilter(_PeerRateLimit())
     return log
+
+
+class Paced:
+    """True at once, and then at most every so many seconds: for a line that is logged while something is waited for."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic, *, at_once: bool = True) -> None:
+        self._seconds, self._now = seconds, now
+        self._next = now() if at_once else now() + seconds
+
+    def due(self) -> bool:
+        now = self._now()
+        if now < self._next:
+            return False
+        self._next = now + self._seconds
+        return True

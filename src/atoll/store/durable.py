@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Final
@@ -42,7 +41,7 @@ from atoll.store.tensor_files import PARTIAL, ByteChunk, StorageFailed, TensorEn
 from atoll.store.versions import Version, digest
 from atoll.tensors.outer import OuterState
 
-__all__ = ["DurableVersions", "StorageFailed", "check_version", "free_bytes", "lock_directory", "newest_step", "version_sha256"]
+__all__ = ["DurableVersions", "StorageFailed", "check_version", "free_bytes", "newest_step", "version_sha256"]
 
 FORMAT: Final = "atoll-version-1"
 FOLDER: Final = "versions"
@@ -385,23 +384,3 @@ def _scan(folder: Path) -> list[tuple[FragmentId, OuterStep]]:
 def newest_step(directory: Path) -> OuterStep:
     """By the files' names alone, so that it can be polled while a run goes on."""
     return max((v for _, v in _scan(directory / FOLDER)), default=0)
-
-
-@contextlib.contextmanager
-def lock_directory(directory: Path) -> Iterator[None]:
-    """One syncer per directory. The kernel releases the lock when the process ends, even by a kill; the file stays."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / "lock").open("a+", encoding="ascii")
-    except OSError as error:
-        raise UserError(f"directory {directory}: cannot be used ({error.strerror}); choose a folder of your own") from None
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(f"directory {directory}: another syncer (pid {file.read(20).strip() or '?'}) uses it") from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield

@@ -1,4 +1,4 @@
-"""Summaries as a picture. Matplotlib is an optional extra, so it is imported when a figure is asked for."""
+"""Summaries as a figure. Matplotlib is an optional extra, so it is imported only when a figure is drawn."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".png", ".svg")
 NAME_WIDTH = 22
-"""Characters a preset's name may take before it is broken: more would push the panels together."""
+"""Characters of a preset's name before a line break: more would push the panels together."""
 INK, FAINT = "#1a1a1a", "#9a9a9a"
 REFERENCE, OTHER, MOVED, GOOD = "#4d4d4d", "#0072b2", "#56b4e9", "#d55e00"
-"""Okabe and Ito's colours: told apart by colour-blind readers and in grey."""
+"""Okabe and Ito's colours: colour-blind readers can tell them apart, also in grey."""
 
 
 def check_suffix(path: Path) -> None:
@@ -29,7 +29,7 @@ def check_suffix(path: Path) -> None:
 
 
 def save(path: Path, drawn: Callable[[], Figure]) -> None:
-    """Draw and write, or say in a sentence why not."""
+    """Draws and writes the figure; a failure is a UserError of one sentence."""
     check_suffix(path)
     try:
         import matplotlib
@@ -55,7 +55,7 @@ def empty_figure(width: float, height: float) -> Figure:
 
 
 def plot_comparison(summaries: Sequence[Summary], path: Path, reference: str = "ddp") -> None:
-    """Left: what each preset learnt. Right: what it moved, and how much of the learners' time it used."""
+    """Left: the final held-out loss of each preset. Right: megabytes moved, and goodput."""
     check_suffix(path)
     if not summaries:
         raise UserError(f"figure {path}: there is no run to draw")
@@ -81,13 +81,13 @@ def _title(summaries: Sequence[Summary]) -> str:
         low, high = min(values), max(values)
         return f"{low:,} {word}" if low == high else f"{low:,} to {high:,} {word}"
 
-    learners, steps = span({s.learners for s in summaries}, "learners"), span({s.total_steps for s in summaries}, "outer steps")
+    learners, steps = span({s.learners for s in summaries}, "learners"), span({s.total_steps for s in summaries}, "steps")
     seeds = sorted({s.seed for s in summaries})
     return f"{learners}, {steps}, seed {', '.join(map(str, seeds))}"
 
 
 def _name(s: Summary, summaries: Sequence[Summary]) -> str:
-    """The preset, and where several runs share it whatever tells them apart. Broken at underscores where it is long."""
+    """The preset, with learners and seed where several runs of it differ in them. Long names break at underscores."""
     twins = [other for other in summaries if other.preset == s.preset]
     more = [f"{n} learners" for n in [s.learners] if len({t.learners for t in twins}) > 1]
     more += [f"seed {n}" for n in [s.seed] if len({t.seed for t in twins}) > 1]
@@ -118,8 +118,8 @@ def _losses(axes: Axes, summaries: Sequence[Summary], reference: str) -> None:
 
 
 def _costs(axes: Axes, summaries: Sequence[Summary]) -> None:
-    """Megabytes as dots, for on a log axis a bar's length means nothing; goodput as bars on an axis of its own.
-    The axes' labels, each with its mark and colour, are the legend."""
+    """Megabytes as dots, because the length of a bar means nothing on a log axis; goodput as bars on an axis of its own.
+    The labels of the axes, each with its mark and colour, are the legend."""
     moved = [(s.bytes_up + s.bytes_down) / 1e6 for s in summaries]
     shown = [m for m in moved if m > 0] or [1.0]
     decades = max(1.5, math.log10(max(shown) / min(shown)))
@@ -142,7 +142,7 @@ def _costs(axes: Axes, summaries: Sequence[Summary]) -> None:
         else:
             _label(axes, left, row - 0.17, "nothing moved", color=FAINT)
     axes.set_xlabel("● megabytes moved, up and down, all learners (log scale)", color=OTHER)
-    goodput.set_xlabel("■ goodput: share of the learners' time in steps that count", color=GOOD)
+    goodput.set_xlabel("■ goodput: share of the learners' time in steps that the syncer counted", color=GOOD)
     _bare(axes)
     _bare(goodput)
 

@@ -1,4 +1,4 @@
-"""Goodput and uptime over the size of a cluster; and who steps when."""
+"""Figures: goodput and uptime over the size of a cluster; and when each group of chips steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def draw_goodput(series: Sequence[Series]) -> Figure:
     _size_axis(left, series)
     _size_axis(right, series)
     left.set_ylabel("per cent")
-    left.set_title("goodput: chip time in steps that count", fontsize=10.5, color=INK)
+    left.set_title("goodput: share of chip time in steps that count", fontsize=10.5, color=INK)
     right.set_title("uptime: time in which at least one learner steps", fontsize=10.5, color=INK)
     handles, names = left.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=min(6, len(names)), frameon=False, fontsize=9)

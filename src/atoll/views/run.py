@@ -1,4 +1,4 @@
-"""A run at a glance, folded from its events. It can be fed live, as an observer, or from a tape."""
+"""A run's figures, folded from its events: live, as an observer, or from a tape."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ class RunView:
                     self._loaded_bytes[worker] = self._since_hello[worker]
 
     def _stepped(self, start: Nanos, end: Nanos) -> None:
-        """A union of intervals whose ends come in order: what an interval overlaps is at the end of the list."""
+        """Adds to a union of intervals. Ends come in order, so the intervals that overlap are at the end of the list."""
         while self._stepping and self._stepping[-1][1] >= start:
             start = min(start, self._stepping.pop()[0])
         self._stepping.append((start, end))

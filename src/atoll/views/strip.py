@@ -1,10 +1,11 @@
-"""A tape as text: one fixed-width line an event, for eyes, diffs and transcripts."""
+"""A tape as text: one line of fixed width per event, for reading, diffs and transcripts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
 from atoll.ids import seconds, worker_name
+from atoll.protocol.reasons import Why
 from atoll.protocol.vocabulary import (
     AbortRound,
     Accept,
@@ -41,6 +42,7 @@ from atoll.protocol.vocabulary import (
     SealSnapshot,
     Send,
     Stage,
+    Standing,
     Started,
     StateTransfer,
     StepDone,
@@ -124,6 +126,8 @@ def effect_word(effect: Effect) -> str:
             return f"merge {p}@{t} of {len(shares)}"
         case Adopt(fragment=p, version=v):
             return f"adopt {p}@{v}"
+        case Membership(learner=m, standing=Standing.LOST, reason=reason) if reason.why is Why.RUN_OVER:
+            return f"learner{m} has ended"
         case Membership(learner=m, standing=standing):
             return f"learner{m} is {standing}"
         case Wait(reason=reason):

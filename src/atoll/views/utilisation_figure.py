@@ -1,4 +1,4 @@
-"""Compute utilisation over bandwidth, one line a method and one panel a model."""
+"""Figure: compute utilisation over bandwidth, one line per method and one panel per model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ USUAL = (
     "data_parallel", "diloco", "async_diloco", "streaming", "streaming_overlap", "streaming_overlap_fp4", "decoupled",
     "decoupled_ramp",
 )  # fmt: skip
-"""A method looks the same in every figure; others take what is free."""
+"""Methods that look the same in every figure; others take the remaining styles."""
 COLOURS = ("#000000", "#d55e00", "#cc79a7", "#56b4e9", "#0072b2", "#009e73", "#e69f00", "#7f5a2a")
 DASHES = ("-", (0, (6, 2)), (0, (1, 1.2)), (0, (6, 2, 1, 2)), "-", (0, (4, 1.5)), "-", (0, (2, 1.5)))
 MARKS = ("o", "s", "v", "^", "D", "X", "P", "*")
-"""Okabe and Ito's colours, and for grey print a dash and a mark each."""
+"""Okabe and Ito's colours; a dash and a mark each for grey print."""
 GUIDES = (0.5, 0.8, 0.95)
 
 
@@ -42,7 +42,7 @@ class Panel:
 
 
 def plot_utilisation(panels: Sequence[Panel], path: Path, note: str = "") -> None:
-    """`note` goes below the axis: what a line means that is not plain utilisation."""
+    """`note` goes below the axis: it explains a line that is not plain utilisation."""
     check_suffix(path)
     if not any(line.points for panel in panels for line in panel.lines):
         raise UserError(f"figure {path}: there is no line to draw")

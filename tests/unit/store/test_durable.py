@@ -19,7 +19,8 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec
 from atoll.errors import DataError, UserError
-from atoll.store.durable import DurableVersions, check_version, lock_directory, version_sha256
+from atoll.store.durable import DurableVersions, check_version, version_sha256
+from atoll.store.lock import lock_directory, refuse_locked
 from atoll.store.tensor_files import StorageFailed, free_bytes
 from atoll.store.versions import Version
 from atoll.tensors.outer import OuterState
@@ -285,6 +286,11 @@ def test_second_syncer_is_refused_and_a_dead_one_holds_nothing(tmp_path: Path) -
     refusal = pytest.raises(UserError, match=rf"another syncer \(pid {os.getpid()}\) uses it")
     with lock_directory(tmp_path), refusal, lock_directory(tmp_path):
         pytest.fail("two syncers")
+    with lock_directory(tmp_path), pytest.raises(UserError, match=r"uses it; stop that one"):
+        refuse_locked(tmp_path)
+    refuse_locked(tmp_path)
+    refuse_locked(tmp_path / "new")
+    assert not (tmp_path / "new").exists()
     holder = "import fcntl, os, sys; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); os._exit(9)"
     assert subprocess.run([sys.executable, "-c", holder, str(tmp_path / "lock")], check=False).returncode == 9
     with lock_directory(tmp_path):

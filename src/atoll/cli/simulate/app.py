@@ -1,4 +1,4 @@
-"""`atoll simulate ...`: answers about clusters nobody has rented yet."""
+"""`atoll simulate ...`: estimates for clusters that need not exist."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from atoll.cli.simulate.goodput import goodput
 from atoll.cli.simulate.scavenge import scavenge
 from atoll.cli.simulate.tape import tape
 
-simulate = typer.Typer(no_args_is_help=True, help="Simulate clusters: the papers' tables, then anybody's.")
+simulate = typer.Typer(
+    no_args_is_help=True, help="Estimate bandwidth, goodput and more for any cluster; without options, the published tables."
+)
 for command in (bandwidth, goodput, scavenge, tape):
     simulate.command()(command)

@@ -1,4 +1,4 @@
-"""`atoll simulate bandwidth`: which link a compute utilisation needs, by method."""
+"""`atoll simulate bandwidth`: the bandwidth that a compute utilisation needs, by method."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def bandwidth(
     figure: o.FigureFile = None,
     allow_plugin: PluginOption = None,
 ) -> None:
-    """The bandwidth between datacentres that a compute utilisation needs: the published table, or any model and link.
+    """Print the bandwidth between datacentres that a compute utilisation needs, for published models or any other.
 
-    atoll simulate bandwidth prints the published table beside ours. Others: atoll simulate bandwidth 10B --method decoupled
-    --latency 0.05, or atoll simulate bandwidth --layers 32 --parameters 7e9 --step-time 0.5 --interval 50 --at 2.
+    Without options it prints the published table beside ours. Examples: atoll simulate bandwidth 10B --method decoupled
+    --latency 0.05; atoll simulate bandwidth --layers 32 --parameters 7e9 --step-time 0.5 --interval 50 --at 2.
     """
     from atoll.sim.estimates.bandwidth import LinkSettings, Star
 
@@ -98,11 +98,11 @@ def _answered(
     if figure is not None:
         from atoll.views.figures import check_suffix
 
-        check_suffix(figure)  # before the work, not after it
+        check_suffix(figure)  # before the long work
     rows = []
     for question in asked:
         if question.method in SYNCER_METHODS:
-            err.print(f"{question.method}, {question.model}: running the machines in virtual time ...", soft_wrap=True)
+            err.print(f"{question.method}, {question.model}: running the state machines in virtual time ...", soft_wrap=True)
         rows.append(row(question, sought, axis, at, curve=figure is not None))
     return rows
 
@@ -111,7 +111,7 @@ def _answered(
 
 
 def _objects(rows: Sequence[Row], sought: Sequence[float]) -> list[dict[str, Any]]:
-    """First what each target needs; what --at asked for has the same form, with the utilisation that is reached."""
+    """First the bandwidth of each target; then, in the same form, the utilisation at each --at."""
     found = []
     for row in rows:
         q = row.question

@@ -1,4 +1,4 @@
-"""What `atoll simulate bandwidth` takes, checked here: every refusal names the option, its value and what would be right."""
+"""The options of `atoll simulate bandwidth` and their checks: a refusal names the option, its value and what would be right."""
 
 from __future__ import annotations
 
@@ -49,59 +49,60 @@ def _answer(name: str, text: str) -> Any:
 
 
 Models = Annotated[
-    list[str] | None, typer.Argument(metavar="[1B] [10B] [100B]", help="Published models; all three if none is described.")
+    list[str] | None,
+    typer.Argument(metavar="[1B] [10B] [100B]", help="Published models. Default: all three, unless options describe another."),
 ]
-Layers = Annotated[int | None, _model("--layers", "how many, all alike.")]
-Parameters = Annotated[float | None, _model("--parameters", "how many, such as 7e9.")]
-StepTime = Annotated[float | None, _model("--step-time", "seconds an inner step computes.")]
-Chips = Annotated[float | None, _model("--chips", "of one datacentre, to derive the step time.")]
-FlopsPerChip = Annotated[float | None, _model("--flops-per-chip", "peak FLOP/s, such as 1e15.")]
-Mfu = Annotated[float | None, _model("--mfu", "share of the peak that is used, such as 0.4.")]
-BatchTokens = Annotated[float | None, _model("--batch-tokens", "tokens a datacentre trains on in one step.")]
-Methods = Annotated[list[str] | None, _link("--method", f"{', '.join(METHOD_NAMES)}. Repeatable.")]
+Layers = Annotated[int | None, _model("--layers", "number of layers, all of one size.")]
+Parameters = Annotated[float | None, _model("--parameters", "number of parameters, as in 7e9.")]
+StepTime = Annotated[float | None, _model("--step-time", "seconds of computing in an inner step.")]
+Chips = Annotated[float | None, _model("--chips", "chips of one datacentre, to derive the step time.")]
+FlopsPerChip = Annotated[float | None, _model("--flops-per-chip", "peak FLOP/s of a chip, as in 1e15.")]
+Mfu = Annotated[float | None, _model("--mfu", "share of the peak that is used, as in 0.4.")]
+BatchTokens = Annotated[float | None, _model("--batch-tokens", "tokens that a datacentre trains on in one step.")]
+Methods = Annotated[list[str] | None, _link("--method", f"{', '.join(METHOD_NAMES)}. Repeatable. Default: the published ones.")]
 Interval = Annotated[int, _link("--interval", "H, inner steps between two reductions of a layer.")]
 Overlap = Annotated[
-    int | None, _link("--overlap", "tau, inner steps a reduction may take; by default 1 in streaming_overlap*, 2 in decoupled*.")
+    int | None, _link("--overlap", "tau, inner steps a reduction may take. Default: 1 in streaming_overlap*, 2 in decoupled*.")
 ]
-Fragments = Annotated[int | None, _link("--fragments", "P; takes the place of --layers-per-fragment.")]
-LayersPerFragment = Annotated[int, _link("--layers-per-fragment", "in streaming* and decoupled*.")]
+Fragments = Annotated[int | None, _link("--fragments", "P, instead of --layers-per-fragment.")]
+LayersPerFragment = Annotated[int, _link("--layers-per-fragment", "layers of a fragment in streaming* and decoupled*.")]
 PatternName = Annotated[str, _link("--pattern", f"which layers share a fragment: {', '.join(PATTERNS)}.")]
 CodecOption = Annotated[
     str, _link("--codec", "how a parameter is sent: bf16, fp32, int8, int4, int2, int1, e3m0, top_k:SHARE, ...")
 ]
 Bits = Annotated[
     float | None,
-    _link("--bits-per-parameter", "effective bits, in the place of --codec and --calibration; the fp4 row takes a quarter."),
+    _link("--bits-per-parameter", "effective bits, instead of --codec and --calibration; the fp4 row takes a quarter."),
 ]
 Calibration = Annotated[
     str | None,
-    _link("--calibration", "published: 16 bits count as 13.33, as if steps took 1.2 times as long. plain: bits as they are. By "
-          "default published for published models, plain for others."),
+    _link("--calibration", "published: 16 bits count as 13.33, as if steps took 1.2 times as long. plain: bits as they are. "
+          "Default: published for published models, plain for others."),
 ]  # fmt: skip
 Datacentres = Annotated[int, _link("--datacentres", "D, on a ring: each sends 2(D-1)/D of the model.")]
 Latency = Annotated[float, _link("--latency", "seconds, one way between two datacentres, or to the syncer.")]
-RunSteps = Annotated[int | None, _link("--run-steps", "inner steps of the run; by default 2H, data_parallel 20.")]
+RunSteps = Annotated[int | None, _link("--run-steps", "inner steps of the run. Default: 2H, data_parallel 20.")]
 Steady = Annotated[bool, _link("--steady", "leave start and end of the run out; async_diloco always does.")]
-Learners = Annotated[int | None, _star("--learners", "M; by default one a datacentre.")]
-Quorum = Annotated[int | None, _star("--quorum", "K, at most M; by default 1.")]
-Grace = Annotated[bool | None, _star("--grace/--no-grace", "the adaptive grace window; by default on.")]
-Ramp = Annotated[float | None, _star("--ramp", "share of the run over which the interval grows to H; decoupled_ramp 0.1.")]
-CodecUp = Annotated[str | None, _star("--codec-up", "learner to syncer; by default int4.")]
-CodecDown = Annotated[str | None, _star("--codec-down", "syncer to learner; by default bf16.")]
-DownRatio = Annotated[float, _star("--down-ratio", "a learner's down link over its up link; answers name the up link.")]
-Targets = Annotated[str, _answer("--targets", "utilisations in per cent, with commas.")]
+Learners = Annotated[int | None, _star("--learners", "M. Default: one per datacentre.")]
+Quorum = Annotated[int | None, _star("--quorum", "K, at most M. Default: 1.")]
+Grace = Annotated[bool | None, _star("--grace/--no-grace", "the adaptive grace window. Default: on.")]
+Ramp = Annotated[float | None, _star("--ramp", "share of the run in which the interval grows to H; decoupled_ramp 0.1.")]
+CodecUp = Annotated[str | None, _star("--codec-up", "codec from learner to syncer. Default: int4.")]
+CodecDown = Annotated[str | None, _star("--codec-down", "codec from syncer to learner. Default: bf16.")]
+DownRatio = Annotated[float, _star("--down-ratio", "a learner's down link over its up link; results are of the up link.")]
+Targets = Annotated[str, _answer("--targets", "utilisations in per cent, separated by commas.")]
 Grid = Annotated[str, _answer("--grid", "FROM:TO:POINTS in Gbit/s, evenly spaced in the logarithm.")]
-At = Annotated[list[float] | None, _answer("--at", "also the utilisation at so many Gbit/s. Repeatable.")]
-Json = Annotated[bool, _answer("--json", "a list of {model, method, interval, utilisation, gbit_per_s}; null: never reached.")]
-Csv = Annotated[Path | None, _answer("--csv", "write the same to this file, published cells beside.")]
-FigureFile = Annotated[Path | None, _answer("--figure", "draw utilisation over bandwidth: .png or .svg.")]
+At = Annotated[list[float] | None, _answer("--at", "also print the utilisation at this many Gbit/s. Repeatable.")]
+Json = Annotated[bool, _answer("--json", "a JSON list of {model, method, interval, utilisation, gbit_per_s}; null: never.")]
+Csv = Annotated[Path | None, _answer("--csv", "write the same to this file, with the published cells.")]
+FigureFile = Annotated[Path | None, _answer("--figure", "file for a figure of utilisation over bandwidth, .png or .svg.")]
 
-# ---------------------------------------------------------------- the border
+# ---------------------------------------------------------------- checks
 
 
 @dataclass(frozen=True)
 class Described:
-    """A model in options; what is None comes from the published model, if one is named."""
+    """A model described by options; None is taken from the published model, if one is named."""
 
     layers: int | None
     parameters: float | None
@@ -272,5 +273,5 @@ def rates_of(at: Sequence[float]) -> list[float]:
 
 
 def calibration_of(chosen: str | None, described: Described) -> Any:
-    """Unless it is chosen: a published model is read as published, one of the user's own as it is described."""
+    """Unless it is given: published for a published model, plain for a model that options describe."""
     return chosen or ("published" if described.says_nothing else "plain")

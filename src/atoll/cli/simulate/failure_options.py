@@ -1,4 +1,4 @@
-"""What the failure model's commands share: its constants as options, in units people think in, checked here."""
+"""The constants of the failure model as options, in practical units, with their checks; several commands share them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:  # numpy is imported when something is simulated
     from atoll.sim.estimates.failures import FailureModel
 
 Mtbi = Annotated[float, typer.Option("--mtbi", help="Failures: mean days between interruptions of one chip.")]
-SliceChips = Annotated[int, typer.Option("--slice", help="Failures: chips of a slice; a failed chip takes its slice out.")]
+SliceChips = Annotated[int, typer.Option("--slice", help="Failures: chips of a slice; a slice with a failed chip stops.")]
 Step = Annotated[float, typer.Option("--step-time", help="Failures: seconds of one inner step.")]
-StepNoise = Annotated[float, typer.Option("--step-noise", help="Failures: deviation of a step, as a share of its mean.")]
+StepNoise = Annotated[float, typer.Option("--step-noise", help="Failures: standard deviation of a step, as a share of its mean.")]
 Down = Annotated[float, typer.Option("--resize-down", help="Failures: seconds of a resize after failures.")]
-Up = Annotated[float, typer.Option("--resize-up", help="Failures: seconds of a resize that takes slices back in.")]
-Restart = Annotated[float, typer.Option("--restart", help="Failures: seconds of a restart without elasticity.")]
+Up = Annotated[float, typer.Option("--resize-up", help="Failures: seconds of a resize that adds slices.")]
+Restart = Annotated[float, typer.Option("--restart", help="Failures: seconds of a restart where the run is not elastic.")]
 Return = Annotated[float, typer.Option("--return", help="Failures: mean minutes until a failed chip is back.")]
 ReturnShape = Annotated[float, typer.Option("--return-shape", help="Failures: shape of that exponentiated Weibull delay.")]
-ReturnExponent = Annotated[float, typer.Option("--return-exponent", help="Failures: its exponent.")]
+ReturnExponent = Annotated[float, typer.Option("--return-exponent", help="Failures: exponent of that delay.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of all failures.")]
 
 MTBI, SLICE, STEP, NOISE, DOWN, UP, RESTART, RETURN, SHAPE, EXPONENT = 365.0, 128, 5.0, 0.02, 16.0, 8.0, 85.0, 60.0, 0.8, 2.0

@@ -1,4 +1,4 @@
-"""`atoll simulate goodput`: what failures leave of a cluster's time, by size and number of learners."""
+"""`atoll simulate goodput`: goodput and uptime under failures, by cluster size and number of learners."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ FIELDS = ("learners", "elastic", "chips", "goodput", "uptime", "standard_error")
 MORE_FIELDS = ("effective_batch", "live_1", "live_10", "live_50", "live_90", "days", "published_goodput", "published_uptime")
 
 Chips = Annotated[
-    list[int] | None, typer.Option("--chips", help="Size of the cluster. Repeatable; by default the published sizes.")
+    list[int] | None, typer.Option("--chips", help="Chips of the cluster. Repeatable. Default: the published sizes.")
 ]
-Learners = Annotated[list[int] | None, typer.Option("--learners", help="M. Repeatable; by default 1, 2, 4, 8, 16.")]
+Learners = Annotated[
+    list[int] | None, typer.Option("--learners", help="Number of learners (M). Repeatable. Default: 1, 2, 4, 8, 16.")
+]
 Elastic = Annotated[
     bool | None,
-    typer.Option("--elastic/--no-elastic", help="Shrink and go on, or restart on a spare; by default both for one learner."),
+    typer.Option("--elastic/--no-elastic", help="After a failure shrink, or restart on a spare. Default: both for one learner."),
 ]
-Days = Annotated[float | None, typer.Option("--days", help="Virtual days; by default as many as --precision needs.")]
-Precision = Annotated[float, typer.Option("--precision", help="Standard error of each cell, in points.")]
-Json = Annotated[bool, typer.Option("--json", help="A JSON list on standard output: per cent, and points of standard error.")]
-Csv = Annotated[Path | None, typer.Option("--csv", help="Write a file with every column.")]
-FigureFile = Annotated[Path | None, typer.Option("--figure", help="Draw goodput and uptime over chips: .png or .svg.")]
+Days = Annotated[float | None, typer.Option("--days", help="Virtual days to simulate. Default: as many as --precision needs.")]
+Precision = Annotated[float, typer.Option("--precision", help="Standard error of each cell, in percentage points.")]
+Json = Annotated[bool, typer.Option("--json", help="Print a JSON list: per cent, and standard errors in points.")]
+Csv = Annotated[Path | None, typer.Option("--csv", help="Write every column to this CSV file.")]
+FigureFile = Annotated[Path | None, typer.Option("--figure", help="File for a figure over chips, .png or .svg.")]
 PatternFile = Annotated[
     Path | None,
-    typer.Option("--pattern", help="Draw who steps, is stopped and recovers, for the last --chips and --learners: .png or .svg."),
+    typer.Option("--pattern", help="File for a figure of stepping and recovery, for the last --chips and --learners."),
 ]
-PatternMinutes = Annotated[float, typer.Option("--pattern-minutes", help="How long a while --pattern shows.")]
+PatternMinutes = Annotated[float, typer.Option("--pattern-minutes", help="Minutes that --pattern shows.")]
 
 
 def goodput(
@@ -64,10 +66,10 @@ def goodput(
     pattern: PatternFile = None,
     pattern_minutes: PatternMinutes = 10.0,
 ) -> None:
-    """Goodput and uptime of many chips in M learners, by simulating each failure: the published table, or any cluster.
+    """Print goodput and uptime of a cluster under failures, by simulating each failure: published sizes, or any other.
 
-    atoll simulate goodput prints the published table beside ours. Others: atoll simulate goodput --chips 100000
-    --learners 1 --learners 8 --mtbi 90, or atoll simulate goodput --chips 2400000 --learners 16 --days 30.
+    Without options it prints the published table beside ours. Examples: atoll simulate goodput --chips 100000 --learners 1
+    --learners 8 --mtbi 90; atoll simulate goodput --chips 2400000 --learners 16 --days 30.
     """
     model = o.model_from_options(
         mtbi, slice_chips, step, step_noise, down, up, restart, returns, return_shape, return_exponent
@@ -87,7 +89,7 @@ def goodput(
 
 
 def _check_figures(*paths: Path | None) -> None:
-    """Before the work, not after it."""
+    """Before the long work."""
     from atoll.views.figures import check_suffix
 
     for path in paths:

@@ -1,4 +1,4 @@
-"""`atoll simulate scavenge`: what learners that come at night and leave in the morning are worth."""
+"""`atoll simulate scavenge`: what learners that join at night and leave in the morning are worth."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
 Extra = Annotated[
     list[float] | None,
-    typer.Option("--extra", help="f: scavenged chips over base chips. Repeatable; by default 0.25, 0.5, 1 and 3."),
+    typer.Option("--extra", help="f: scavenged chips over base chips. Repeatable. Default: 0.25, 0.5, 1 and 3."),
 ]
-Learners = Annotated[int, typer.Option("--learners", min=1, max=512, help="Learners of the base.")]
-Day = Annotated[float, typer.Option("--day", help="Hours that half of a cycle's work takes the base alone.")]
-Cycles = Annotated[int, typer.Option("--cycles", help="Days and nights.")]
+Learners = Annotated[int, typer.Option("--learners", min=1, max=512, help="Learners that are always there (the base).")]
+Day = Annotated[float, typer.Option("--day", help="Hours of the base alone for half of a cycle's work.")]
+Cycles = Annotated[int, typer.Option("--cycles", help="Number of days, each with its night.")]
 StepTime = Annotated[float, typer.Option("--step-time", help="Seconds of an inner step.")]
-Parameters = Annotated[float, typer.Option("--parameters", help="Of the model: a newcomer gets 12 bytes for each from a peer.")]
-Layers = Annotated[int, typer.Option("--layers", min=1, help="Of the model, for data-parallel.")]
+Parameters = Annotated[float, typer.Option("--parameters", help="Of the model; a newcomer gets 12 bytes for each.")]
+Layers = Annotated[int, typer.Option("--layers", min=1, help="Layers of the model, for data-parallel.")]
 Gbit = Annotated[float, typer.Option("--gbit", help="Gbit/s of every learner's link, up and down.")]
-Latency = Annotated[float, typer.Option("--latency", help="Seconds, one way.")]
-Up = Annotated[float, typer.Option("--resize", help="Seconds that elastic data-parallel stands at dusk, and at dawn.")]
+Latency = Annotated[float, typer.Option("--latency", help="Seconds of delay, one way.")]
+Up = Annotated[float, typer.Option("--resize", help="Seconds that elastic data-parallel stops at dusk and at dawn.")]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of step times.")]
 
 
@@ -45,10 +45,10 @@ def scavenge(
     seed: Seed = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Time to finish the same work when more learners are there at night: ideal, decoupled, data-parallel.
+    """Print the time to finish the same work when more learners join at night: ideal, decoupled, data-parallel.
 
-    The protocol's own machines run in virtual time, recoveries and their transfers included. Half of the work is done at
-    night, so the ideal is 0.5 + 0.5/(1+f) of what the base needs alone.
+    The protocol's own state machines run in virtual time, with recoveries and their transfers. Half of the work is done at
+    night, so the ideal is 0.5 + 0.5/(1+f) of the time that the base alone needs.
     """
     from atoll.sim.estimates.scavenge import ScavengeScenario, base_alone_seconds, check_share
     from atoll.sim.estimates.scavenge import scavenge as answer
@@ -69,11 +69,11 @@ def scavenge(
     shares = extra or [0.25, 0.5, 1.0, 3.0]
     for share in shares:
         check_share(share, learners)
-    err.print("the base alone ...")
+    err.print("simulating the base alone ...")
     base = base_alone_seconds(scenario)
     found = []
     for share in shares:
-        err.print(f"with {share:g} times as many at night ...")
+        err.print(f"simulating {share:g} times as many chips at night ...")
         found.append(answer(scenario, share, model, base))
     if as_json:
         print_json(found)
@@ -96,7 +96,7 @@ def _show(found: list[ScavengeEstimate], scenario: ScavengeScenario) -> None:
         f"constants: {scenario.settings.learners} learners, {scenario.cycles} days of {scenario.day_seconds / 3600:g} h "
         f"and nights that do the same work, step {c.step_seconds:g} s, {c.parameters:.3g} parameters, "
         f"{c.up_gbit:g} Gbit/s up and down, latency {c.latency_seconds:g} s. "
-        f"A learner that leaves goes on until its fragments were merged, which can beat the ideal. "
-        f"Data-parallel exchanges bf16 gradients over the same link, and does without the others where that is slower.",
+        f"A learner that leaves trains until its fragments are merged, which can beat the ideal. "
+        f"Data-parallel exchanges bf16 gradients over the same link, and leaves the extra learners out where they slow it down.",
         soft_wrap=True,
     )  # fmt: skip

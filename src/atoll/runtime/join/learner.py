@@ -302,7 +302,7 @@ class Learner:
             self._live.start()
             stack.callback(self._live.close)
             stack.push(self._leave_on_exit)
-            log.info("learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
+            log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
             self._take_next()
             stack.callback(self._optimizer.register_step_pre_hook(self._step_begins).remove)
             stack.callback(self._optimizer.register_step_post_hook(self._step_ended).remove)
@@ -331,7 +331,7 @@ class Learner:
             live.leave("its loop ended")
             live.next_step()
         except AtollError as failed:
-            log.warning("left without a goodbye: %s", failed)
+            log.warning("the learner left without telling the syncer: %s", failed)
         finally:
             again.cancel()
             again.join()

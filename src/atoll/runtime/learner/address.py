@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import random
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import msgspec
 
 from atoll.config.codecs import codec_digests
 from atoll.errors import UserError
+from atoll.runtime.log import Paced
 from atoll.runtime.syncer.places import JoinRequest, Placement
 from atoll.transport import (
     Backoff,
@@ -27,6 +29,9 @@ from atoll.transport import (
 from atoll.transport.keys import LEARNER_NAME, SYNCER_NAME, is_loopback, load_learner, read_token, split_address
 
 log = logging.getLogger("atoll.learner")
+
+WAIT_LINE_SECONDS = 10.0
+"""Between two lines about the same wait."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +57,8 @@ class Address:
 
 async def request_place(address: Address, wants: int, rng: random.Random) -> Placement:
     """Tries until the syncer answers. A final refusal is an error for the user."""
-    backoff, last_reason = Backoff(rng), ""
-    deadline = asyncio.get_running_loop().time() + address.join_timeout_seconds
+    backoff, line, began = Backoff(rng), Paced(WAIT_LINE_SECONDS), time.monotonic()
+    log.info("joining the run at %s", address.syncer)
     metadata = {"token": address.token} | ({"run": address.run} if address.run else {})
     request = msgspec.msgpack.encode(JoinRequest(wants=wants, codecs=codec_digests()))
     while True:
@@ -66,11 +71,12 @@ async def request_place(address: Address, wants: int, rng: random.Random) -> Pla
             why = refusal.reason
         except LinkFailed as error:
             why = str(error)
-        if asyncio.get_running_loop().time() > deadline:
+        waited = time.monotonic() - began
+        if waited > address.join_timeout_seconds:
             raise UserError(f"syncer {address.syncer}: cannot be joined: {why}")
-        if why != last_reason:
-            log.info("knocking at %s: %s", address.syncer, why)
-            last_reason = why
+        if line.due():
+            limit = address.join_timeout_seconds
+            log.warning("waiting for a place at %s, %.0f of at most %.0f s: %s", address.syncer, waited, limit, why)
         await asyncio.sleep(backoff.next())
 
 

@@ -21,7 +21,7 @@ from atoll.ids import SYNCER, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.learner import LearnerMachine
-from atoll.protocol.phases import DONE
+from atoll.protocol.phases import DONE, JOINING
 from atoll.protocol.vocabulary import (
     Connected,
     ConnectionLost,
@@ -37,13 +37,15 @@ from atoll.protocol.vocabulary import (
     Started,
     StepDone,
     Ticket,
+    Wait,
 )
 from atoll.runtime import payload as wire
 from atoll.runtime.clock import Clock
 from atoll.runtime.driver import Driver
-from atoll.runtime.learner.address import Address
+from atoll.runtime.learner.address import WAIT_LINE_SECONDS, Address
 from atoll.runtime.learner.peers import Peers
 from atoll.runtime.learner.sender import GOODBYE_SECONDS, Sender
+from atoll.runtime.log import Paced
 from atoll.runtime.loop import DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import TapeWriter
@@ -84,6 +86,7 @@ class LiveLearner:
         self._condition = threading.Condition()
         self._connection_task: asyncio.Task[None] | None = None
         self._next: InnerStep | None = None
+        self._wait_reason = ""
         self._over = False
         self._error: Exception | None = None
 
@@ -98,12 +101,20 @@ class LiveLearner:
     def next_step(self) -> InnerStep | None:
         """Waits for the next inner step to take. None: the run is over, or this learner has left."""
         with self._condition:
+            line = Paced(WAIT_LINE_SECONDS, at_once=False)
             while self._next is None and not self._over:
-                self._condition.wait()
+                self._condition.wait(WAIT_LINE_SECONDS)
+                if self._next is None and not self._over and line.due():
+                    log.info("no inner step to take: %s", self._waiting_for())
             step, self._next = self._next, None
             if self._error is not None:
                 raise self._error
             return None if self._over else step
+
+    def _waiting_for(self) -> str:
+        if self.machine.phase == JOINING:
+            return "the syncer has not let this learner enter the run yet"
+        return self._wait_reason or "the machine waits"
 
     def step_done(self, done: StepDone) -> None:
         self.dispatch(done)
@@ -155,6 +166,8 @@ class LiveLearner:
     # ------------------------------------------------------------ effects
 
     def _carry_out(self, effect: Effect, payload: Payload | None) -> None:
+        if isinstance(effect, Wait):
+            self._wait_reason = str(effect.reason)
         match effect:
             case Send():
                 self._send(effect)
@@ -163,7 +176,7 @@ class LiveLearner:
                     self._next = effect
                     self._condition.notify_all()
             case Refuse(peer=peer, reason=reason, disconnect=True):
-                log.warning("refused what %s said: %s", worker_name(peer), reason)
+                log.warning("refused a message of %s: %s", worker_name(peer), reason)
                 if peer == SYNCER and self._link is not None:
                     self._link.close(f"refused: {reason}")
                 elif peer != SYNCER:
@@ -201,7 +214,7 @@ class LiveLearner:
 
     async def _keep_connected(self) -> None:
         """Dials, and dials again when the connection is lost; the learner trains on meanwhile."""
-        backoff, last_reason = Backoff(self._rng), ""
+        backoff, line = Backoff(self._rng), Paced(WAIT_LINE_SECONDS)
         away_since = self._loop.time()
         while not self._over:
             self._link_down.clear()
@@ -225,11 +238,11 @@ class LiveLearner:
                 elif not self._over:  # cut at once: do not flood a syncer that refuses this learner's messages
                     await asyncio.sleep(backoff.next())
                 continue
-            if self._loop.time() - away_since > self._address.reconnect_timeout_seconds:
-                raise RunFailed(f"no syncer for {self._address.reconnect_timeout_seconds:.0f} s: {why}")
-            if why != last_reason:
-                log.info("not connected: %s", why)
-                last_reason = why
+            away, limit = self._loop.time() - away_since, self._address.reconnect_timeout_seconds
+            if away > limit:
+                raise RunFailed(f"no connection to the syncer for {limit:.0f} s: {why}")
+            if line.due():
+                log.warning("no connection to the syncer for %.0f of at most %.0f s, training goes on: %s", away, limit, why)
             await asyncio.sleep(backoff.next())
 
     def _metadata(self) -> dict[str, str]:
@@ -262,7 +275,7 @@ class LiveLearner:
             return
         self._link = None
         if not self._over:
-            log.info("connection to the syncer closed: %s", reason)
+            log.warning("the connection to the syncer is closed, training goes on: %s", reason)
             try:
                 self.dispatch(ConnectionLost(SYNCER, reason[:300]))
             finally:
@@ -305,7 +318,7 @@ class LiveLearner:
                     await self._loop.run_in_executor(None, self._sender.drain)
                     await self._link.drain()
             except TimeoutError:
-                log.warning("the last words did not get through in %.0f s", GOODBYE_SECONDS)
+                log.warning("the last messages were not sent within %.0f s", GOODBYE_SECONDS)
             link, self._link = self._link, None
             link.close("over", timeout=GOODBYE_SECONDS)
             await link.wait_closed()

@@ -60,7 +60,7 @@ def run_worker(options: WorkerOptions) -> None:
     try:
         placement: Placement = loop.run(request_place(options.address, options.wants, random.Random()))
         config = from_builtins(placement.config)
-        log.info("learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
+        log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
         task = task_for_placement(config, placement, options.allowed)
         directory = own_directory(options.out, placement)
         snapshots = LearnerSnapshots(directory, placement.run, config, options.resume)
@@ -91,7 +91,7 @@ def task_for_placement(config: Config, placement: Placement, allowed: Collection
             "use the same text or file on both machines"
         )
     if task.fingerprint != placement.data_fingerprint:
-        log.warning("the data here is not the syncer's (another Python or corpus): training goes on, replay will not")
+        log.warning("the data here is not the syncer's (another Python or corpus): training goes on, replay --weights will fail")
     return task
 
 
@@ -143,4 +143,4 @@ def _train(live: LiveLearner, executor: TensorLearner, slowdown: Slowdown) -> No
         if time.monotonic() - logged_at > LOG_EVERY_SECONDS:
             logged_at = time.monotonic()
             loss = f"loss {done.loss:.4f}" if done.loss is not None else ""
-            log.info("local step %d, outer step %d, %s; %s", step.local_step, step.outer_step, loss, live.rates())
+            log.info("local step %d, step %d of the run, %s; %s", step.local_step, step.outer_step, loss, live.rates())

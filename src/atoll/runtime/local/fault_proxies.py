@@ -1,4 +1,4 @@
-"""Links of a local cluster that a plan hurts: a proxy stands in them, and only in them."""
+"""Proxies on the links of a local cluster that a chaos plan names, and on no others."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from atoll.runtime.loop import LoopThread
 
 
 class FaultProxies:
-    """Between a learner and the syncer the proxy stands in front of the syncer, one for each learner that a plan names.
-    Between two learners it stands in front of each, and hurts whoever recovers from them."""
+    """On a link to the syncer the proxy is in front of the syncer, one per learner that the plan names. On a link between two
+    learners there is one in front of each, which also affects other learners that recover from them."""
 
     def __init__(self, plan: ChaosPlan, learners: int) -> None:
         links = [(f.a, f.b) for f in plan.faults if isinstance(f, Partition | Clog | Corrupt)]

@@ -1,13 +1,13 @@
-"""Link faults, carried out for real: a TCP proxy in user space, and the map from a plan's faults onto proxies.
+"""Real link faults: a TCP proxy in user space, and the map from a plan's faults to proxies.
 
-A proxy stands on a link of a local cluster and forwards bytes; *up* is from who dialled to the target, *down* is back. It
-knows nothing of gRPC or TLS. The words mean what they mean in `sim/network.py`: a plan tells one story on either clock.
+A proxy sits on a link of a local cluster and forwards bytes; *up* is from the dialling side to the target, *down* is back. It
+knows nothing of gRPC or TLS. Faults mean what they mean in `sim/network.py`: a plan does the same in real and in virtual time.
 
-    clog        bytes are held back and delivered late, in order; connections stand, and new ones wait too
-    partition   the same until it is noticed; then connections break, and new ones are refused until it heals
-    corrupt     one byte of the next chunk is damaged; the checksum above (TLS, the frame's) costs the connection
+    clog        bytes are held back and delivered late, in order; connections stay open, and new ones wait too
+    partition   the same until it is detected; then connections break, and new ones are refused until it heals
+    corrupt     one byte of the next chunk is damaged; the checksum above (TLS, the frame's) ends the connection
 
-Held bytes are not hoarded: a pump holds one chunk, the kernel's buffers fill up, and the sender feels it, as with a real clog.
+Held bytes do not pile up here: a pump holds one chunk, the kernel's buffers fill, and the sender is held up, as by a real clog.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ SLICE_SECONDS: Final = 0.02  # a limited way forwards in slices of this much tim
 
 @dataclass(eq=False)
 class Damage:
-    """One corruption, armed in one or more places and spent in the first that can."""
+    """One corruption, armed in one or more places and used up by the first chunk that is long enough."""
 
     spent: bool = False
 
 
 class _Way:
-    """One direction of the proxy, all connections together."""
+    """One direction of the proxy, for all its connections."""
 
     def __init__(self) -> None:
         self.forwarded = 0
@@ -68,14 +68,14 @@ class _Way:
             self._open.set()
 
     async def clear(self) -> None:
-        while self._holds:  # between the event and our turn somebody may have held again
+        while self._holds:  # it may be held again between the event and this task's turn
             await self._open.wait()
 
     def limit(self, bytes_per_second: float | None) -> None:
         self._rate, self._free_at = bytes_per_second, 0.0
 
     async def admit(self, count: int) -> int:
-        """Wait until some of `count` bytes may pass, and say how many. A bucket of one slice: idle time is not saved up."""
+        """Waits until some of `count` bytes may pass, and returns how many. Idle time is not saved up beyond one slice."""
         if self._rate is not None:
             count = min(count, max(DAMAGE_FROM_BYTES, int(self._rate * SLICE_SECONDS)))
             now = asyncio.get_running_loop().time()
@@ -97,14 +97,14 @@ class _Way:
 
 @dataclass(eq=False)
 class _Link:
-    """One accepted connection and its other half: the client's writer, then the target's."""
+    """One accepted connection and the one to the target: the client's writer, then the target's."""
 
     reader: asyncio.StreamReader
     writers: list[asyncio.StreamWriter]
     task: asyncio.Task[None] | None = None
 
     def abort(self) -> None:
-        """Both ends see a reset, now; what was on its way is gone. (A target just being dialled sees an empty connection end.)"""
+        """Both ends see a reset at once, and bytes in transit are lost. (A target that is being dialled sees an empty connection.)"""
         for writer in self.writers:
             _reset(writer)
         if self.task is not None:
@@ -112,11 +112,11 @@ class _Link:
 
     async def run(self, up: _Way, down: _Way, target: Callable[[], str]) -> None:
         try:
-            await up.clear()  # a held connect is held before it arrives: the target does not hear of it
+            await up.clear()  # a held connection attempt does not reach the target
             try:
                 host, port = split_address(target())
                 reader, writer = await asyncio.open_connection(host, port, limit=CHUNK_BYTES)
-            except (OSError, UserError):  # nobody listens there, or the target has no address yet
+            except (OSError, UserError):  # nothing listens there, or the target has no address yet
                 _reset(self.writers[0])
                 return
             self.writers.append(writer)
@@ -138,7 +138,7 @@ class _Link:
             try:
                 data = await source.read(CHUNK_BYTES)
             except OSError:
-                await way.clear()  # a reset travels no faster than bytes do
+                await way.clear()  # a reset is delayed like bytes
                 self.abort()
                 return
             try:
@@ -153,13 +153,13 @@ class _Link:
                     sink.write_eof()  # after what is buffered; the other direction may go on
                     return
             except (OSError, RuntimeError):
-                # The sink is gone (RuntimeError: write_eof on a closed one). The pump that reads from it tells this side,
-                # when its way is clear; whoever keeps writing is held by back-pressure until then.
+                # The sink is closed (RuntimeError: write_eof on a closed one). The pump that reads from it passes that on when
+                # its way is clear; a sender that keeps writing is held by back-pressure until then.
                 return
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close with RST rather than FIN: the end must see a failure, not an orderly goodbye."""
+    """Closes with RST rather than FIN: the other end must see a failure, not an orderly close."""
     with contextlib.suppress(OSError):  # it is closed already
         sock: socket.socket | None = writer.get_extra_info("socket")
         if sock is not None and sock.fileno() >= 0:
@@ -177,7 +177,7 @@ class ActivePartition:
 
 
 class Proxy:
-    """Made and used within one event loop."""
+    """Created and used within one event loop."""
 
     def __init__(self) -> None:
         self.connections = 0  # accepted so far, refused ones included
@@ -200,8 +200,8 @@ class Proxy:
         return len(self._links)
 
     async def start(self, target: str | Callable[[], str]) -> str:
-        """Listen on a free port of 127.0.0.1 and say where. A callable is asked at each connection: a restarted target
-        may have moved; while it has no address, "" refuses."""
+        """Listens on a free port of 127.0.0.1 and returns the address. A callable target is called for each connection, because a
+        restarted target may have moved; "" while it has none: the connection is refused."""
         if self._server is not None:
             raise RuntimeError("the proxy listens already")
         if isinstance(target, str):
@@ -211,7 +211,7 @@ class Proxy:
         return f"127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
 
     async def stop(self) -> None:
-        """Break what is open and listen no more. Holds and partitions stay counted: who began them ends them in peace."""
+        """Breaks open connections and stops listening. Holds and partitions stay counted, so that they can still be ended."""
         server, self._server = self._server, None
         if server is None:
             return
@@ -243,8 +243,8 @@ class Proxy:
             self._ways[direction].release()
 
     def partition(self, directions: LinkDirections = "both", detect_seconds: float = 3.0) -> ActivePartition:
-        """Hold, and break and refuse everything once `detect_seconds` have passed. What it returns names it to `heal`:
-        overlapping partitions need not end in the order they began."""
+        """Holds bytes, and breaks and refuses connections after `detect_seconds`. `heal` takes what it returns: overlapping
+        partitions need not end in the order in which they began."""
         split = ActivePartition(directions)
         self._splits.append(split)
         self.hold(directions)
@@ -252,7 +252,7 @@ class Proxy:
         return split
 
     def heal(self, split: ActivePartition | None = None) -> None:
-        """End this partition; without an argument, the newest. Healed before it is noticed, it was a clog."""
+        """Ends this partition; without an argument, the newest. One that heals before it is detected was a clog."""
         if not self._splits:
             raise ValueError("healed more often than partitioned")
         split = split or self._splits[-1]
@@ -262,8 +262,8 @@ class Proxy:
         self.release(split.directions)
 
     def corrupt_next(self, direction: LinkDirection, damage: Damage | None = None) -> None:
-        """Flip a byte in the middle of the next chunk of at least 64 bytes, whatever connection it is on. As in the
-        simulator, a second call before that changes nothing more, and a connection that is cut takes it along."""
+        """Flips a byte in the middle of the next chunk of at least 64 bytes, on any connection. As in the simulator, a second
+        call before that has no effect, and `cut` cancels it."""
         self._ways[direction].damage = damage or Damage()
 
     def cut(self) -> None:
@@ -275,7 +275,7 @@ class Proxy:
     def limit(self, bytes_per_second: float | None) -> None:
         """A token bucket for each direction, shared by its connections."""
         if bytes_per_second is not None and not bytes_per_second > 0:
-            raise ValueError("a limit is above 0; to stop the bytes, hold them")
+            raise ValueError("a limit must be above 0; use hold to stop the bytes")
         for way in self._ways.values():
             way.limit(bytes_per_second)
 
@@ -303,11 +303,11 @@ class Faults:
 
     @property
     def active(self) -> int:
-        """Faults that have begun and not ended."""
+        """Number of faults that have begun and not ended."""
         return len(self._ongoing)
 
     async def inject(self, fault: LinkFault) -> None:
-        """Begin it now (`fault.at` is the caller's business) and end it after `fault.lasts`."""
+        """Begins it now (the caller sees to `fault.at`) and ends it after `fault.lasts`."""
         ways = self._ways(fault.a, fault.b)
         match fault:
             case Partition(one_way=one_way, lasts=lasts):
@@ -318,17 +318,17 @@ class Faults:
                     proxy.hold()
                 self._end_after(lasts, [proxy.release for proxy, _ in ways])
             case Corrupt():
-                damage = Damage()  # one, in whichever place bytes pass first
+                damage = Damage()  # one, at the proxy where bytes pass first
                 for proxy, way in ways:
                     proxy.corrupt_next(way, damage)
 
     async def stop(self) -> None:
-        """End every fault now: heal the cluster before it is judged or taken down."""
+        """Ends every fault now, before the cluster is checked or stopped."""
         for end in list(self._ongoing):
             end()
 
     def _ways(self, a: WorkerId, b: WorkerId) -> list[tuple[Proxy, LinkDirection]]:
-        """The proxies on the link, each with the direction that leads from a to b."""
+        """The proxies on the link, each with the direction from a to b."""
         try:
             if SYNCER in (a, b):
                 return [(self._proxies[a], "up") if b == SYNCER else (self._proxies[b], "down")]

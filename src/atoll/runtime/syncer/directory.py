@@ -31,7 +31,8 @@ from atoll.runtime.clock import Clock, wall
 from atoll.runtime.syncer.places import Places, new_run_id, write_private
 from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other_data, resume_warnings
 from atoll.runtime.syncer.snapshots import SyncerSnapshots
-from atoll.store.durable import DurableVersions, lock_directory
+from atoll.store.durable import DurableVersions
+from atoll.store.lock import lock_directory
 from atoll.store.model_upload import named_tensors_of, unpack_model
 from atoll.store.snapshots import link_versions, load_syncer
 from atoll.store.tensor_files import write_file
@@ -147,7 +148,7 @@ class SyncerDirectory:
         if self._task is not None:
             refuse_other_tokenizer(self.directory, self._task)
         if tape.header.data_fingerprint != self.data_fingerprint:
-            log.warning("the text is not what the run began with: training goes on, replay will not")
+            log.warning("the text has changed since the run began: training goes on, but `atoll replay --weights` will fail")
             self.data_fingerprint = tape.header.data_fingerprint
         last: Nanos = 0
         for record in tape.records():
@@ -175,7 +176,9 @@ class SyncerDirectory:
     def _tokens(self, keys: Path | None) -> JoinTokens:
         """The secret of `atoll keys`, or the run's own."""
         if keys is not None and (keys / "token.key").exists():
+            self.token_file = keys / "token"
             return JoinTokens.load(keys)
+        self.token_file = self.directory / "token"
         path = self.directory / "token.key"
         if not path.exists():
             secret = random_token_secret()

@@ -40,6 +40,7 @@ from atoll.protocol.vocabulary import (
     Message,
     Received,
     Refuse,
+    Report,
     Send,
     Serve,
     Started,
@@ -52,7 +53,9 @@ from atoll.runtime.log import rate_limited
 from atoll.runtime.loop import DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.places import PROTOCOL, JoinRequest, Placement, peer_log
+from atoll.runtime.syncer.progress import SyncerProgress, membership_line, refusals_line
 from atoll.store.tensor_files import StorageFailed
+from atoll.store.weights import THETA_FILE
 from atoll.transport import Link, LinkLimits, Refused, Server, ServerCredentials
 
 log = logging.getLogger("atoll.syncer")
@@ -85,6 +88,7 @@ class SyncerProcess:
         self._over: asyncio.Future[None]
         self._storage_blocked = False
         self._unnotified: set[LearnerId] = set()
+        self._progress = SyncerProgress(self._config, log.info)
         self.address = ""
 
     async def run(self) -> None:
@@ -100,7 +104,7 @@ class SyncerProcess:
         self._warm_up()
         self.address = await self._server.start(self._listen)
         self._directory.write_address(self.address)
-        log.info("run %s listens on %s, outer step %d", self._directory.run, self.address, self._directory.machine.outer_step)
+        self._say_start()
         for event in self._directory.first_events():
             self._driver.dispatch(event)
         if self._directory.machine.finished:
@@ -110,16 +114,29 @@ class SyncerProcess:
         finally:
             await self._shut_down()
 
+    def _say_start(self) -> None:
+        reached, config = self._directory.machine.outer_step, self._config
+        log.info("run %s listens on %s, step %d of %d", self._directory.run, self.address, reached, config.total_steps)
+        if not self._directory.machine.finished:
+            wait = f"the first step waits up to {config.limits.start_wait_seconds:.0f} s for all of them"
+            log.info("waiting for %d learners (%s); join token: %s", config.learners, wait, self._directory.token_file)
+
     async def _shut_down(self) -> None:
         self._timer.stop()
-        if self._directory.places.refused or self._server.refused:
-            log.info("refused: %s", dict(self._directory.places.refused + self._server.refused))
+        if refused := self._directory.places.refused + self._server.refused:
+            log.info("%s", refusals_line(refused))
         await self._server.stop(2.0)
         for peer in self._links.values():
             peer.queue.cancel()  # messages of a peer that has just disconnected may remain: the tape ends here
         self._directory.stopping.set()
         self._disk_thread.shutdown(wait=True)
-        self._directory.close(complete=self._directory.machine.finished and not self._driver.is_blocked)
+        complete = self._directory.machine.finished and not self._driver.is_blocked
+        self._directory.close(complete=complete)
+        if complete and self._directory.layout is not None:
+            log.info("trained weights: %s", self._directory.directory / THETA_FILE)
+        elif not complete:
+            reached, again = self._directory.machine.outer_step, "the same command goes on from here"
+            log.info("stopped at step %d of %d; %s", reached, self._config.total_steps, again)
 
     def stop(self) -> None:
         """For SIGTERM: everything is on disk already, and a syncer started in this directory goes on."""
@@ -141,7 +158,7 @@ class SyncerProcess:
             raise Refused("the run is over", retry=False)
         self._refuse_without_codecs(asked)
         placed, key = self._directory.places.place(asked.wants, self._loop.time())
-        peer_log.info("%s is incarnation %d", worker_name(placed.learner), placed.incarnation)
+        peer_log.info("%s gets a place as incarnation %d", worker_name(placed.learner), placed.incarnation)
         return msgspec.msgpack.encode(Placement(
             learner=placed.learner, incarnation=placed.incarnation, key=key, run=self._directory.run, epoch=self._directory.epoch,
             config=msgspec.to_builtins(self._config), data_fingerprint=self._directory.data_fingerprint,
@@ -168,7 +185,7 @@ class SyncerProcess:
             except DataError as error:
                 raise Refused(str(error), retry=False) from None
             self._warm_up()
-            log.info("the model came from learner %s", metadata.get("learner"))
+            log.info("learner %s uploaded the model", metadata.get("learner"))
         return self._directory.layout_digest.encode()
 
     def _upload_bytes_max(self, metadata: object) -> int:
@@ -225,7 +242,8 @@ class SyncerProcess:
         if self._links.get(peer.learner) is not peer:
             return  # a newer connection replaced it
         del self._links[peer.learner]
-        peer_log.info("%s: connection closed: %s", worker_name(peer.learner), reason)
+        if not self._directory.machine.finished:
+            peer_log.info("%s: connection closed: %s", worker_name(peer.learner), reason)
         self._directory.places.touch(peer.learner, self._loop.time())
         self._driver.dispatch(ConnectionLost(peer.learner, reason[:300]))
         self._mark_notified(peer.learner)
@@ -247,6 +265,8 @@ class SyncerProcess:
             return
         if data is None:
             if self._links.get(peer.learner) is peer:
+                if isinstance(envelope.body, Report):
+                    self._progress.reported(peer.learner, envelope.body.loss)
                 self._driver.dispatch(Received(envelope, 0))
             return
         body = envelope.body
@@ -298,12 +318,12 @@ class SyncerProcess:
                 peer = self._links.get(learner)
                 if disconnect and peer is not None:
                     peer.cut(f"refused: {reason}")
-            case Membership(learner=learner, standing=standing, reason=reason):
+            case Membership(learner=learner, standing=standing):
                 if standing == LEFT:
                     self._directory.places.release(learner)
-                peer_log.info("%s is %s: %s", worker_name(learner), standing, reason)
+                peer_log.info("%s", membership_line(effect))
             case FixParticipants():
-                pass
+                self._progress.fixed(effect)
             case Finished():
                 self._finish()
             case _:
@@ -335,14 +355,14 @@ class SyncerProcess:
 
     def _block_on_storage(self, reason: str) -> None:
         if not self._storage_blocked:
-            log.error("nothing is announced until this is mended: %s", reason)
+            log.error("the disk refuses bytes, so the run stands still until it takes them again: %s", reason)
         self._storage_blocked = True
 
     def _unblock(self) -> None:
         if self._driver.is_blocked:
             return  # the tape cannot be written yet
         if self._storage_blocked:
-            log.info("the disk takes bytes again: going on")
+            log.info("the disk takes bytes again; the run goes on")
         self._storage_blocked = False
 
     def _tape_failed(self, error: OSError) -> None:
@@ -391,7 +411,7 @@ class SyncerProcess:
         self._driver.deadline_passed()
 
     def _finish(self) -> None:
-        log.info("outer step %d: the run is over", self._directory.machine.outer_step)
+        log.info("step %d of %d: the run is finished", self._directory.machine.outer_step, self._config.total_steps)
         long_ago = self._directory.clock.now() - nanos(AWAY_SECONDS)
         members = [m for m in self._directory.machine.roster if m.connected or (m.standing == LOST and m.lost_at > long_ago)]
         self._unnotified = {m.learner for m in members}

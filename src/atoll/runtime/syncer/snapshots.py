@@ -52,6 +52,6 @@ class SyncerSnapshots:
             keep = self._config.limits.snapshots_kept
             config = msgspec.to_builtins(self._config)
             stands = seal_syncer(self._directory, snapshot, learners, complete, keep, run=self._run, config=config)
-            log.info("snapshot %d %s", snapshot, f"of {len(learners)} learners stands" if stands else "is abandoned")
+            log.info("snapshot %d %s", snapshot, f"of {len(learners)} learners is complete" if stands else "is abandoned")
         except (AtollError, OSError) as error:
             log.error("snapshot %d is given up: %s", snapshot, error)

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 
 import pytest
 import torch
 from torch import nn
 
-from atoll.errors import ConfigError
+from atoll.errors import ConfigError, UserError
 from atoll.runtime.join import upload as join_upload
-from atoll.runtime.learner.address import Address
+from atoll.runtime.learner import address as addresses
+from atoll.runtime.learner.address import Address, request_place
 from atoll.runtime.syncer.places import Placement
 from atoll.tensors.access import named_tensors
 from atoll.tensors.inventory import frozen_digest, with_frozen
 from atoll.tensors.layout import Layout, build_layout
+from atoll.transport import LinkFailed
 
 
 def placed(layout: str) -> Placement:
@@ -92,3 +95,22 @@ def test_first_learner_uploads_the_fingerprint_of_the_whole_model(monkeypatch: p
     )
     asyncio.run(join_upload.agree_on_model(address, place, layout_of(model), named_tensors(model), frozen_digest(model)))
     assert [layout.fingerprint for layout in uploaded] == [fingerprint(model)]
+
+
+def test_learner_that_waits_says_so_at_once_and_again_at_a_bounded_rate(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the name of the syncer, how long it waited and for how long it will, as warnings: a library's users see those."""
+
+    async def closed(*_: object) -> bytes:
+        raise LinkFailed("nobody listens there")
+
+    monkeypatch.setattr(addresses, "call", closed)
+    monkeypatch.setattr(addresses, "WAIT_LINE_SECONDS", 0.1)
+    address = Address(syncer="127.0.0.1:1", token="t", join_timeout_seconds=0.4)
+    with caplog.at_level(logging.INFO), pytest.raises(UserError, match=r"^syncer 127\.0\.0\.1:1: cannot be joined: nobody"):
+        asyncio.run(request_place(address, -1, random.Random(0)))
+    first, *waits = caplog.records
+    assert first.levelno == logging.INFO and "127.0.0.1:1" in first.getMessage()
+    assert 2 <= len(waits) <= 5 and {line.levelno for line in waits} == {logging.WARNING}
+    assert all("127.0.0.1:1" in line.getMessage() and "nobody listens there" in line.getMessage() for line in waits)

@@ -1,0 +1,45 @@
+"""One syncer per directory. No torch here: a second syncer is refused before it loads anything."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Final
+
+from atoll.errors import UserError
+
+LOCK_FILE: Final = "lock"
+
+
+@contextlib.contextmanager
+def lock_directory(directory: Path) -> Iterator[None]:
+    """The kernel releases the lock when the process ends, in whatever way; the file stays."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / LOCK_FILE).open("a+", encoding="ascii")
+    except OSError as error:
+        raise UserError(f"directory {directory}: cannot be used ({error.strerror}); choose a folder of your own") from None
+    with lock as file:
+        _take(file, directory)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
+
+
+def refuse_locked(directory: Path) -> None:
+    """Refuses at once what `lock_directory` would refuse after minutes of loading. Writes nothing."""
+    with contextlib.suppress(OSError), (directory / LOCK_FILE).open("r", encoding="ascii") as file:
+        _take(file, directory)
+
+
+def _take(file: IO[str], directory: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        held = f"another syncer (pid {file.read(20).strip() or '?'}) uses it"
+        raise UserError(f"directory {directory}: {held}; stop that one, or give another --dir") from None
