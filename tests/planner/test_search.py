@@ -109,11 +109,11 @@ def test_who_waits_steps_with_the_slowest_and_sees_the_slow_end_of_a_link() -> N
     sites: list[dict[str, object]] = [{"name": "spot", "chips": 1, "count": 10, "step_seconds": 1.0, "speed_spread": 0.5}]
     cluster = cluster_of(sites, link={"gbit": 1.0, "variation": 0.8}, syncer={"gbit": 5.0})
     division = {d.learners: d for d in divisions(cluster)}[10]
-    assert pace_share(cluster, division, waits=False) == pytest.approx(1.0)
-    assert pace_share(cluster, division, waits=True) == pytest.approx((1 / 1.5) / ((1 + 1 / 1.5) / 2))
-    assert division.gbit(waits=True, syncer_gbit=None) == pytest.approx(0.2)
-    assert division.gbit(waits=False, syncer_gbit=None) == pytest.approx(0.6)
-    assert division.gbit(waits=False, syncer_gbit=5.0) == pytest.approx(0.5)
+    assert pace_share(cluster, division, synchronous=False) == pytest.approx(1.0)
+    assert pace_share(cluster, division, synchronous=True) == pytest.approx((1 / 1.5) / ((1 + 1 / 1.5) / 2))
+    assert division.gbit(synchronous=True, syncer_gbit=None) == pytest.approx(0.2)
+    assert division.gbit(synchronous=False, syncer_gbit=None) == pytest.approx(0.6)
+    assert division.gbit(synchronous=False, syncer_gbit=5.0) == pytest.approx(0.5)
 
 
 def test_a_preemption_is_a_failure_of_the_whole_site() -> None:
@@ -165,7 +165,7 @@ def test_fixed_knobs_stay_fixed_and_what_no_preset_has_is_refused() -> None:
 
 
 def test_a_model_that_fits_nowhere_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"chip_memory_gb = 0\.5: a learner of 16 chips holds 1 GB a chip"):
+    with pytest.raises(ConfigError, match=r"chip_memory_gb = 0\.5: a learner of 16 chips needs 1 GB per chip"):
         search(two_sites(chip_memory_gb=0.5))
     busy = msgspec.structs.replace(two_sites(), fixed=site.Fixed(preset="streaming", interval=5, overlap=4))
     with pytest.raises(ConfigError, match=r"syncer\.cores = 4: streaming with 2 learners and H 5 needs \d"):
@@ -195,7 +195,7 @@ def assert_a_plan_is_a_config(
         "model": {"parameters": parameters, "layers": layers}, "sites": sites, "link": {"gbit": gbit, "latency_seconds": latency},
     })  # fmt: skip
     judge = Judge(cluster)
-    found = search(cluster, judge.memory)
+    found = search(cluster, judge.cache)
     assert 0 <= found.best.score <= 1.0001
     assert math.isfinite(found.best.staleness)
     accepted(found, judge)

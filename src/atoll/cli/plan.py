@@ -68,7 +68,7 @@ def _answer(cluster: site.ClusterDescription, what_if: bool, runners: int) -> Pl
     if not err.is_terminal:
         return make_plan(cluster, what_if=what_if, runners=runners)
     with err.status("searching") as status:
-        return make_plan(cluster, what_if=what_if, runners=runners, say=lambda text: status.update(text))
+        return make_plan(cluster, what_if=what_if, runners=runners, progress=lambda text: status.update(text))
 
 
 def as_builtins(answer: Plan) -> dict[str, object]:

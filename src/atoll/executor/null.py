@@ -1,7 +1,7 @@
 """Executors that train nothing: they move sizes, and digests in place of weights.
 
-A digest names a fragment's value by how it came about, so a learner whose anchor is not byte for byte what the syncer
-announced is caught here, without a tensor.
+A digest identifies a fragment's value by its history, so a learner whose anchor differs from what the syncer announced is
+caught here without a tensor.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class NullLearner:
                 assert payload is not None
                 base, digest = payload.content
                 if previous != NO_VERSION and base != self.anchors[fragment][1]:
-                    raise InvariantViolated(f"a difference to version {previous} of fragment {fragment} met another value")
+                    raise InvariantViolated(f"a difference to version {previous} of fragment {fragment} was applied to another")
                 self._kept[fragment] = (version, digest)
             case Adopt(fragment=fragment, version=version):
                 kept = self._kept.pop(fragment)
@@ -74,7 +74,7 @@ class NullLearner:
                 assert payload is not None
                 anchors, kept = payload.content
                 if tuple(v for v, _ in anchors) != held:
-                    raise InvariantViolated("a peer's state is not of the versions it names")
+                    raise InvariantViolated("a peer's state differs from the versions that it names")
                 self.anchors = list(anchors)
                 newer = {p: k for p, k in self._kept.items() if k[0] > anchors[p][0]}
                 self._kept = dict(kept) | {p: k for p, k in newer.items() if p not in kept or kept[p][0] < k[0]}
@@ -96,7 +96,7 @@ class NullLearner:
 
 
 class NullDisk:
-    """What survives a killed syncer: for each fragment its stored versions."""
+    """The stored versions of each fragment, which survive a killed syncer."""
 
     def __init__(self, fragments: int) -> None:
         self.versions: list[dict[OuterStep, int]] = [{0: hash((p, 0))} for p in range(fragments)]

@@ -42,15 +42,15 @@ class Change:
 
 
 def changes(
-    cluster: ClusterDescription, found: SearchResult, memory: SimulatorCache, say: Progress | None = None
+    cluster: ClusterDescription, found: SearchResult, cache: SimulatorCache, progress: Progress | None = None
 ) -> list[Change]:
     """For each number and direction, the first rung with another answer and the first with another preset."""
-    same = (found.best, search(cluster, memory, near=found).best)  # the rougher search alone may already differ
+    same = (found.best, search(cluster, cache, near=found).best)  # the rougher search alone may already differ
     found_changes: list[Change] = []
     for number, unit, side, rungs, move in _moves(cluster):
-        if say:
-            say(f"what if: {number} {side}")
-        climbed = _Rungs(rungs, partial(_search_moved, move, memory, found))
+        if progress:
+            progress(f"what if: {number} {side}")
+        climbed = _Rungs(rungs, partial(_search_moved, move, cache, found))
         for identity in (_answer, _preset):
             at = climbed.first_other(identity, same)
             if at is not None:
@@ -62,9 +62,9 @@ def changes(
 
 
 def _search_moved(
-    move: Callable[[float], ClusterDescription], memory: SimulatorCache, near: SearchResult, value: float
+    move: Callable[[float], ClusterDescription], cache: SimulatorCache, near: SearchResult, value: float
 ) -> Scored:
-    return search(move(value), memory, near=near).best
+    return search(move(value), cache, near=near).best
 
 
 class _Rungs:

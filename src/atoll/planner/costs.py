@@ -1,4 +1,4 @@
-"""What a candidate needs: bytes, memory of a learner, memory, cores and disk of the syncer.
+"""The resources of a candidate: traffic, memory of a learner, and memory, cores and disk of the syncer.
 
 The syncer's rates are those of docs/planning/benchmarks.md (bench/syncer_load.py, bench/syncer_memory.py; one Neoverse-N1 core).
 """
@@ -17,22 +17,22 @@ GB = 1e9
 WORD = 4
 """Bytes of an fp32 number."""
 MERGE_SECONDS = 8e-9
-"""Of a core, a parameter of a contribution: 0.13 s for 64 of 262,144 (RDA in float64)."""
+"""Core seconds per parameter of a contribution: 0.13 s for 64 contributions of 262,144 (RDA in float64)."""
 MOVE_SECONDS = 4e-9
-"""Of a core, a byte up or down: the other 0.41 s of that round, for 64 times 1.05 MB up and 0.52 MB down."""
+"""Core seconds per byte up or down: the other 0.41 s of that round, for 64 times 1.05 MB up and 0.52 MB down."""
 SYNCER_MODELS = 4
-"""fp32 models a syncer holds at its peak: theta, announced, momentum, and what merges and older versions need."""
+"""fp32 models in a syncer's memory at its peak: theta, announced, momentum, and one for merges and older versions."""
 SYNCER_LEARNER_BYTES = 64 << 20
 SYNCER_BASE_BYTES = 500e6
 
 
 @dataclass(frozen=True)
 class SiteTraffic:
-    """Of one site of this name."""
+    """The traffic of one site."""
 
     site: str
     learners: float
-    """Below 1: the site is a part of one."""
+    """Below 1 if the site is a part of one learner."""
     up_gb_day: float
     down_gb_day: float
     peak_gbit: float
@@ -40,14 +40,14 @@ class SiteTraffic:
 
 @dataclass(frozen=True)
 class LearnerMemory:
-    """Of one learner, evenly over its chips; activations are the model's own business."""
+    """Of one learner, evenly over its chips, without activations."""
 
     device_gb: float
     device_gb_chip: float
     device_ratio: float
-    """Over data-parallel's parameters and two moments."""
+    """Relative to data-parallel's parameters and two moments."""
     all_on_device_gb: float
-    """If outer copy and outer momentum sat on the device too."""
+    """If the outer copy and the outer momentum were on the device too."""
     host_gb: float
 
 
@@ -84,17 +84,17 @@ def costs(scored: Scored, judge: Judge) -> Costs:
 
 
 def in_flight(c: Candidate) -> int:
-    """Fragments between pull and adoption at one time: all that fall due within tau steps."""
+    """Fragments between pull and adoption at a time: those due within tau steps."""
     return min(c.fragments, max(1, math.ceil(c.overlap * c.fragments / c.interval)))
 
 
 def window_seconds(c: Candidate, step_seconds: float) -> float:
-    """How long a fragment may take up and down without anybody noticing; 0: it is waited for, as fast as the link goes."""
+    """How long a fragment may take up and down without delaying a step. 0: learners wait, and it goes at the link's full rate."""
     return c.overlap * step_seconds
 
 
 def _traffic(c: Candidate, kind: LearnerKind, judge: Judge, steps_day: float, step_seconds: float) -> SiteTraffic:
-    """Up and down to the syncer; inside a learner of several sites also the ring's, each way."""
+    """To and from the syncer; for a learner of several sites also the ring's, in each direction."""
     n = judge.cluster.model.parameters
     name = "+".join(f"{s.name}" if m == 1 else f"{m} {s.name}" for s, m in kind.members)
     learners = kind.share / kind.sites
@@ -115,13 +115,13 @@ def _traffic(c: Candidate, kind: LearnerKind, judge: Judge, steps_day: float, st
 
 
 def device_ratio(in_flight_share: float, *, momentum: bool) -> float:
-    """Parameters 1, Adam's moments 2: what of the outer copy, and of the outer momentum, comes on top of 3."""
+    """Parameters count 1 and Adam's moments 2; the outer copy and the outer momentum in flight are added to these 3."""
     return (3 + in_flight_share * (2 if momentum else 1)) / 3
 
 
 def memory(c: Candidate, judge: Judge, kind: LearnerKind) -> LearnerMemory:
-    """Parameters, gradients and two moments in fp32. Outer copies of fragments that are not in flight live in host memory;
-    the outer momentum lives at the syncer."""
+    """Parameters, gradients and two moments in fp32. Outer copies of fragments that are not in flight are in host memory; the
+    outer momentum is on the syncer."""
     model = judge.cluster.model.parameters * WORD
     device = 4 * model
     if c.learners == 1:
@@ -141,35 +141,35 @@ def smallest(division: Division) -> LearnerKind:
 
 
 def syncer_need(c: Candidate, judge: Judge) -> SyncerNeed | None:
-    """At full speed: it must keep up when nothing fails. Data-parallel training has none."""
+    """At full speed, because it must keep up when nothing fails. Data-parallel training has no syncer."""
     if c.learners == 1:
         return None
     n, step = judge.cluster.model.parameters, judge.step_seconds(judge.divisions[c.learners])
     up, down = (wire_bits(codec) / 8 for codec in (c.codec_up, c.codec_down))
-    a_second = n / c.interval / step  # parameters merged, each of M contributions
+    merged_per_second = n / c.interval / step  # parameters merged, each of M contributions
     stored = 3 * WORD + down if not codec_spec(c.codec_down).lossless else 2 * WORD
     waiting = max(SYNCER_LEARNER_BYTES, in_flight(c) * n / c.fragments * up)
     return SyncerNeed(
         syncer_site(judge.cluster),
         (SYNCER_MODELS * WORD * n + c.learners * waiting + SYNCER_BASE_BYTES) / GB,
-        c.learners * a_second * (MERGE_SECONDS + MOVE_SECONDS * (up + down)),
-        a_second * stored / 1e6,
+        c.learners * merged_per_second * (MERGE_SECONDS + MOVE_SECONDS * (up + down)),
+        merged_per_second * stored / 1e6,
         Limits().versions_max * stored * n / GB,
-        c.learners * a_second * max(up, down) * 8 / GB,
+        c.learners * merged_per_second * max(up, down) * 8 / GB,
     )  # fmt: skip
 
 
 def shortage(c: Candidate, judge: Judge) -> str | None:
-    """What is too small for this candidate: a learner's chips or hosts, or the syncer; None: it fits."""
+    """The key whose value is too small for this candidate, with what it needs; None if the candidate fits."""
     for kind in judge.divisions[c.learners].kinds:
         need = memory(c, judge, kind)
         host = need.host_gb / kind.chips
         for s, _ in kind.members:
-            holds = f"a learner of {kind.chips} chips holds"
+            needs = f"a learner of {kind.chips} chips needs"
             if s.chip_memory_gb is not None and need.device_gb_chip > s.chip_memory_gb:
-                return f"key sites.chip_memory_gb = {s.chip_memory_gb:g}: {holds} {need.device_gb_chip:.3g} GB a chip"
+                return f"key sites.chip_memory_gb = {s.chip_memory_gb:g}: {needs} {need.device_gb_chip:.3g} GB per chip"
             if s.host_memory_gb is not None and host > s.host_memory_gb:
-                return f"key sites.host_memory_gb = {s.host_memory_gb:g}: {holds} {host:.3g} GB a chip on its hosts"
+                return f"key sites.host_memory_gb = {s.host_memory_gb:g}: {needs} {host:.3g} GB per chip on its hosts"
     wants, has = syncer_need(c, judge), judge.cluster.syncer
     if wants is None:
         return None

@@ -80,10 +80,10 @@ class Division:
     def latency(self) -> float:
         return max(kind.link.latency_seconds for kind in self.kinds)
 
-    def gbit(self, *, waits: bool, syncer_gbit: float | None) -> float:
+    def gbit(self, *, synchronous: bool, syncer_gbit: float | None) -> float:
         """The rate of the slowest learner's link. A synchronous preset waits for the slow end of a varying link, because among
         many transfers one is always that slow; an asynchronous one sees the mean."""
-        rate = min(k.link.gbit * (1 - k.link.variation * (1.0 if waits else 0.5)) for k in self.kinds)
+        rate = min(k.link.gbit * (1 - k.link.variation * (1.0 if synchronous else 0.5)) for k in self.kinds)
         return min(rate, syncer_gbit / self.learners) if syncer_gbit else rate
 
 
@@ -187,10 +187,10 @@ def syncer_site(cluster: ClusterDescription) -> str:
 # ---------------------------------------------------------------- pace
 
 
-def pace_share(cluster: ClusterDescription, division: Division, *, waits: bool) -> float:
-    """The share of the speed at which all chips would train at their own pace. With `waits`, all step as fast as the slowest."""
+def pace_share(cluster: ClusterDescription, division: Division, *, synchronous: bool) -> float:
+    """The share of the speed at which all chips would train at their own pace. `synchronous`: all step with the slowest."""
     ideal = sum(s.chips * s.count * (1 + 1 / (1 + s.speed_spread)) / 2 / s.step_seconds for s in cluster.sites)
-    if waits:
+    if synchronous:
         return cluster.chips / division.slow_seconds / ideal
     done = sum(k.number * k.chips * (1 / k.slow_seconds + 1 / k.fast_seconds) / 2 for k in division.kinds)
     return done / ideal

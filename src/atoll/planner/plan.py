@@ -42,17 +42,17 @@ class Plan:
     """Simulated runs of the protocol's machines."""
 
 
-def plan(cluster: ClusterDescription, *, what_if: bool = True, runners: int = 3, say: Progress | None = None) -> Plan:
-    memory = SimulatorCache()
-    found = search(cluster, memory, say=say)
-    judge = Judge(cluster, memory)
+def plan(cluster: ClusterDescription, *, what_if: bool = True, runners: int = 3, progress: Progress | None = None) -> Plan:
+    cache = SimulatorCache()
+    found = search(cluster, cache, progress=progress)
+    judge = Judge(cluster, cache)
     best = found.best
     division = judge.divisions[best.candidate.learners]
     spent = costs(best, judge)
     return Plan(
         best.candidate, division.name, min(kind.chips for kind in division.kinds), best, spent,
-        tuple(choices(cluster, judge, found)), tuple(changes(cluster, found, memory, say)) if what_if else (),
-        tuple(plan_warnings(cluster, best, spent)), tuple(_runners(found, runners)), cluster.quality, memory.asked,
+        tuple(choices(cluster, judge, found)), tuple(changes(cluster, found, cache, progress)) if what_if else (),
+        tuple(plan_warnings(cluster, best, spent)), tuple(_runners(found, runners)), cluster.quality, cache.asked,
     )  # fmt: skip
 
 
@@ -151,7 +151,7 @@ def _fragments_sentence(best: Scored, judge: Judge) -> str:
     if c.preset == "async_diloco":
         return f"P and tau: the whole model at once, and the result is applied one round ({c.interval} steps) later."
     division = judge.divisions[c.learners]
-    gbit = division.gbit(waits=c.waits, syncer_gbit=judge.cluster.syncer.gbit)
+    gbit = division.gbit(synchronous=c.synchronous, syncer_gbit=judge.cluster.syncer.gbit)
     bits = (wire_bits(c.codec_up) + wire_bits(c.codec_down)) * judge.cluster.model.parameters / c.fragments
     seconds = bits / (gbit * 1e9) + 2 * division.latency
     allowed = c.overlap * best.step_seconds
@@ -160,7 +160,7 @@ def _fragments_sentence(best: Scored, judge: Judge) -> str:
 
 
 def _quorum_sentence(c: Candidate) -> str:
-    if c.waits:
+    if c.synchronous:
         return "K: all; a synchronous preset merges every learner in sync."
     if c.quorum == 1:
         return f"K: 1 of {c.learners} is enough, so no round waits; the grace window includes learners that are nearly done."
@@ -169,12 +169,12 @@ def _quorum_sentence(c: Candidate) -> str:
 
 def _codecs_sentence(cluster: ClusterDescription, judge: Judge, c: Candidate) -> str:
     cost = sum(quality.codec_percent(codec, cluster.quality) for codec in (c.codec_up, c.codec_down))
-    gbit = judge.divisions[c.learners].gbit(waits=c.waits, syncer_gbit=cluster.syncer.gbit)
+    gbit = judge.divisions[c.learners].gbit(synchronous=c.synchronous, syncer_gbit=cluster.syncer.gbit)
     text = f"Codecs: {c.codec_up} up and {c.codec_down} down add {cost:.2g} % of loss; a learner's link is {gbit:.3g} Gbit/s"
     links = (*cluster.links, *((cluster.link,) if cluster.link else ()))
     if any(link.variation > 0 for link in links):
-        end = "the slow end of its range, because rounds wait" if c.waits else "the middle of its range, because no round waits"
-        return f"{text}, {end}."
+        slow_end, middle = "the slow end of its range, because rounds wait", "the middle of its range, because no round waits"
+        return f"{text}, {slow_end if c.synchronous else middle}."
     return f"{text}."
 
 
@@ -185,7 +185,7 @@ def plan_warnings(cluster: ClusterDescription, best: Scored, spent: Costs) -> li
             f"{c.learners} learners are more than the published {quality.PUBLISHED_LEARNERS}: the token efficiency of "
             f"{_percent(best.tokens)} is extrapolated by doublings"
         )
-    if c.waits and c.preset != "ddp" and best.utilisation < 0.8:
+    if c.synchronous and c.preset != "ddp" and best.utilisation < 0.8:
         found.append(f"utilisation is {_percent(best.utilisation)}: the links are slow for a model of this size")
     need = spent.syncer
     if need is not None and need.cores > 0.8 * cluster.syncer.cores:

@@ -42,7 +42,7 @@ def _cluster(c: Candidate, judge: Judge) -> dict[str, Any]:
     found: dict[str, Any] = {"step_seconds": fast, "parameters": round(judge.cluster.model.parameters)}
     if division.slow_seconds > fast:
         found |= {"slow_share": 0.5, "slow_factor": round(division.slow_seconds / fast, 4)}
-    gbit, latency = division.gbit(waits=c.waits, syncer_gbit=judge.cluster.syncer.gbit), division.latency
+    gbit, latency = division.gbit(synchronous=c.synchronous, syncer_gbit=judge.cluster.syncer.gbit), division.latency
     if c.learners == 1:  # a virtual run charges data-parallel's ring as one transfer up and one down
         kind = division.kinds[0]
         gbit, latency = (kind.across.gbit, kind.across.latency_seconds) if kind.across else (kind.inside_gbit, 0.0)

@@ -57,7 +57,7 @@ class Candidate:
     codec_down: str
 
     @property
-    def waits(self) -> bool:
+    def synchronous(self) -> bool:
         return self.preset != "decoupled"
 
 
@@ -82,11 +82,11 @@ class Judge:
     """Scores candidates for one cluster. Judges of similar clusters may share a `SimulatorCache`."""
 
     def __init__(
-        self, cluster: ClusterDescription, memory: SimulatorCache | None = None, *, precision: float = GOODPUT_PRECISION
+        self, cluster: ClusterDescription, cache: SimulatorCache | None = None, *, precision: float = GOODPUT_PRECISION
     ) -> None:
         self.cluster = cluster
         self._precision = precision
-        self.memory = memory or SimulatorCache()
+        self.cache = cache or SimulatorCache()
         self.divisions = {d.learners: d for d in divisions(cluster)}
         self._shares: dict[LearnerKind, float] = {}
         self._goodputs: dict[tuple[str, int], float] = {}
@@ -102,7 +102,7 @@ class Judge:
     def _carried(self, candidate: Candidate) -> float:
         """Inner steps in which the link carries one model: no shorter interval can be kept."""
         division = self.divisions[candidate.learners]
-        gbit = division.gbit(waits=False, syncer_gbit=self.cluster.syncer.gbit)
+        gbit = division.gbit(synchronous=False, syncer_gbit=self.cluster.syncer.gbit)
         bits = max(wire_bits(candidate.codec_up), wire_bits(candidate.codec_down)) * self.cluster.model.parameters
         return bits / (gbit * 1e9) / self.step_seconds(division)
 
@@ -112,10 +112,10 @@ class Judge:
             return 1.0, 1.0, 0.0
         division = self.divisions[candidate.learners]
         step = self.step_seconds(division)
-        gbit = division.gbit(waits=candidate.waits, syncer_gbit=self.cluster.syncer.gbit)
-        if candidate.waits:
+        gbit = division.gbit(synchronous=candidate.synchronous, syncer_gbit=self.cluster.syncer.gbit)
+        if candidate.synchronous:
             latency = float(f"{division.latency / step:.2g}")  # rounded, so that divisions with similar steps share curves
-            shares = self.memory.curve(self.cluster.model.layers, exchange_of(candidate, self.cluster, latency))
+            shares = self.cache.curve(self.cluster.model.layers, exchange_of(candidate, self.cluster, latency))
             bits = wire_bits(candidate.codec_up) + wire_bits(candidate.codec_down)
             share = at_rate(shares, gbit * step, bits, self.cluster.model.parameters)
             return share, candidate.interval, float(candidate.overlap)
@@ -125,7 +125,7 @@ class Judge:
         fast = min(k.fast_seconds for k in division.kinds) / division.slow_seconds * step
         slow = [k.number * (0.5 if k.several else 1.0) for k in division.kinds if k.slow_seconds > 1.05 * k.fast_seconds]
         slow += [k.number for k in division.kinds if k.fast_seconds == k.slow_seconds > 1.05 * fast]
-        answer = self.memory.decoupled(
+        answer = self.cache.decoupled(
             candidate, parameters=self.cluster.model.parameters, gbit=gbit, latency=division.latency, step_seconds=fast,
             slow_share=min(1.0, sum(slow) / division.learners), slow_factor=max(1.0, step / fast),
         )  # fmt: skip
@@ -137,11 +137,11 @@ class Judge:
         inside = min(self._inside(kind) for kind in division.kinds)
         loss = quality.loss_percent(
             self.cluster.quality, parameters=self.cluster.model.parameters, learners=candidate.learners, interval=kept,
-            staleness=staleness, asynchronous=not candidate.waits, codecs=(candidate.codec_up, candidate.codec_down),
+            staleness=staleness, asynchronous=not candidate.synchronous, codecs=(candidate.codec_up, candidate.codec_down),
         )  # fmt: skip
         tokens = quality.token_efficiency(loss, self.cluster.quality)
         alive = self._goodput(candidate, division)
-        pace = pace_share(self.cluster, division, waits=candidate.waits)
+        pace = pace_share(self.cluster, division, synchronous=candidate.synchronous)
         score = inside * between * alive * pace * tokens * self._advisable(candidate, kept)
         return Scored(
             candidate, score, inside * between, alive, pace, tokens, loss, kept, staleness, division.slow_seconds / inside
@@ -150,7 +150,7 @@ class Judge:
     def _advisable(self, candidate: Candidate, kept: float) -> float:
         """A penalty below 1 for a decoupled schedule that the links do not keep."""
         least = self.cluster.quality.kept_share
-        return min(1.0, candidate.interval / kept / least) if least and not candidate.waits else 1.0
+        return min(1.0, candidate.interval / kept / least) if least and not candidate.synchronous else 1.0
 
     # ------------------------------------------------------------ inside a learner
 
@@ -175,7 +175,7 @@ class Judge:
 
     def _ring(self, members: int, gbit: float, latency: float, seconds: float) -> float:
         exchange = Exchange("data_parallel", bits=1.0, datacentres=members, latency_seconds=latency / seconds)
-        shares = self.memory.curve(self.cluster.model.layers, exchange)
+        shares = self.cache.curve(self.cluster.model.layers, exchange)
         return at_rate(shares, gbit * seconds, GRADIENT_BITS, self.cluster.model.parameters)
 
     # ------------------------------------------------------------ failures
@@ -188,14 +188,14 @@ class Judge:
         return self._goodputs[key]
 
     def _simulated_goodput(self, candidate: Candidate, division: Division) -> float:
-        if candidate.waits:
+        if candidate.synchronous:
             model = failure_model(self.cluster, division.kinds, self.step_seconds(division))
-            return self.memory.goodput(self.cluster.chips, 1, model, candidate.preset != "ddp", self._precision)
+            return self.cache.goodput(self.cluster.chips, 1, model, candidate.preset != "ddp", self._precision)
         total = 0.0
         for kind in division.kinds:
             model = failure_model(self.cluster, (kind,), kind.slow_seconds / self._inside(kind))
             alike = min(kind.number, FAIL_APART)
-            total += kind.number * kind.chips * self.memory.goodput(alike * kind.chips, alike, model, True, self._precision)
+            total += kind.number * kind.chips * self.cache.goodput(alike * kind.chips, alike, model, True, self._precision)
         return total / self.cluster.chips
 
 

@@ -1,11 +1,11 @@
-"""The grid of candidates, and the way through it.
+"""The grid of candidates, and the search through it.
 
-Synchronous candidates cost next to nothing, so all of them are scored. Decoupled ones are runs of the real machines: from a
-few starting points the search moves one knob one step as long as that helps, and passes over what could not win even if it
-kept every round. What comes out is no worse than its neighbours: tests score all of them afresh.
+Synchronous candidates cost almost nothing to score, so all of them are scored. A decoupled candidate is a run of the protocol's
+machines: from a few starting points the search moves one knob by one step while that helps, and skips candidates that could not
+win even if they kept every round. The result is no worse than its neighbours: tests score all of these again.
 
-Among presets within `TOLERANCE` of the best the simplest is taken, and each knob that departs from its preset must be worth
-`HANDICAP`: no constant of the quality model is known to a per cent.
+Among presets within `TOLERANCE` of the best, the search takes the simplest. Each knob that departs from its preset must gain
+`HANDICAP`: no constant of the quality model is known to one per cent.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from atoll.planner.site import ClusterDescription, Fixed
 TOLERANCE = 0.01
 HANDICAP = 0.002
 PRESETS = ("ddp", "diloco", "streaming", "async_diloco", "decoupled")
-"""Simplest first. `fedavg` is DiLoCo without outer momentum and as many bytes; `decoupled_ramp` needs a run's length."""
+"""Simplest first. Not `fedavg`, which is DiLoCo without outer momentum at the same bytes, nor `decoupled_ramp`, which needs the
+length of the run."""
 INTERVALS = (10, 20, 30, 50, 75, 100, 150, 200, 300, 500, 1000)
 DECOUPLED_INTERVALS = (12, 24, 30, 36, 48, 72, 96, 144, 192, 288, 480)
 LAYERS_PER_FRAGMENT = (1, 2, 3, 6)
@@ -39,7 +40,7 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Axes:
-    """The values each knob may take for one preset and number of learners, in order."""
+    """The values of each knob for one preset and number of learners, in order."""
 
     preset: str
     learners: int
@@ -62,8 +63,8 @@ class Axes:
                                 if tau < h or tau == 0 or self.preset == "async_diloco":
                                     yield Candidate(self.preset, self.learners, h, p, tau, k, up, down)
 
-    def beside(self, candidate: Candidate) -> Iterator[Candidate]:
-        """One knob, one step."""
+    def neighbours(self, candidate: Candidate) -> Iterator[Candidate]:
+        """Candidates that differ in one knob by one step."""
         for knob in self.KNOBS:
             values = getattr(self, knob)
             here = getattr(candidate, knob)
@@ -78,7 +79,7 @@ class Axes:
                     yield moved
 
     def nearest(self, candidate: Candidate) -> Candidate:
-        """The same settings where the axes have them."""
+        """The candidate on these axes that is closest to the given one."""
         def near(values: tuple[int, ...], value: int) -> int:
             return min(values, key=lambda v: abs(math.log((v + 0.1) / (value + 0.1))))
 
@@ -93,7 +94,7 @@ class Axes:
 
 
 def all_axes(judge: Judge) -> list[Axes]:
-    """All that the cluster, and what the user fixed, allow."""
+    """The axes that the cluster and the user's fixed knobs allow."""
     cluster, fixed = judge.cluster, judge.cluster.fixed
     found = [
         axes
@@ -104,10 +105,10 @@ def all_axes(judge: Judge) -> list[Axes]:
     found = [axes for axes in found if next(axes.candidates(), None) is not None]
     if not found:
         given = ", ".join(f"{k} = {getattr(fixed, k)!r}" for k in fixed.__struct_fields__ if getattr(fixed, k) is not None)
-        there_are = ", ".join(str(m) for m in judge.divisions)
+        possible = ", ".join(str(m) for m in judge.divisions)
         raise ConfigError(
             f"key fixed ({given}): no preset allows all of it here; ddp has 1 learner, H = 1 and no overlap, only decoupled "
-            f"has a quorum, and the chips can be dealt out to {there_are} learners"
+            f"has a quorum, and the chips can be divided among {possible} learners"
         )
     return found
 
@@ -126,14 +127,14 @@ def _axes(preset: str, learners: int, cluster: ClusterDescription) -> Axes:
 
 
 def _fixed(axes: Axes, fixed: Fixed) -> Axes | None:
-    """With what the user fixed in place of a grid; None: this preset does not have it."""
+    """The axes with the user's fixed values. None if this preset does not allow them."""
     if fixed.preset not in (None, axes.preset) or fixed.learners not in (None, axes.learners):
         return None
     for knob in Axes.KNOBS:
         value = getattr(fixed, knob)
         if value is None:
             continue
-        if knob == "overlap" and axes.preset == "async_diloco":  # tau is H there
+        if knob == "overlap" and axes.preset == "async_diloco":  # whose tau is H
             if fixed.interval not in (None, value):
                 return None
             axes = _with(axes, "interval", value)
@@ -153,43 +154,43 @@ def _fixed(axes: Axes, fixed: Fixed) -> Axes | None:
 class SearchResult:
     best: Scored
     families: dict[str, Scored]
-    """The best of each preset."""
+    """The best candidate of each preset."""
     scored: dict[Candidate, Scored]
 
 
 def search(
-    cluster: ClusterDescription, memory: SimulatorCache | None = None, *, near: SearchResult | None = None,
-    say: Progress | None = None,
+    cluster: ClusterDescription, cache: SimulatorCache | None = None, *, near: SearchResult | None = None,
+    progress: Progress | None = None,
 ) -> SearchResult:  # fmt: skip
-    """`near`: the answer for a cluster that differs in a few numbers. Then fragments, quorum and decoupled's other knobs stay
-    as they are in each preset's best candidate there; learners, H, and what is cheap to score are searched anew."""
-    judge = Judge(cluster, memory, precision=GOODPUT_PRECISION if near is None else ROUGH_PRECISION)
+    """`near`: the result for a cluster that differs in a few numbers. Then fragments, quorum and decoupled's other knobs keep
+    the values of each preset's best candidate there; only learners, H and what is cheap to score are searched."""
+    judge = Judge(cluster, cache, precision=GOODPUT_PRECISION if near is None else ROUGH_PRECISION)
     scored: dict[Candidate, Scored] = {}
-    everything = all_axes(judge)
+    grids = all_axes(judge)
     if near is not None:
-        everything = [_narrowed(axes, near) for axes in everything if _is_near(axes, judge, near)]
-    for axes in everything:
+        grids = [_narrowed(axes, near) for axes in grids if _is_near(axes, judge, near)]
+    for axes in grids:
         if axes.preset != "decoupled":
-            if say:
-                say(f"{axes.preset}, {axes.learners} learners")
+            if progress:
+                progress(f"{axes.preset}, {axes.learners} learners")
             scored |= {c: judge.score(c) for c in axes.candidates() if costs.fits(c, judge)}
     ceiling = max((s.score for s in scored.values()), default=0.0)
     starts = sorted(
-        ((axes, start) for axes in everything if axes.preset == "decoupled" for start in _starts(judge, axes, near)),
+        ((axes, start) for axes in grids if axes.preset == "decoupled" for start in _starts(judge, axes, near)),
         key=lambda pair: -judge.bound(pair[1]),
-    )  # the most promising first, so that the others are passed over
+    )  # the most promising first, so that more of the others can be skipped
     for axes, start in starts:
-        if say:
-            say(f"decoupled, {axes.learners} learners, from H {start.interval}")
+        if progress:
+            progress(f"decoupled, {axes.learners} learners, from H {start.interval}")
         ceiling = _climb(judge, axes, start, ceiling, scored)
     if not scored:
-        undemanding = max((c for axes in everything for c in axes.candidates()), key=lambda c: (-c.learners, c.interval))
-        raise ConfigError(f"{costs.shortage(undemanding, judge)}, and nothing on the grid needs less")
+        undemanding = max((c for axes in grids for c in axes.candidates()), key=lambda c: (-c.learners, c.interval))
+        raise ConfigError(f"{costs.shortage(undemanding, judge)}, and no candidate of the grid needs less")
     return _found(scored, cluster.model.layers)
 
 
 def _is_near(axes: Axes, judge: Judge, near: SearchResult) -> bool:
-    """As many learners as before, the next more or fewer, or all in one."""
+    """The same number of learners as before, the next larger or smaller one, or one learner."""
     numbers = list(judge.divisions)
     at = min(range(len(numbers)), key=lambda i: abs(numbers[i] - near.best.candidate.learners))
     return axes.learners in (1, *numbers[max(0, at - 1) : at + 2])
@@ -212,7 +213,7 @@ def _with(axes: Axes, knob: str, value: int | str) -> Axes:
 
 
 def _starts(judge: Judge, axes: Axes, near: SearchResult | None) -> list[Candidate]:
-    """The preset's settings at the H that promises most, and at one two steps longer: promises do not see latency."""
+    """The preset's settings at the H with the highest bound, and at an H two steps longer: the bound ignores latency."""
     same = near.families.get("decoupled") if near is not None else None
     usual = axes.nearest(same.candidate if same else Candidate("decoupled", axes.learners, 24, 24, 2, 1, "int4", "bf16"))
     ladder = [replace(usual, interval=h) for h in axes.interval if h > usual.overlap]
@@ -224,8 +225,8 @@ def _starts(judge: Judge, axes: Axes, near: SearchResult | None) -> list[Candida
 
 
 def _climb(judge: Judge, axes: Axes, start: Candidate, ceiling: float, scored: dict[Candidate, Scored]) -> float:
-    """One knob, one step, as long as it helps. `ceiling`: the best score so far; what is bound below it is not run. A bound
-    a little below still runs, so that the best of the preset is known where it is close."""
+    """Moves one knob by one step while that helps. `ceiling`: the best score so far; a candidate whose bound is below it is not
+    run. A bound slightly below still runs, so that a preset's best is known where it is close."""
     here: Scored | None = None
     fringe = [start]
     while fringe:
@@ -238,21 +239,21 @@ def _climb(judge: Judge, axes: Axes, start: Candidate, ceiling: float, scored: d
         if best is None or (here is not None and best.score <= here.score):
             return ceiling
         here = best
-        fringe = list(axes.beside(here.candidate))
+        fringe = list(axes.neighbours(here.candidate))
     return ceiling
 
 
 def _found(scored: dict[Candidate, Scored], layers: int) -> SearchResult:
     families: dict[str, Scored] = {}
     for preset in PRESETS:
-        of_it = [s for s in scored.values() if s.candidate.preset == preset]
-        if of_it:
-            families[preset] = simplest(of_it, layers)
+        candidates = [s for s in scored.values() if s.candidate.preset == preset]
+        if candidates:
+            families[preset] = simplest(candidates, layers)
     return SearchResult(simplest(list(scored.values()), layers), families, scored)
 
 
 def simplest(scored: list[Scored], layers: int) -> Scored:
-    """The simplest preset that is as good as the best, and there the best after `HANDICAP` for each departure."""
+    """The simplest preset within `TOLERANCE` of the best; of its candidates, the best after `HANDICAP` for each departure."""
     top = max(s.score for s in scored)
     preset = min((s.candidate.preset for s in scored if s.score >= (1 - TOLERANCE) * top), key=PRESETS.index)
 
@@ -263,8 +264,8 @@ def simplest(scored: list[Scored], layers: int) -> Scored:
 
 
 def departures(c: Candidate, layers: int) -> int:
-    """Knobs that differ from the preset's. H is not one of them: that is for the links to say."""
-    usual = preset_config(c.preset).protocol  # P = 0: layers in threes
+    """The number of knobs that differ from the preset's. H does not count: it follows from the links."""
+    usual = preset_config(c.preset).protocol  # P = 0 means groups of three layers
     fragments, overlap, up, down = usual.fragments, usual.overlap, usual.codec_up, usual.codec_down
     changed = [c.codec_up != up, c.codec_down != down, c.quorum > 1]
     if c.preset in ("streaming", "decoupled"):
@@ -278,11 +279,11 @@ def bytes_a_step(s: Scored) -> float:
 
 
 def neighbours(judge: Judge, candidate: Candidate) -> list[Candidate]:
-    """One knob moved one step, the number of learners included."""
-    everything = all_axes(judge)
-    mine = next(a for a in everything if (a.preset, a.learners) == (candidate.preset, candidate.learners))
-    found = list(mine.beside(candidate))
-    same = sorted((a for a in everything if a.preset == candidate.preset), key=lambda a: a.learners)
+    """Candidates that differ by one step of one knob or of the number of learners."""
+    grids = all_axes(judge)
+    mine = next(a for a in grids if (a.preset, a.learners) == (candidate.preset, candidate.learners))
+    found = list(mine.neighbours(candidate))
+    same = sorted((a for a in grids if a.preset == candidate.preset), key=lambda a: a.learners)
     at = same.index(mine)
     found += [axes.nearest(candidate) for axes in (*same[max(0, at - 1) : at], *same[at + 1 : at + 2])]
     return [c for c in found if costs.fits(c, judge)]
