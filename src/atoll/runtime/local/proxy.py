@@ -104,7 +104,7 @@ class _Link:
     task: asyncio.Task[None] | None = None
 
     def abort(self) -> None:
-        """Both ends see a reset at once, and bytes in transit are lost. A target that is being dialled sees an empty connection."""
+        """Both ends see a reset at once, and bytes in transit are lost. A target being dialled sees an empty connection."""
         for writer in self.writers:
             _reset(writer)
         if self.task is not None:
