@@ -73,7 +73,7 @@ def test_virtual_run_simulators_and_planner_read_the_same_row(home: Path) -> Non
     ours = json.loads(atoll("sim", "own.toml", *ALLOW, "--json", "--out", "sim", cwd=home))
     wider = json.loads(atoll("sim", "own.toml", "--set", "protocol.codec_up=fp32", *ALLOW, "--json", "--out", "wide", cwd=home))
     assert ours["bytes_up"] < wider["bytes_up"] / 10, "1.5 bits a parameter against 32"
-    table = ("simulate", "bandwidth", "--model", "10B", "--method", "diloco", "--codec", "sign64", "--calibration", "plain")
+    table = ("simulate", "bandwidth", "10B", "--method", "diloco", "--codec", "sign64", "--calibration", "plain")
     assert json.loads(atoll(*table, *ALLOW, "--json", cwd=home))
     plans = Path(__file__).parents[2] / "examples" / "plans" / "one_datacentre.toml"
     (home / "site.toml").write_text(plans.read_text() + '\n[fixed]\npreset = "decoupled"\ncodec_up = "sign64"\n')

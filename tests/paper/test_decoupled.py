@@ -342,7 +342,7 @@ def test_difference_against_a_forgotten_version_is_refused_and_its_learner_recov
     )
     assert story.cluster.syncer.outer_step == 120
     reasons = {r.reason for r in story.effects(Recovered) if r.learner == 2}
-    assert any("never re-based" in r or "forgotten" in r for r in reasons)
+    assert any(r.why in (Why.NOT_REBASED, Why.VERSION_FORGOTTEN) for r in reasons)
 
 
 def test_announced_version_is_the_previous_plus_the_decoded_and_the_residual_stays() -> None:

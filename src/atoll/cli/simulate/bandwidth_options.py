@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from atoll.config.codecs import codec_spec
-from atoll.errors import ConfigError, UserError
+from atoll.config.codecs import is_codec, known_codecs
+from atoll.errors import UserError
 
 if TYPE_CHECKING:  # numpy is imported when a table is asked for
     from atoll.sim.estimates.bandwidth import LinkSettings, Question, Star
@@ -223,11 +223,7 @@ def check_star(star: Star, link: LinkSettings) -> None:
 
 
 def _codec(option: str, name: str | None) -> tuple[bool, str]:
-    try:
-        codec_spec(name or "fp32")
-    except ConfigError as error:
-        return True, f"{option} {name}: {error}"
-    return False, ""
+    return name is not None and not is_codec(name), f"{option} {name}: must be {known_codecs()}"
 
 
 def above_0(value: float) -> bool:
