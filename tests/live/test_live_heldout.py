@@ -70,7 +70,7 @@ def test_following_by_hand_ends_with_the_run_and_refuses_what_it_cannot_follow(t
     assert json.loads(line)["loss"] == verdict(config, tmp_path / "run").loss_final
     for words, sentence in (
         ([], "has data.heldout_every = 0; give --every STEPS"),
-        (["--every", "10", "--tasks", "piqa"], "--follow: tells the held-out loss"),
+        (["--every", "10", "--tasks", "piqa"], "--follow: prints the held-out loss"),
     ):
         refused = atoll("eval", str(tmp_path / "run"), "--follow", *words, cwd=tmp_path)
         assert refused.returncode == 2 and sentence in refused.stderr, refused.stderr

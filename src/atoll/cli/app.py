@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sys
+from collections.abc import Callable
 from typing import Annotated, NoReturn
 
 import typer
@@ -31,12 +32,25 @@ app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Atoll trains one model on many islands of compute that never wait for each other.",
 )  # fmt: skip
-for command in (train, sim, compare, plan, export, syncer, learner, keys, replay, strip):
-    app.command()(command)
-app.command("eval")(evaluate)
-app.command("config")(show_config)
-app.add_typer(snapshots, name="snapshot")
-app.add_typer(simulate, name="simulate")
+COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
+    ("train", train, "Train a model, as processes or in virtual time."),
+    ("config", show_config, "Print the complete config of a recipe."),
+    ("compare", compare, "Train several presets and compare them."),
+    ("eval", evaluate, "Evaluate a run's model."),
+    ("export", export, "Write a run's model for Hugging Face."),
+    ("replay", replay, "Derive a run again from its tapes."),
+    ("strip", strip, "Print a run's tapes as text."),
+    ("syncer", syncer, "Run a syncer, for learners elsewhere."),
+    ("learner", learner, "Run one learner of a syncer."),
+    ("keys", keys, "Make certificates and join tokens."),
+    ("sim", sim, "Run the protocol alone, without tensors."),
+    ("plan", plan, "Recommend settings for a cluster."),
+)
+"""Names, functions and what the list of commands says of them: a longer line would be cut there."""
+for name, function, line in COMMANDS:
+    app.command(name, short_help=line)(function)
+app.add_typer(snapshots, name="snapshot", short_help="List and verify a run's snapshots.")
+app.add_typer(simulate, name="simulate", short_help="Estimate bandwidth and goodput of clusters.")
 
 
 def main() -> None:
@@ -76,7 +90,9 @@ def _version(show: bool) -> None:
 
 
 @app.callback()
-def _root(version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True)] = False) -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
     """Atoll trains one model on many islands of compute that never wait for each other."""
 
 

@@ -67,7 +67,7 @@ JsonOption = Annotated[
 ]
 ThreadsOption = Annotated[
     int,
-    typer.Option("--threads", min=1, max=256, help="CPU threads of torch a process. Bits depend on it; replay uses as many."),
+    typer.Option("--threads", min=1, max=256, help="CPU threads of torch in each process; they affect the bits."),
 ]
 
 
