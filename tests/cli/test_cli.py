@@ -95,7 +95,7 @@ def test_config_printed_for_a_preset_is_a_recipe_that_loads_as_itself(tmp_path: 
         (["keys", "missing", "--add"], "missing"),
         (["learner", "--syncer", "nonsense"], "must be host:port"),
         (["learner", "--syncer", "127.0.0.1:1", "--token", "missing"], "missing"),
-        (["syncer", "--listen", "0.0.0.0:0"], "others can reach it"),
+        (["syncer", "--listen", "0.0.0.0:0"], "other machines can reach it"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_code_2(arguments: list[str], sentence: str, tmp_path: Path) -> None:

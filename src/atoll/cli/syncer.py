@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def run_syncer(
-    settings: Config, directory: Path, listen: str, keys: Path | None, insecure: bool, allowed: list[str],
+    settings: Config, directory: Path, listen: str, keys: Path | None, allowed: list[str],
     resume: Path | None, threads: int, obey_stdin: bool,
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
@@ -37,10 +37,8 @@ def run_syncer(
     from atoll.runtime.syncer.resume import load_resumable_state
     from atoll.store.snapshots import read_manifest
     from atoll.transport import server_credentials
-    from atoll.transport.keys import is_loopback, load_server
+    from atoll.transport.keys import load_server
 
-    if not is_loopback(listen) and keys is None and not insecure:
-        raise UserError(f"--listen {listen}: other machines can reach it; give --keys DIR (see `atoll keys`), or --insecure")
     credentials = None
     if keys is not None:
         found = load_server(keys)
@@ -112,17 +110,20 @@ def syncer(
         os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     log_to_stderr(verbose=not quiet)
     settings = settings_from(recipe, preset, learners, seed, set_)
-    _refuse_early(directory, listen, keys)
+    _refuse_early(directory, listen, keys, insecure)
     logging.getLogger("atoll.syncer").info("loading data and model")
-    run_syncer(settings, directory, listen, keys, insecure, allow_model or [], resume, threads, obey_stdin)
+    run_syncer(settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin)
 
 
-def _refuse_early(directory: Path, listen: str, keys: Path | None) -> None:
+def _refuse_early(directory: Path, listen: str, keys: Path | None, insecure: bool) -> None:
     """Refuses what would otherwise stop a syncer only after it has loaded its data and filled its folder."""
     refuse_unusable(directory, "--dir")
     refuse_locked(directory)
-    from atoll.transport.keys import JoinTokens
+    from atoll.transport.keys import JoinTokens, is_loopback
     from atoll.transport.wire import refuse_taken
+
+    if not is_loopback(listen) and keys is None and not insecure:
+        raise UserError(f"--listen {listen}: other machines can reach it; give --keys DIR (see `atoll keys`), or --insecure")
 
     if keys is not None and os.path.exists(keys / "token.key"):
         JoinTokens.load(keys)

@@ -142,7 +142,7 @@ def _costs(axes: Axes, summaries: Sequence[Summary]) -> None:
         else:
             _label(axes, left, row - 0.17, "nothing moved", color=FAINT)
     axes.set_xlabel("● megabytes moved, up and down, all learners (log scale)", color=OTHER)
-    goodput.set_xlabel("■ goodput: share of the learners' time in steps that the syncer counted", color=GOOD)
+    goodput.set_xlabel("■ goodput: share of the learners' time in steps that count", color=GOOD)
     _bare(axes)
     _bare(goodput)
 

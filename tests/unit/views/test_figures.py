@@ -72,7 +72,7 @@ def test_every_preset_has_its_loss_its_percentage_its_megabytes_and_its_goodput(
     words = said([summary("ddp", 2.4), summary("decoupled", 2.52, bytes_up=970_000, bytes_down=3_900_000, goodput=0.998)])
     assert {"ddp", "decoupled", "2.4000", "2.5200   +5.0%", "37.2 MB", "4.87 MB", "95.0%", "99.8%"} <= words
     assert "ddp: 2.4000, which the percentages are against" in words
-    assert "4 learners, 200 outer steps, seed 0" in words
+    assert "4 learners, 200 steps, seed 0" in words
 
 
 def test_without_the_reference_there_are_no_percentages_and_no_line() -> None:
@@ -88,7 +88,7 @@ def test_runs_of_one_preset_are_told_apart_and_what_has_no_loss_says_so() -> Non
 
 def test_different_sizes_are_in_the_title_and_in_the_name() -> None:
     words = said([summary("ddp", learners=2), summary("ddp", learners=8, total_steps=400)])
-    assert {"2 to 8 learners, 200 to 400 outer steps, seed 0", "ddp\n2 learners", "ddp\n8 learners"} <= words
+    assert {"2 to 8 learners, 200 to 400 steps, seed 0", "ddp\n2 learners", "ddp\n8 learners"} <= words
 
 
 def test_suffix_chooses_the_format_and_equal_runs_give_equal_files(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def lines_of(seconds_a_step: float, steps: int = 200) -> list[str]:
     return said
 
 
-def test_a_quick_run_has_few_lines_and_a_slow_one_a_line_in_thirty_seconds() -> None:
+def test_progress_lines_come_at_a_bounded_rate() -> None:
     assert len(lines_of(0.01)) == 2, "two seconds in all"
     assert len(lines_of(1.0)) == 10, "every tenth of the run"
     assert 190 / 3 <= len(lines_of(10.0)) <= 200 / 3 + 1, "every thirty seconds"
