@@ -77,4 +77,4 @@ def test_following_by_hand_ends_with_the_run_and_refuses_what_it_cannot_follow(t
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.toml").write_bytes((tmp_path / "run" / "config.toml").read_bytes())
     refused = atoll("eval", str(tmp_path / "empty"), "--follow", "--every", "5", cwd=tmp_path)
-    assert refused.returncode == 2 and "--follow takes a live run's folder" in refused.stderr, refused.stderr
+    assert refused.returncode == 2 and "--follow takes a live run" in refused.stderr, refused.stderr

@@ -47,7 +47,7 @@ def rate_limited(name: str) -> logging.Logger:
     return log
 
 
-class Paced:
+class PacedLog:
     """True at once, and then at most every so many seconds: for a line that is logged while something is waited for."""
 
     def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic, *, at_once: bool = True) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from atoll.config.codecs import codec_digests
 from atoll.errors import UserError
-from atoll.runtime.log import Paced
+from atoll.runtime.log import PacedLog
 from atoll.runtime.syncer.places import JoinRequest, Placement
 from atoll.transport import (
     Backoff,
@@ -57,7 +57,7 @@ class Address:
 
 async def request_place(address: Address, wants: int, rng: random.Random) -> Placement:
     """Tries until the syncer answers. A final refusal is an error for the user."""
-    backoff, line, began = Backoff(rng), Paced(WAIT_LINE_SECONDS), time.monotonic()
+    backoff, line, began = Backoff(rng), PacedLog(WAIT_LINE_SECONDS), time.monotonic()
     log.info("joining the run at %s", address.syncer)
     metadata = {"token": address.token} | ({"run": address.run} if address.run else {})
     request = msgspec.msgpack.encode(JoinRequest(wants=wants, codecs=codec_digests()))

@@ -45,7 +45,7 @@ from atoll.runtime.driver import Driver
 from atoll.runtime.learner.address import WAIT_LINE_SECONDS, Address
 from atoll.runtime.learner.peers import Peers
 from atoll.runtime.learner.sender import GOODBYE_SECONDS, Sender
-from atoll.runtime.log import Paced
+from atoll.runtime.log import PacedLog
 from atoll.runtime.loop import DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import TapeWriter
@@ -101,7 +101,7 @@ class LiveLearner:
     def next_step(self) -> InnerStep | None:
         """Waits for the next inner step to take. None: the run is over, or this learner has left."""
         with self._condition:
-            line = Paced(WAIT_LINE_SECONDS, at_once=False)
+            line = PacedLog(WAIT_LINE_SECONDS, at_once=False)
             while self._next is None and not self._over:
                 self._condition.wait(WAIT_LINE_SECONDS)
                 if self._next is None and not self._over and line.due():
@@ -214,7 +214,7 @@ class LiveLearner:
 
     async def _keep_connected(self) -> None:
         """Dials, and dials again when the connection is lost; the learner trains on meanwhile."""
-        backoff, line = Backoff(self._rng), Paced(WAIT_LINE_SECONDS)
+        backoff, line = Backoff(self._rng), PacedLog(WAIT_LINE_SECONDS)
         away_since = self._loop.time()
         while not self._over:
             self._link_down.clear()

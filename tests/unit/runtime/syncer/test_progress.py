@@ -7,7 +7,7 @@ import pytest
 from atoll.config import load
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import FixParticipants, Membership, Standing
-from atoll.runtime.log import Paced
+from atoll.runtime.log import PacedLog
 from atoll.runtime.syncer.progress import WORDS, SyncerProgress, membership_line, refusals_line
 from atoll.views.strip import effect_word
 
@@ -57,7 +57,7 @@ def test_refusals_are_words_and_no_dict() -> None:
 
 def test_paced_line_is_due_at_once_and_then_at_its_rate() -> None:
     clock = Clock()
-    paced, later = Paced(10.0, clock), Paced(10.0, clock, at_once=False)
+    paced, later = PacedLog(10.0, clock), PacedLog(10.0, clock, at_once=False)
     assert [paced.due(), paced.due(), later.due()] == [True, False, False]
     clock.now += 10.0
     assert [paced.due(), paced.due(), later.due()] == [True, False, True]
