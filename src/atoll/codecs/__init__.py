@@ -1,4 +1,4 @@
-"""How tensors become bytes: codecs with exact sizes, an error bound each, and fp32 accumulation. See `layout`."""
+"""Codecs: tensors to bytes and back, with exact sizes, error bounds and fp32 accumulation. `layout` has the sizes."""
 
 from __future__ import annotations
 

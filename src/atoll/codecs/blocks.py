@@ -1,11 +1,11 @@
-"""The walk every block codec shares: cache-sized panels, scratch that stays in L2, and bit packing.
+"""What all block codecs share: the walk over cache-sized panels, scratch memory that stays in L2, and bit packing.
 
-Pure torch makes one pass over memory an operation. On a whole 64 MiB tensor each pass would go to main memory; on a
-panel it stays in the second-level cache, and only the reads of x and the codes' write leave it. So a tensor is walked
-in panels of (rows, 256), one row a block, and every operation writes into preallocated scratch.
+Each torch operation is one pass over memory. On a whole 64 MiB tensor every pass would go to main memory; on a panel it stays
+in the second-level cache, and only the reads of x and the writes of codes leave it. So a tensor is processed in panels of
+(rows, 256), one row per block, and every operation writes into preallocated scratch.
 
-Encoding walks once: a block's statistic first, then its codes while x is still in the cache. Two walks would save
-some tiny operations a panel, but read x twice from memory, which on x86 costs more than all work on bytes.
+Encoding walks once: a block's statistic first, then its codes while x is still in the cache. Two walks would save a few small
+operations per panel but read x twice from memory, which on x86 costs more than all work on bytes.
 
 Nothing here depends on the number of threads: operations are elementwise and correctly rounded, or reduce one block.
 """
@@ -23,15 +23,15 @@ from atoll.codecs.layout import BLOCK, block_count
 from atoll.errors import DataError
 
 PANEL_CPU: Final = 131_072
-"""Elements. Six bytes of scratch each and four of x fit an L2 of 1 to 2 MiB. Half as many pay more for calls,
-twice as many gain a little on ARM (1 MiB of L2) and lose a little on x86 (2 MiB)."""
+"""Elements. Six bytes of scratch each and four of x fit an L2 of 1 to 2 MiB. Half as many cost more calls; twice as many gain a
+little on ARM (1 MiB of L2) and lose a little on x86 (2 MiB)."""
 PANEL_CUDA: Final = 16_777_216
-"""A GPU wants few large launches; this only bounds the scratch."""
+"""A GPU is fastest with few large launches; this only bounds the scratch memory."""
 
 TINY: Final = 2.0**-115
-"""Blocks whose largest magnitude is not above this are sent as zeros. Above it every intermediate (the inverse scale,
-the scale divided by a power of two) is a normal float, so nothing overflows, nothing depends on the flush-to-zero
-mode and nothing takes the slow path that subnormals take on x86."""
+"""Blocks whose largest magnitude is at most this are sent as zeros. Above it every intermediate (the inverse scale, the scale
+divided by a power of two) is a normal float: nothing overflows, nothing depends on the flush-to-zero mode, and nothing takes
+x86's slow path for subnormals."""
 
 
 def panel_elements(device: torch.device) -> int:
@@ -53,23 +53,23 @@ class Scratch:
         self.packed = self.more_bytes.view(-1)[: self.parts[0].numel()].view(rows, -1)
 
 
-_kept = threading.local()
+_local = threading.local()
 
 
 def _memory(count: int, device: torch.device) -> Tensor:
-    """Six bytes an element. On the CPU each thread keeps its panel's worth: fresh pages would be faulted in at every
-    call, and cost more than a pass. Walks therefore must not nest; none does."""
+    """Six bytes per element. On the CPU each thread keeps the memory of one panel: fresh pages would fault at every call, which
+    costs more than a pass. Walks must therefore not nest, and none does."""
     size = 6 * count
     if device.type != "cpu":
         return torch.empty(size, dtype=torch.int8, device=device)
-    memory: Tensor | None = getattr(_kept, "memory", None)
+    memory: Tensor | None = getattr(_local, "memory", None)
     if memory is None or memory.numel() < size:
-        memory = _kept.memory = torch.empty(size, dtype=torch.int8)
+        memory = _local.memory = torch.empty(size, dtype=torch.int8)
     return memory
 
 
 def panels(flat: Tensor, per_block: int, blocks: int) -> list[Tensor]:
-    """Views of (rows, per_block) over `blocks` whole blocks, then of (1, rest) over what is left, if anything is."""
+    """Views of (rows, per_block) over `blocks` whole blocks, then one of (1, rest) over the remainder, if there is one."""
     rows = panel_elements(flat.device) // BLOCK
     body = flat[: blocks * per_block]
     rest = flat[blocks * per_block :]
@@ -88,15 +88,14 @@ def scratch_for(elements: list[Tensor], per_byte: int) -> Iterator[Scratch]:
 
 
 def padded(x: Tensor, width: int) -> Tensor:
-    """Zeros fill the short block up to whole bytes."""
+    """Pads the short block with zeros to whole bytes."""
     return x if x.shape[1] == width else torch.nn.functional.pad(x, (0, width - x.shape[1]))
 
 
 def absmax_rows(x: Tensor, out: Tensor, scratch: Scratch) -> None:
-    """The largest magnitude of each row. NaN and Inf come out as NaN and Inf, so they are noticed without a pass.
+    """The largest magnitude of each row. NaN and Inf propagate, so they are found without a further pass.
 
-    abs and amax are two passes, and still far ahead of `aminmax(dim=)` and `vector_norm(inf)`, whose inner loops are
-    scalar.
+    abs and amax are two passes, and still much faster than `aminmax(dim=)` and `vector_norm(inf)`, whose inner loops are scalar.
     """
     torch.amax(torch.abs(x, out=scratch.floats), dim=1, keepdim=True, out=out)
 
@@ -126,17 +125,17 @@ def per_element(per_block: Tensor, numel: int) -> Tensor:
 
 
 def constant(value: float, device: torch.device, dtype: torch.dtype = torch.int8) -> Tensor:
-    """A one-element operand. A Python number is wrapped at every call, which on bytes costs as much as the work.
+    """A one-element operand. torch wraps a Python number at every call, which for bytes costs as much as the operation.
 
-    Filled in place: `torch.tensor` would copy it from the host, and on CUDA the host waits for such a copy."""
+    Filled in place: `torch.tensor` would copy it from the host, and on CUDA the host waits for that copy."""
     return torch.full((1,), value, dtype=dtype, device=device)
 
 
 class BitPacker:
     """Two's complement fields of 4, 2 or 1 bits in bytes.
 
-    A row of width w becomes w/n bytes: byte j holds the elements j, j + w/n, j + 2w/n ... from the low bits up. Taking
-    the fields from contiguous parts of the row instead of from neighbours keeps every operation vectorised.
+    A row of width w becomes w/n bytes: byte j has the elements j, j + w/n, j + 2w/n ... from the low bits up. Because the fields
+    of a byte come from contiguous parts of the row and not from neighbours, every operation is vectorised.
     """
 
     __slots__ = ("_bits", "_mask", "_shifts", "_top")
@@ -156,8 +155,8 @@ class BitPacker:
             high = out
 
     def unpack_high(self, codes: Tensor, scratch: Scratch) -> None:
-        """Each field into the top bits of its byte of `scratch.bytes`, which is field * 2^(8 - bits): the scale can take
-        the factor, and the shift down is saved."""
+        """Writes each field to the top bits of its byte of `scratch.bytes`, which is field * 2^(8 - bits). The scale includes
+        that factor, which saves the shift down."""
         parts = scratch.parts
         torch.bitwise_left_shift(codes, self._shifts[0], out=parts[0])
         for part, shift in zip(parts[1:-1], self._shifts[1:-1], strict=True):

@@ -1,7 +1,7 @@
-"""Which kernels work on a tensor: torch's operations, everywhere, or `neon`'s compiled ones, where there are such.
+"""Chooses the kernels for a tensor: torch's operations, or the compiled ones of `neon` where available.
 
-Bytes, sums and errors are the same on both. The choice is a matter of speed and never of results, so nobody has to
-know it, record it, or agree on it with another machine.
+Bytes, sums and errors are the same with both. The choice affects speed and never results, so it need not be recorded or agreed
+between machines.
 """
 
 from __future__ import annotations
@@ -23,28 +23,28 @@ from atoll.codecs.layout import BLOCK
 from atoll.errors import ConfigError
 
 WORTHWHILE: Final = 16_384
-"""Elements. Compiled, the kernels are ahead from the first block on (0.1 to 0.2 ms a call against 0.3 to 0.6), but it
-takes some hundred calls to win back the compilation: a process with small tensors alone shall never pay it."""
+"""Elements. Compiled kernels are faster from the first block on (0.1 to 0.2 ms per call against 0.3 to 0.6), but it takes about
+a hundred calls to recover the time of compilation: a process with small tensors only should never compile."""
 
 _forced: ContextVar[str | None] = ContextVar("kernels", default=None)
 _lock = threading.Lock()
 _built: list[neon.Neon | None] = []
-"""Empty until first asked for; then the kernels, or None where there are none."""
+"""Empty until the first request; then the kernels, or None if there are none."""
 
 
 def kernels_for(name: str, *tensors: Tensor) -> neon.Neon | None:
-    """The compiled kernels if they can do that codec on these tensors and it is worthwhile, None for torch's. The first
-    tensor holds the elements. They round to nearest; who rounds stochastically does not ask."""
+    """The compiled kernels if they support that codec on these tensors and are worthwhile; None means torch's. The first tensor
+    has the elements. They round to nearest only; stochastic rounding always uses torch."""
     forced = _forced.get()
     if name not in neon.NAMES or forced == "torch" or tensors[0].numel() < (BLOCK if forced else WORTHWHILE):
         return None
-    # What autograd follows goes to torch, which refuses it.
+    # Tensors that require grad go to torch, which refuses them.
     fit = all(t.device.type == "cpu" and t.is_contiguous() and not t.requires_grad for t in tensors)
     return _neon() if fit else None
 
 
 def below(factors: Tensor, limit: float) -> bool:
-    """False too where there is NaN."""
+    """False also if there is a NaN."""
     low, high = factors.aminmax()
     return -limit < float(low) and float(high) < limit
 
@@ -54,15 +54,15 @@ def available_kernels() -> tuple[str, ...]:
 
 
 def kernels_in_use() -> str:
-    """What int4 and e3m0 on a large CPU tensor take here and now: "neon" or "torch"."""
+    """The kernels of int4 and e3m0 on a large CPU tensor in this process: "neon" or "torch"."""
     return _forced.get() or available_kernels()[-1]
 
 
 @contextmanager
 def kernels(name: str) -> Iterator[None]:
-    """Forces a choice for this thread, whatever the size: for tests and benchmarks. ConfigError where it cannot be had."""
+    """Forces a choice for this thread, for any size: for tests and benchmarks. ConfigError if it is not available."""
     if name not in available_kernels():
-        raise ConfigError(f"kernels {name!r} are not to be had here; there are {', '.join(available_kernels())}")
+        raise ConfigError(f"kernels {name!r} are not available here; use one of {', '.join(available_kernels())}")
     token = _forced.set(name)
     try:
         yield
@@ -71,7 +71,7 @@ def kernels(name: str) -> Iterator[None]:
 
 
 def _neon() -> neon.Neon | None:
-    """Compiles at the first call, once a process."""
+    """Compiles at the first call, once per process."""
     if not _built:
         with _lock:
             if not _built:
@@ -80,12 +80,12 @@ def _neon() -> neon.Neon | None:
 
 
 def _build() -> neon.Neon | None:
-    # Tables are written for this byte order, and macOS calls the machine arm64: nobody has tried there.
+    # The tables are for this byte order. macOS reports arm64 and is left out: it is not tested.
     if platform.machine() != "aarch64" or sys.byteorder != "little" or importlib.util.find_spec("llvmlite") is None:
         return None
     try:
         return neon.Neon()
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
-        # An llvmlite too old for this IR, or memory that may not be executed. Work goes on as well, only slower.
+        # An llvmlite too old for this IR, or memory that may not be executed. torch's kernels give the same results, slower.
         warnings.warn(f"the fast int4 and e3m0 kernels are not available: {error}", RuntimeWarning, stacklevel=2)
         return None

@@ -4,7 +4,7 @@ The code is a signed number c in -7..7, two's complement in four bits: 0 is zero
 sign(c) * scale * 2^(|c| - 7). Rounding is to the nearest value; a tie goes to the larger magnitude, up to the few
 ulp that the inverse scale's rounding moves it.
 
-How the nearest code is found. Let y = 128 * x / absmax. The borders between neighbours are |y| = 1, 3, 6, 12 ... 96:
+To find the nearest code, let y = 128 * x / absmax. The borders between neighbours are |y| = 1, 3, 6, 12 ... 96:
     from 3 on they are 1.5 * 2^j, where rounding y's exponent by its first mantissa bit steps up, so
         e = (2 * exponent + first mantissa bit + 1) >> 1 is the code's magnitude wherever that is at least 2;
     below 3 it is min(1, |trunc y|).
@@ -12,7 +12,7 @@ With w = trunc(y) as int8, both are sign(w) * min(|w|, max(e, 1)), because |w| >
 clamp(w, -max(e, 1), max(e, 1)): one product, one shift of y's bits, and the rest on single bytes. Exponents of tiny y
 wrap around in a byte, which does not matter: there w is 0.
 
-y must stay below 128 to fit int8, so the numerator is 128 less 2^-22 of it. No value ever gets near subnormals.
+y must stay below 128 to fit int8, so the numerator is 128 less 2^-22 of it. No value comes near the subnormals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _E3M0Kernel:
     def __init__(self, device: torch.device) -> None:
         self._packer = BitPacker(4, device)
         self._to_first_bit = constant(_MANTISSA_BITS - 1, device, torch.int32)
-        # Modulo 256: takes twice the exponent's bias off and adds the one that rounds.
+        # Modulo 256: subtracts twice the exponent's bias and adds the 1 that rounds.
         self._round = constant((1 - 2 * _EXPONENT_BIAS) % 256, device)
         self._one = constant(1, device)
         self._four = constant(4, device)
@@ -71,7 +71,7 @@ class _E3M0Kernel:
         torch.maximum(signed, limit.neg_(), out=signed)
 
     def _stochastic(self, grid: Tensor, scratch: Scratch, rng: torch.Generator) -> None:
-        """Adding a uniform mantissa instead of half a binade carries with just the right probability."""
+        """A uniform mantissa, added in place of half a binade, carries with the required probability."""
         noise = torch.rand(grid.shape, generator=rng, device=grid.device)
         size = grid.abs()
         lifted = size.view(torch.int32) + (noise * 2.0**_MANTISSA_BITS).to(torch.int32)
@@ -88,7 +88,7 @@ class _E3M0Kernel:
         torch.abs(values, out=shift)
         torch.sub(shift, self._one, out=shift)
         values.clamp_(-1, 1)
-        # Code 0 shifts a zero by -1, and a zero stays one whichever way it goes.
+        # Code 0 shifts a zero by -1, and a shifted zero is zero.
         torch.bitwise_left_shift(values, shift, out=values)
         return scratch.floats.copy_(values)
 
@@ -105,7 +105,7 @@ class E3M0(Scaled):
         return flush_tiny(stat)
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """A third of x between neighbours 2^j and 2^(j+1), half the smallest value around it, and a few ulp."""
+        """A third of x between the neighbours 2^j and 2^(j+1), half the smallest value near zero, and a few ulp."""
         absmax = block_absmax(x)
         floor = torch.where(absmax > TINY, absmax / 128, absmax)
         return torch.maximum(x.abs() / 3, per_element(floor, x.numel())) * (1 + 2.0**-18)

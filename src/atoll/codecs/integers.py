@@ -3,8 +3,8 @@
 intN has scale = absmax / (2^(N-1) - 1), and codes are x / scale rounded to nearest, half to even; int2 is therefore
 {-1, 0, 1} * scale. With a generator the rounding is stochastic and unbiased: floor(x / scale + U[0, 1)).
 
-The product with the inverse scale may exceed the largest code by a few ulp, never by half, so rounding to nearest
-lands on it and no clamp is needed; stochastic rounding could step over and has one.
+The product with the inverse scale may exceed the largest code by a few ulp, never by half, so rounding to nearest gives that
+code and no clamp is needed; stochastic rounding could exceed it and has a clamp.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from atoll.errors import ConfigError
 _STEP: Final = 4.0
 """The grid is scaled by this, so that even for absmax near the largest float the inverse scale is a normal float."""
 _MAGIC: Final = 1.5 * 2.0**23 * _STEP
-"""Its ulp is one step: adding it rounds to nearest even, and the low byte of the sum's bits is the code in two's
-complement. Rounding and conversion together are one addition and one narrowing copy of int32, half of what float to
-int8 costs."""
+"""Its ulp is one step: adding it rounds to nearest even, and the low byte of the sum's bits is the code in two's complement.
+Rounding and conversion together are one addition and one narrowing copy of int32, half the cost of float to int8."""
 _FLOAT_MAX: Final = torch.finfo(torch.float32).max
 
 
@@ -79,14 +78,14 @@ class IntCodec(Scaled):
         return _IntKernel(self._bits, device)
 
     def scales(self, stat: Tensor, x: Tensor) -> Tensor:
-        # By a tensor: CUDA divides by a Python number as a product with its inverse, and scales would differ from the
-        # CPU's. Next to the largest float a scale rounded up would decode to Inf; the error bound covers the clamp.
+        # Divided by a tensor: CUDA multiplies by the inverse of a Python number, and scales would differ from the CPU's. Near
+        # the largest float a scale that is rounded up would decode to Inf; the error bound covers the clamp.
         steps = flush_tiny(stat) / constant(self._code_max, stat.device, torch.float32)
         steps.clamp_(max=_FLOAT_MAX / self._code_max * (1 - 2.0**-22))
-        return steps.add_(stat - stat)  # 0, or NaN where the clamp has hidden an Inf
+        return steps.add_(stat - stat)  # adds 0, or NaN where the clamp hid an Inf
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """Half a step, and a little for the inverse's and the product's rounding. A block sent as zeros errs by x."""
+        """Half a step, and a margin for the rounding of the inverse and the product. A block sent as zeros errs by x."""
         absmax = block_absmax(x)
         half_step = absmax / self._code_max * (0.5 + self._code_max * 2.0**-21)
         return per_element(torch.where(absmax > TINY, half_step, absmax), x.numel())
@@ -97,7 +96,7 @@ def int_codec(name: str) -> IntCodec:
 
 
 class _SignKernel:
-    """The bit is set for negative elements; zero is positive, whatever its sign bit says."""
+    """The bit is set for negative elements; zero is positive, also -0.0."""
 
     def __init__(self, device: torch.device) -> None:
         self._packer = BitPacker(1, device)
@@ -127,13 +126,13 @@ class SignCodec(Scaled):
 
     def encode(self, x: Tensor, *, rng: torch.Generator | None = None) -> Packet:
         if rng is not None:
-            # Unbiased signs need scale >= absmax; with the mean magnitude there is no stochastic rounding to offer.
-            raise ConfigError("codec int1 has no stochastic rounding; int8, int4, int2 and e3m0 have")
+            # Unbiased signs need scale >= absmax, so with the mean magnitude there is no stochastic rounding.
+            raise ConfigError("codec int1 has no stochastic rounding; choose int8, int4, int2 or e3m0")
         return super().encode(x)
 
     def scales(self, stat: Tensor, x: Tensor) -> Tensor:
         means = _means(stat, x.numel())
-        # A sum of 256 magnitudes may overflow where their mean does not. This is rare, so it may be slow.
+        # A sum of 256 magnitudes may overflow although their mean does not. This is rare, so it may be slow.
         if not bool(torch.isfinite(means).all()):
             means = _means(_exact_sums(x), x.numel())
         return flush_tiny(means)
@@ -146,7 +145,7 @@ class SignCodec(Scaled):
 
 
 def _means(sums: Tensor, numel: int) -> Tensor:
-    """The short block has a count of its own."""
+    """The short block has its own count."""
     means = sums / BLOCK
     if numel % BLOCK:
         means[-1:] = sums[-1:] / constant(numel % BLOCK, sums.device, sums.dtype)

@@ -1,18 +1,18 @@
-"""Sizes: what a codec's packet weighs, known before anything is encoded.
+"""The exact size of a codec's packet, known before anything is encoded.
 
     family       codes                        scales
     fp32         numel x fp32                 none
     bf16         numel x bf16                 none
-    int8         numel x int8                 one a block
-    int4, e3m0   two elements a byte          one a block
-    int2         four elements a byte         one a block
-    int1         eight elements a byte        one a block
+    int8         numel x int8                 one per block
+    int4, e3m0   two elements per byte        one per block
+    int2         four elements per byte       one per block
+    int1         eight elements per byte      one per block
     top_k:s      kept x int32 (indices)       kept x fp32 (values)
     random_drop:s   the same                  the same
-    registered   bytes of their own           inside them
+    registered   bytes of their own           in these bytes
 
-A block is 256 elements; the last one may be shorter and then takes just the bytes it needs. The bytes of a wire
-format are a promise, so the sizes live here alone: codecs allocate by them and `Packet.from_bytes` refuses by them.
+A block is 256 elements; the last one may be shorter and then takes only the bytes it needs. A wire format must not change by
+accident, so the sizes are defined only here: codecs allocate by them, and `Packet.from_bytes` refuses by them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from atoll.config.codecs import CODECS, codec_spec, packed_bytes, share_kept
 
 BLOCK: Final = CODECS["int4"].block
-"""Elements that share a scale, in every codec of ours."""
+"""Elements that share a scale, in every built-in codec."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def block_count(numel: int) -> int:
 
 
 def kept_count(numel: int, share: float) -> int:
-    """At least one element of a tensor that has any: a fragment that sends nothing would look like a silent learner."""
+    """At least one element of a tensor that has any: a fragment without bytes would look like a silent learner."""
     return min(numel, max(1, round(share * numel)))
 
 

@@ -1,7 +1,7 @@
-"""The IR of `neon`'s kernels: the reasons for each step stand beside it.
+"""The IR of `neon`'s kernels, with the reason for each step.
 
-Everything works on 16 elements at a time, which LLVM spreads over four registers. A block's byte j holds the elements j
-and j + 128, so each step takes 16 from either half and gives 16 whole bytes.
+Each step processes 16 elements, which LLVM spreads over four registers. A block's byte j has the elements j and j + 128, so each
+step takes 16 from either half and gives 16 whole bytes.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from atoll.codecs.blocks import TINY
 
 _INT4_LARGEST_STEP: Final = torch.finfo(torch.float32).max / 7 * (1 - 2.0**-22)
-"""integers.py's clamp, which keeps what is decoded finite."""
+"""The clamp of integers.py, which keeps decoded values finite."""
 _FACTS: Final[dict[str, tuple[float, tuple[int, ...]]]] = {
-    # The numerator of the inverse scale, and what the codes 0..7, -8..-1 expand to: as the torch kernels' `expand`.
+    # The numerator of the inverse scale, and the values of the codes 0..7, -8..-1, as in the torch kernels' `expand`.
     "int4": (28.0, (0, 16, 32, 48, 64, 80, 96, 112, -128, -112, -96, -80, -64, -48, -32, -16)),
-    # Twice e3m0.py's numerator. Doubling is exact, and lets a single bit of the exponent tell codes from zeros.
+    # Twice the numerator of e3m0.py. Doubling is exact, and one bit of the exponent then separates codes from zeros.
     "e3m0": (256.0 * (1.0 - 2.0**-22), (0, 1, 2, 4, 8, 16, 32, 64, -128, -64, -32, -16, -8, -4, -2, -1)),
 }
 _MAGIC: Final = 1.5 * 2.0**25
-"""integers.py's: its ulp is the grid's step, so the sum's low bits are the code in two's complement."""
+"""As in integers.py: its ulp is the grid's step, so the sum's low bits are the code in two's complement."""
 
 _SHARED: Final = Template("""
 declare i32 @llvm.vector.reduce.umax.v16i32(<16 x i32>)
@@ -96,9 +96,9 @@ define internal <16 x i8> @pack_e3m0(<16 x float> %low, <16 x float> %high) alwa
 }
 """)
 
-# Reading a block twice, for its maximum and for its codes, would wait for memory the first time, and for the division
-# in between. So the loop over a block's codes also takes the maximum of the block two further on, which thereby is in
-# the cache when its turn comes, and the division of the next block runs beside. Past the end it repeats the last block.
+# To read a block twice, for its maximum and for its codes, would wait for memory the first time, and for the division in
+# between. So the loop over a block's codes also takes the maximum of the block two further on, which is then in the cache when
+# its turn comes, and the division of the next block runs in parallel. Past the end it repeats the last block.
 _ENCODE: Final = Template("""
 ; Stores the scale, tells the largest maximum so far, and gives numerator / maximum, or 0 for a block sent as zeros.
 define internal float @inverse_$name(<16 x i32> %maxima, ptr %scale_at, ptr %largest_at) alwaysinline {
@@ -188,7 +188,7 @@ end:
   ret i32 %largest
 }
 """)
-# How the maximum becomes the scale: as the codecs' `scales` have it, where maxima are finite.
+# From the maximum to the scale, as in the codecs' `scales` for finite maxima.
 _SCALES: Final[dict[str, str]] = {
     "int4": """%kept = select i1 %sent, float %max, float 0.0
   %step = fdiv float %kept, 7.0
@@ -251,19 +251,19 @@ end:
 }
 """)
 
-# How `value` and `factor` become what is stored, for the low and for the high codes.
+# From `value` and `factor` to the stored number, for the low and for the high codes.
 _PRODUCT: Final = Template("%$part = fmul <16 x float> %${part}_value, %factor")
 _PRODUCT_AND_SUM: Final = Template("""%${part}_old = load <16 x float>, ptr %${part}_at, align 4
   %${part}_product = fmul <16 x float> %${part}_value, %factor
   %$part = fadd <16 x float> %${part}_old, %${part}_product""")
-# e3m0's values are powers of two from 1 up, so the product is exact even where factors are subnormal, and fusing it
-# with the sum changes no bit, unless it overflows: hence neon.py's FACTOR_LIMIT.
+# e3m0's values are powers of two from 1 up, so the product is exact even for subnormal factors. Fusing it with the sum changes
+# no bit unless it overflows: hence neon.py's FACTOR_LIMIT.
 _FUSED: Final = Template("""%${part}_old = load <16 x float>, ptr %${part}_at, align 4
   %$part = call <16 x float> @llvm.fma.v16f32(<16 x float> %${part}_value, <16 x float> %factor, <16 x float> %${part}_old)""")
 
 
 def _float(value: float) -> str:
-    """IR writes an fp32 constant as the bits of the fp64 that equals it."""
+    """IR writes an fp32 constant as the bits of the equal fp64 number."""
     (rounded,) = struct.unpack("<f", struct.pack("<f", value))
     return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"
 

@@ -1,4 +1,4 @@
-"""What travels: a tensor's codes and scales, and their exact bytes.
+"""A packet: a tensor's codes and scales, and their exact bytes.
 
     offset  size  field
     0       4     magic "ATPK"
@@ -8,8 +8,8 @@
     6+n     8     numel, unsigned
     14+n    ...   codes, then scales; their sizes follow from name and numel
 
-Everything is little-endian. There are no lengths to disagree with each other: name and numel fix the payload, and
-bytes that are fewer or more are refused.
+All fields are little-endian. There are no lengths that could contradict each other: name and numel determine the size of the
+payload, and any other size is refused.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ VERSION: Final = 1
 _PREFIX: Final = struct.Struct("<4sBB")
 _NUMEL: Final = struct.Struct("<Q")
 NUMEL_MAX: Final = 2**40
-"""Four TiB of fp32. A hostile numel must not make the size arithmetic interesting."""
+"""4 TiB of fp32. A hostile numel must not cause large sizes in the arithmetic."""
 
-# Tensors are copied as they lie in memory. A big-endian host would write other bytes for the same packet.
+# Tensors are copied byte by byte from memory. A big-endian host would write other bytes for the same packet.
 assert sys.byteorder == "little", "Atoll's packets are written on little-endian machines only"
 
 
@@ -85,7 +85,7 @@ class Packet:
 
 def _read_header(view: memoryview) -> tuple[str, int, int]:
     if len(view) < _PREFIX.size:
-        raise DataError(f"packet is truncated: {len(view)} bytes hold no header")
+        raise DataError(f"packet is truncated: {len(view)} bytes are shorter than a header")
     magic, version, name_length = _PREFIX.unpack_from(view)
     if magic != MAGIC:
         raise DataError(f"packet starts with {magic!r}, not with {MAGIC!r}")
@@ -105,25 +105,25 @@ def _expected(name: str, numel: int) -> CodeLayout:
     try:
         return layout(name, numel)
     except ConfigError as error:
-        raise DataError(f"packet names a codec this Atoll does not know: {error}") from error
+        raise DataError(f"packet names an unknown codec: {error}") from error
 
 
 def _tensor(view: memoryview, at: int, dtype: torch.dtype, count: int) -> Tensor:
     if count == 0:
         return torch.empty(0, dtype=dtype)
-    # A copy of its own: the received buffer may be reused, and an odd-sized header leaves the payload misaligned.
+    # A copy: the received buffer may be reused, and a header of odd size leaves the payload misaligned.
     return torch.frombuffer(bytearray(view[at : at + count * dtype.itemsize]), dtype=dtype)
 
 
 def _refuse_bad_content(name: str, numel: int, codes: Tensor, scales: Tensor | None) -> None:
-    """Whatever byte pattern arrives, decoding it is finite and stays inside the tensor."""
+    """For any bytes that pass, the decoded values are finite and all indices are inside the tensor."""
     for part in (codes, scales):
         if part is not None and part.is_floating_point() and part.numel():
             low, high = torch.aminmax(part)
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise DataError(f"packet of {name} holds NaN or Inf")
     if codec_spec(name).kind == "sparse" and codes.numel():
-        # Strictly rising also means no index twice, which would add one element twice.
+        # Strictly rising also excludes a repeated index, which would add one element twice.
         rising = codes.numel() == 1 or bool((codes[1:] > codes[:-1]).all())
         if not rising or int(codes[0]) < 0 or int(codes[-1]) >= numel:
             raise DataError(f"packet of {name} holds indices that are not rising inside 0..{numel - 1}")

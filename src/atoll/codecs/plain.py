@@ -1,4 +1,4 @@
-"""fp32, bit exact, and bf16, rounded to nearest even."""
+"""fp32, which is bit-exact, and bf16, which rounds to nearest even."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BF16_SMALLEST: Final = 2.0**-133
 
 
 def finite_absmax(x: Tensor, name: str) -> float:
-    """The largest magnitude. Maxima keep NaN and Inf, so this is also the check that there are none."""
+    """The largest magnitude. Maxima propagate NaN and Inf, so this also checks that there are none."""
     if x.numel() == 0:
         return 0.0
     absmax = torch.maximum(x.amax(), -x.amin())
@@ -37,19 +37,19 @@ class PlainCodec:
 
     def encode(self, x: Tensor, *, rng: torch.Generator | None = None) -> Packet:
         if rng is not None:
-            raise ConfigError(f"codec {self.name} has no stochastic rounding; int8, int4, int2 and e3m0 have")
+            raise ConfigError(f"codec {self.name} has no stochastic rounding; choose int8, int4, int2 or e3m0")
         require_vector(x, "x")
         absmax = finite_absmax(x, self.name)
         dtype = layout(self.name, x.numel()).code_dtype
         if absmax > _BF16_MAX and not self.lossless:
-            # Rounding to nearest would take the largest floats to Inf.
+            # Rounding to nearest would turn the largest floats into Inf.
             x = x.clamp(-_BF16_MAX, _BF16_MAX)
-        # A packet is a snapshot: the caller goes on training in x.
+        # A packet is a copy: the caller goes on changing x.
         return Packet(self.name, x.numel(), x.to(dtype, copy=True), None)
 
     def encode_unchecked(self, x: Tensor) -> tuple[Packet, Tensor]:
-        """What `encode` gives, and whether x was finite: a bool on x's device that the caller has to look at before the
-        packet leaves. Nothing here waits for a device; the price is that bf16 always pays for the clamp."""
+        """The result of `encode`, and whether x was finite: a bool on x's device, which the caller must check before it sends
+        the packet. Nothing here waits for a device; in return bf16 always clamps."""
         require_vector(x, "x")
         finite = torch.isfinite(torch.stack(torch.aminmax(x))).all() if x.numel() else x.new_ones((), dtype=torch.bool)
         if not self.lossless:
@@ -61,7 +61,7 @@ class PlainCodec:
         return packet.codes.to(torch.float32, copy=True)
 
     def accumulate(self, packet: Packet, into: Tensor, weight: float = 1.0) -> None:
-        """Product and sum are rounded apart, as in every codec, so that no thread count changes a bit."""
+        """Product and sum are rounded separately, as in every codec, so that no bit depends on the number of threads."""
         require_codec(packet.codec, self.name)
         require_vector(into, "into")
         assert into.numel() == packet.numel, f"into holds {into.numel()} elements, the packet {packet.numel}"

@@ -1,4 +1,4 @@
-"""Codecs that users register: two functions on plain tensors, wrapped into what every other part of Atoll expects."""
+"""Codecs that users register: two functions on plain tensors, wrapped as a `Codec`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from atoll.config.codecs import CodecSpec, packed_bytes
 from atoll.errors import ConfigError, DataError, NotFinite
 
 Encode = Callable[[Tensor], Tensor]
-"""A flat fp32 vector to the bytes of its packet, uint8, of exactly the size that the spec promises."""
+"""From a flat fp32 vector to the bytes of its packet: uint8, of exactly the size that follows from the spec."""
 Decode = Callable[[Tensor, int], Tensor]
-"""Those bytes and the number of elements to a flat fp32 vector."""
+"""From these bytes and the number of elements to a flat fp32 vector."""
 
 
 class RegisteredCodec:
@@ -34,7 +34,7 @@ class RegisteredCodec:
         size = self.nbytes(x.numel())
         if codes.dtype != torch.uint8 or codes.shape != (size,):
             raise ConfigError(
-                f"codec {self.name} encoded {x.numel()} elements as {tuple(codes.shape)} of {codes.dtype}; its row promises "
+                f"codec {self.name} encoded {x.numel()} elements as {tuple(codes.shape)} of {codes.dtype}; by its row it must be "
                 f"({size},) of torch.uint8"
             )
         return Packet(self.name, x.numel(), codes.contiguous(), None)
@@ -54,5 +54,5 @@ class RegisteredCodec:
         return packed_bytes(self._spec, numel)
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """What it does to this very vector: nothing else is known of a codec that was registered."""
+        """The error on this vector itself: nothing more is known of a registered codec."""
         return (self.decode(self.encode(x)) - x).abs()

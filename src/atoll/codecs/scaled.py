@@ -1,4 +1,4 @@
-"""What the codecs with one scale a block share: int8, int4, int2, int1, e3m0. Each adds a kernel and a scale."""
+"""What the codecs with one scale per block share: int8, int4, int2, int1, e3m0. Each adds a kernel and a scale."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from atoll.errors import NotFinite
 
 
 class Kernel(Protocol):
-    """A codec's arithmetic on one panel, with the constants it needs already on the device."""
+    """A codec's arithmetic on one panel, with its constants already on the device."""
 
     def quantise(self, x: Tensor, stat: Tensor, codes: Tensor, scratch: Scratch, rng: torch.Generator | None) -> None:
-        """Fills codes, and stat with one number a row, from which its scale comes: NaN or Inf if the row holds such."""
+        """Fills codes, and stat with one number per row, from which its scale follows: NaN or Inf if the row has one."""
         ...
 
     def expand(self, codes: Tensor, scratch: Scratch) -> Tensor:
@@ -34,14 +34,14 @@ class Scaled:
 
     name: str
     unit: float
-    """What a kernel's `expand` gives, times scale, times unit, is the decoded value. A power of two."""
+    """A decoded value is the result of the kernel's `expand` times scale times unit. A power of two."""
     lossless = False
 
     def kernel(self, device: torch.device) -> Kernel:
         raise NotImplementedError
 
     def scales(self, stat: Tensor, x: Tensor) -> Tensor:
-        """One fp32 scale a block. NaN and Inf stay."""
+        """One fp32 scale per block. NaN and Inf propagate."""
         raise NotImplementedError
 
     def nbytes(self, numel: int) -> int:
@@ -70,16 +70,16 @@ class Scaled:
         return Packet(self.name, x.numel(), codes, scales)
 
     def encode_unchecked(self, x: Tensor) -> tuple[Packet, Tensor]:
-        """What `encode` gives, to nearest, and whether x was finite: a bool on x's device that the caller has to look at
-        before the packet leaves, because codes and scales are garbage where it is false. On CUDA no step of this waits
-        for the device (int1's scales do; nobody encodes them there, since their sums depend on the order)."""
+        """The result of `encode`, rounded to nearest, and whether x was finite: a bool on x's device, which the caller must
+        check before it sends the packet, because codes and scales are garbage if it is false. On CUDA nothing here waits for the
+        device, except int1's scales; int1 is not encoded there, because its sums depend on their order."""
         require_vector(x, "x")
         codes = torch.empty(layout(self.name, x.numel()).codes, dtype=torch.int8, device=x.device)
         scales = self._quantise(x, codes, None)
         return Packet(self.name, x.numel(), codes, scales), torch.isfinite(scales).all()
 
     def _quantise(self, x: Tensor, codes: Tensor, rng: torch.Generator | None) -> Tensor:
-        """Fills codes and gives the scales."""
+        """Fills codes and returns the scales."""
         stat = torch.empty(block_count(x.numel()), dtype=torch.float32, device=x.device)
         kernel = self.kernel(x.device)
         blocks = x.numel() // BLOCK
@@ -107,8 +107,8 @@ class Scaled:
         return out
 
     def accumulate(self, packet: Packet, into: Tensor, weight: float = 1.0) -> None:
-        """A multiplication and an addition, each rounded: `addcmul_` would save a pass, but whether it fuses the two
-        may differ between its vector and its scalar loop, and so between thread counts."""
+        """A multiplication and an addition, each rounded. `addcmul_` would save a pass, but it may fuse the two in its vector
+        loop and not in its scalar loop, so results would depend on the number of threads."""
         require_vector(into, "into")
         factors = self._factors(packet, into, weight)
         compiled = kernels_for(self.name, into, packet.codes)
@@ -120,7 +120,7 @@ class Scaled:
             target.add_(values.mul_(factor))
 
     def _factors(self, packet: Packet, target: Tensor, weight: float) -> Tensor:
-        """The factor a block that makes expanded codes weighted values."""
+        """The factor per block that turns expanded codes into weighted values."""
         require_codec(packet.codec, self.name)
         assert target.numel() == packet.numel, f"target holds {target.numel()} elements, the packet {packet.numel}"
         assert packet.scales is not None
@@ -130,17 +130,17 @@ class Scaled:
     def _expanded(
         self, packet: Packet, factors: Tensor, target: Tensor, done: int
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """From the block `done` on: panels of target, the codes there as floats, and the factor of each row."""
+        """From block `done` on: panels of target, their codes as floats, and the factor of each row."""
         if done * BLOCK == packet.numel:
             return
         kernel = self.kernel(packet.codes.device)
         blocks = packet.numel // BLOCK - done
-        codes_a_block = BLOCK // self.per_byte
+        codes_per_block = BLOCK // self.per_byte
         elements = panels(target[done * BLOCK :], BLOCK, blocks)
         for panel, factor, codes, scratch in zip(
             elements,
             panels(factors[done:], 1, blocks),
-            panels(packet.codes[done * codes_a_block :], codes_a_block, blocks),
+            panels(packet.codes[done * codes_per_block :], codes_per_block, blocks),
             scratch_for(elements, self.per_byte),
             strict=True,
         ):

@@ -1,10 +1,10 @@
-"""top_k and random_drop: for ablations, where they must be seen to be worse.
+"""top_k and random_drop: for ablations, which show that they are worse.
 
 Both keep kept = round(share * numel) elements, at least one, and send their indices (int32, rising) and fp32 values.
 
-`top_k` keeps the largest magnitudes and their values as they are; among equal magnitudes any may be kept.
-`random_drop` keeps a uniform choice and multiplies it by numel / kept, so that its expectation is x. Its generator is
-the caller's; without one it is seeded from numel alone, so that the same call gives the same bytes.
+`top_k` keeps the largest magnitudes with their values unchanged; among equal magnitudes any may be kept. `random_drop` keeps a
+uniform choice and multiplies it by numel / kept, so that its expectation is x. The caller gives the generator; without one it is
+seeded from numel alone, so that the same call gives the same bytes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SparseCodec:
         require_vector(x, "x")
         assert x.numel() < 2**31, "indices are int32"
         if rng is not None and self._family == "top_k":
-            raise ConfigError(f"codec {self.name} has no stochastic rounding; int8, int4, int2 and e3m0 have")
+            raise ConfigError(f"codec {self.name} has no stochastic rounding; choose int8, int4, int2 or e3m0")
         finite_absmax(x, self.name)
         kept = kept_count(x.numel(), self._share)
         if self._family == "top_k":
@@ -58,14 +58,14 @@ class SparseCodec:
         require_vector(into, "into")
         assert into.numel() == packet.numel, f"into holds {into.numel()} elements, the packet {packet.numel}"
         assert packet.scales is not None
-        # No index occurs twice, so the order of additions cannot matter.
+        # No index occurs twice, so the order of additions does not matter.
         into.index_add_(0, packet.codes, packet.scales * weight)
 
     def nbytes(self, numel: int) -> int:
         return layout(self.name, numel).nbytes
 
     def error_bound(self, x: Tensor) -> Tensor:
-        """What is dropped errs by itself; what random_drop keeps errs by its gain less one."""
+        """A dropped element errs by its value; an element that random_drop keeps errs by (gain - 1) times its value."""
         excess = self._gain(x.numel()) - 1.0 if self._family == "random_drop" else 0.0
         return x.abs() * (max(1.0, excess) * (1 + 2.0**-20))
 

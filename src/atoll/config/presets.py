@@ -49,20 +49,20 @@ def streaming() -> Config:
     return Config(preset="streaming", protocol=protocol, outer=Outer(outer_learning_rate=0.4))
 
 
-FULL = Outer(outer_learning_rate=1.0, outer_momentum=0.5)
+MUON_OUTER = Outer(outer_learning_rate=1.0, outer_momentum=0.5)
 """With a mean: the decoupled presets where `inner.optimizer` is Muon (docs/research/results.md): what its learners agree on is
 stepped in full. It is what was compared at scale; at COOLER, made for RDA, a mean falls behind RDA with Muon too."""
-COOLER = Outer(outer_learning_rate=0.4, outer_momentum=0.7)
+RDA_OUTER = Outer(outer_learning_rate=0.4, outer_momentum=0.7)
 """The better of two tried at 35M with RDA and AdamW (docs/research/results.md). RDA restores the norm that a mean of M learners
 loses, so that the published 0.7 / 0.9 steps further than with a mean: too far in runs of some thousand steps."""
 
 
 def decoupled() -> Config:
-    return Config(preset="decoupled", outer=COOLER)
+    return Config(preset="decoupled", outer=RDA_OUTER)
 
 
 def decoupled_ramp() -> Config:
-    return Config(preset="decoupled_ramp", protocol=Protocol(ramp=0.1), outer=COOLER)
+    return Config(preset="decoupled_ramp", protocol=Protocol(ramp=0.1), outer=RDA_OUTER)
 
 
 PRESETS: dict[str, Callable[[], Config]] = {
@@ -77,5 +77,5 @@ def preset(name: str, optimizer: str = "AdamW") -> Config:
         raise ConfigError(f"preset = {name!r}: no such preset; there are {', '.join(PRESETS)}")
     found = PRESETS[name]()
     if optimizer == "Muon" and name in (decoupled.__name__, decoupled_ramp.__name__):
-        return msgspec.structs.replace(found, protocol=msgspec.structs.replace(found.protocol, merge="mean"), outer=FULL)
+        return msgspec.structs.replace(found, protocol=msgspec.structs.replace(found.protocol, merge="mean"), outer=MUON_OUTER)
     return found

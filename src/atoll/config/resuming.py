@@ -20,16 +20,16 @@ class Kept(NamedTuple):
     key: str
     why: str
     """Goes on after "the run that is resumed had X, and"."""
-    told: Callable[[Config], object] | None = None
+    effective: Callable[[Config], object] | None = None
     """What the key comes down to, where that is not its value; None there: it has no say."""
 
     def of(self, config: Config) -> object:
-        return (self.told or attrgetter(self.key))(config)
+        return (self.effective or attrgetter(self.key))(config)
 
 
-def _where(key: str, told: Callable[[Config], bool]) -> Callable[[Config], object]:
+def _only_if(key: str, effective: Callable[[Config], bool]) -> Callable[[Config], object]:
     """The key's value in configs in which it has a say."""
-    return lambda config: attrgetter(key)(config) if told(config) else None
+    return lambda config: attrgetter(key)(config) if effective(config) else None
 
 
 def _inner(*optimizers: str) -> Callable[[Config], bool]:
@@ -52,21 +52,21 @@ KEPT: Final = (
     Kept("model.dtype", "its learners' weights and moments are of that type"),
     Kept("protocol.fragmentation", _LAYOUT),
     Kept("protocol.fragments", _LAYOUT),
-    Kept("protocol.layer_order", _LAYOUT, _where("protocol.layer_order", lambda c: c.protocol.fragmentation == "layer")),
+    Kept("protocol.layer_order", _LAYOUT, _only_if("protocol.layer_order", lambda c: c.protocol.fragmentation == "layer")),
     Kept("outer.apply_outer_optimizer_to", _LAYOUT),
     Kept("outer.outer_optimizer", "its outer state is that optimiser's"),
     Kept("outer.delay", "its outer gradients are gathered by so many",
-         _where("outer.delay", lambda c: c.outer.outer_optimizer == "delayed_nesterov")),
+         _only_if("outer.delay", lambda c: c.outer.outer_optimizer == "delayed_nesterov")),
     Kept("protocol.anchor", "its learners count their work from there",
          lambda c: "round_start" if c.protocol.anchor == "round_start" else "present or adopted"),
     Kept("protocol.error_feedback", "what was rounded away is part of its learners' state or not by that"),
     Kept("inner.optimizer", _MOMENTS),
     Kept("inner.weight_decay", _MOMENTS),
-    Kept("inner.betas", _MOMENTS, _where("inner.betas", _inner("AdamW", "Adam", "Muon"))),
-    Kept("inner.momentum", _MOMENTS, _where("inner.momentum", _inner("SGD"))),
-    Kept("inner.muon_momentum", _MOMENTS, _where("inner.muon_momentum", _inner("Muon"))),
-    Kept("inner.muon_except", _MOMENTS, _where("inner.muon_except", _inner("Muon"))),
-    Kept("protocol.embedding_glob", _MOMENTS, _where("protocol.embedding_glob", _inner("Muon"))),
+    Kept("inner.betas", _MOMENTS, _only_if("inner.betas", _inner("AdamW", "Adam", "Muon"))),
+    Kept("inner.momentum", _MOMENTS, _only_if("inner.momentum", _inner("SGD"))),
+    Kept("inner.muon_momentum", _MOMENTS, _only_if("inner.muon_momentum", _inner("Muon"))),
+    Kept("inner.muon_except", _MOMENTS, _only_if("inner.muon_except", _inner("Muon"))),
+    Kept("protocol.embedding_glob", _MOMENTS, _only_if("protocol.embedding_glob", _inner("Muon"))),
 )  # fmt: skip
 """A changed one is refused, first come first told: whoever changed the model wants to hear of the model, not of its layout."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from atoll.config import Config
 from atoll.errors import DataError
 from atoll.store.tensor_files import pack_state, unpack_state
-from atoll.tensors.inventory import AND_FROZEN, with_frozen
+from atoll.tensors.inventory import FROZEN_SEPARATOR, with_frozen
 from atoll.tensors.layout import Fragment, Layout, Slot, fingerprint_of
 
 _KINDS = ("param", "float_buffer", "other_buffer", "bool_buffer")
@@ -32,7 +32,7 @@ _SLOT = tuple(f.name for f in fields(Slot))
 def pack_model(layout: Layout, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Any]:
     """Of a frozen part, which the layout's fingerprint may name, only the digest is uploaded."""
     slots = [[_plain(slot) for slot in (*f.params, *f.buffers)] for f in layout.fragments]
-    frozen = layout.fingerprint.partition(AND_FROZEN)[2]
+    frozen = layout.fingerprint.partition(FROZEN_SEPARATOR)[2]
     uploaded = {"pattern": layout.pattern, "slots": slots, "params": list(params), "buffers": list(buffers), "frozen": frozen}
     return list(pack_state(uploaded))
 

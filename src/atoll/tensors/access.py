@@ -1,7 +1,7 @@
-"""Between a model's live tensors and the flat fp32 vectors of a fragment.
+"""Copies between a model's live tensors and the flat fp32 vectors of a fragment.
 
-Reading always copies: a vector is a value, and the next inner step must not reach into it. Writing goes in place and in
-slot order, so an optimiser that holds the parameters keeps holding them.
+Reading always copies: the next inner step must not change a vector that was read. Writing is in place and in slot order, so an
+optimiser's references to the parameters stay valid.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from atoll.tensors.layout import Fragment, Slot
 
 
 def named_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Canonical name to live parameter or persistent buffer, tied ones once. Frozen parameters are listed too."""
+    """Live parameters and persistent buffers by canonical name, tied ones once. Frozen parameters are included."""
     return {entry.name: entry.tensor for entry in walk(model)}
 
 
 def read_params(model_tensors: Mapping[str, Tensor], fragment: Fragment, out: Tensor | None = None) -> Tensor:
-    """A flat fp32 copy of the fragment's parameters, into `out` if given, else on the first one's device."""
+    """A flat fp32 copy of the fragment's parameters: in `out` if given, else on the first parameter's device."""
     return _read(model_tensors, fragment.params, fragment.numel, out)
 
 
@@ -30,7 +30,7 @@ def write_params(model_tensors: Mapping[str, Tensor], fragment: Fragment, flat: 
     """Write a flat vector into the live parameters, each cast to its own dtype."""
     assert flat.numel() == fragment.numel, f"fragment {fragment.id} has {fragment.numel} elements, not {flat.numel()}"
     for slot in fragment.params:
-        _piece(model_tensors, slot).copy_(_stretch(flat, slot))
+        _piece(model_tensors, slot).copy_(_slice(flat, slot))
 
 
 def read_buffers(model_tensors: Mapping[str, Tensor], fragment: Fragment) -> Tensor:
@@ -44,27 +44,27 @@ def write_buffers(model_tensors: Mapping[str, Tensor], fragment: Fragment, flat:
     expected = fragment.buffer_numel
     assert flat.numel() == expected, f"fragment {fragment.id} has {expected} buffer elements, not {flat.numel()}"
     for slot in fragment.buffers:
-        values = _stretch(flat, slot)
+        values = _slice(flat, slot)
         if slot.kind == "bool_buffer":
-            values = values > 0.5  # one half itself is false, as a tied vote is in merge_buffers
+            values = values > 0.5  # one half is false, as a tie is in merge_buffers
         elif slot.kind == "other_buffer":
             values = _to_integers(values, slot.dtype)
         _piece(model_tensors, slot).copy_(values)
 
 
 def cast_like(fragment: Fragment, flat: Tensor) -> Tensor:
-    """What `flat` becomes in the live parameters, as fp32 again.
+    """`flat` cast to the dtypes of the live parameters, and back to fp32.
 
-    The very same tensor where all slots are fp32: treat it as a value. A learner's differences are taken against this
-    cast, or the rounding of bf16 weights would travel as if it had been learnt.
+    The same tensor if all slots are fp32, so do not change it. A learner's differences are taken against this cast; otherwise
+    the rounding of bf16 weights would count as training.
     """
     if all(slot.dtype == torch.float32 for slot in fragment.params):
         return flat
     cast = flat.clone()
     for slot in fragment.params:
         if slot.dtype != torch.float32:
-            stretch = cast[slot.offset : slot.offset + slot.numel]
-            stretch.copy_(stretch.to(slot.dtype))
+            part = cast[slot.offset : slot.offset + slot.numel]
+            part.copy_(part.to(slot.dtype))
     return cast
 
 
@@ -75,7 +75,7 @@ def _read(model_tensors: Mapping[str, Tensor], slots: Sequence[Slot], numel: int
         out = torch.empty(numel, dtype=torch.float32, device=device)
     assert out.shape == (numel,) and out.dtype == torch.float32, f"out must be a flat fp32 vector of {numel} elements"
     for slot in slots:
-        _stretch(out, slot).copy_(_piece(model_tensors, slot))
+        _slice(out, slot).copy_(_piece(model_tensors, slot))
     return out
 
 
@@ -86,13 +86,13 @@ def _piece(model_tensors: Mapping[str, Tensor], slot: Slot) -> Tensor:
     return tensor.narrow(0, slot.row_start, slot.row_stop - slot.row_start)
 
 
-def _stretch(flat: Tensor, slot: Slot) -> Tensor:
+def _slice(flat: Tensor, slot: Slot) -> Tensor:
     return flat[slot.offset : slot.offset + slot.numel].view(slot.shape)
 
 
 def _to_integers(values: Tensor, dtype: torch.dtype) -> Tensor:
-    # Saturate: a cast outside the target's range is undefined in C and flips the sign on some machines. 2^63 - 1 is no
-    # double; 1024 below it is the largest double that still fits.
+    # Saturate: a cast outside the target's range is undefined in C and flips the sign on some machines. A double cannot hold
+    # 2^63 - 1; the largest double that fits is 2^63 - 1024.
     limits = torch.iinfo(dtype)
     highest = min(limits.max, 2**63 - 1024)
     return values.to(torch.float64).round_().clamp_(limits.min, highest).to(dtype)

@@ -1,7 +1,7 @@
-"""Dividing a model into fragments: arithmetic on names and sizes only, one function per pattern.
+"""Divides a model into fragments: arithmetic on names and sizes only, one function per pattern.
 
-A *bin* is the list of piece indices of one fragment, ascending. Sizes are element counts and not dtype bytes: a
-fragment travels as a flat fp32 vector, so a bf16 tensor weighs as much on the wire as an fp32 one of the same shape.
+A *bin* is the ascending list of piece indices of one fragment. Sizes are element counts, not bytes: a fragment is sent as a
+flat fp32 vector, so a bf16 tensor costs as much as an fp32 tensor of the same shape.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def strided(count: int, fragments: int) -> Bins:
 
 
 def sequential(count: int, fragments: int) -> Bins:
-    """Neighbours stay together; sizes differ by at most one, the longer bins first."""
+    """Neighbours stay together; sizes differ by at most one, and the longer bins are first."""
     short, longer = divmod(count, fragments)
     starts = [index * short + min(index, longer) for index in range(fragments + 1)]
     return [list(range(start, stop)) for start, stop in pairwise(starts)]
@@ -32,7 +32,7 @@ def sequential(count: int, fragments: int) -> Bins:
 def balanced(sizes: Sequence[int], fragments: int) -> Bins:
     """Largest first, each into the smallest bin so far (Graham: the largest bin is at most 4/3 of the optimum).
 
-    Ties are settled by index on both sides, so every worker that sees the same model finds the same bins.
+    The index breaks ties on both sides, so every worker computes the same bins for the same model.
     """
     bins: Bins = [[] for _ in range(fragments)]
     heap = [(0, index) for index in range(fragments)]
@@ -46,7 +46,7 @@ def balanced(sizes: Sequence[int], fragments: int) -> Bins:
 def split_rows(shape: Sequence[int], limit: int) -> list[tuple[int, int]]:
     """Row ranges along the first axis, of nearly equal size and at most `limit` elements each.
 
-    A single row larger than the limit stays whole: cutting inside a row would leave pieces that are no tensors.
+    A single row larger than the limit stays whole: a part of a row would not be a tensor.
     """
     if not shape:
         return [(0, 1)]
@@ -63,10 +63,10 @@ def split_rows(shape: Sequence[int], limit: int) -> list[tuple[int, int]]:
 def by_layer(
     model: nn.Module, names: Sequence[str], fragments: int | None, layers_per_fragment: int, order: str
 ) -> Bins:
-    """Groups of transformer blocks; what belongs to no block (embedding, head, final norm) is the LAST fragment.
+    """Groups of transformer blocks; tensors outside the blocks (embedding, head, final norm) are the LAST fragment.
 
-    Last, so that fragment g is group g of the blocks whether or not there are such tensors. Blocks without a trainable
-    tensor of their own (frozen, or tied to an earlier block) do not count as blocks.
+    They are last so that fragment g is group g of the blocks, with or without such tensors. Blocks without a trainable tensor
+    of their own (frozen, or tied to an earlier block) do not count.
     """
     container = _block_container(model, names)
     members: dict[int, list[int]] = {}
@@ -88,11 +88,11 @@ def by_layer(
 
 
 def _block_container(model: nn.Module, names: Sequence[str]) -> str:
-    """The list of blocks: the container of numbered children of one class that holds the most parameters.
+    """The list of blocks: of the containers with numbered children of one class, the one with the most parameters.
 
-    One class first, because a model that is itself an nn.Sequential(embedding, blocks, head) has numbered children
-    too, and more parameters than its blocks. Hybrid stacks (attention and state-space blocks in turn) have no
-    container of one class as large; they are found in the second place, when nothing is of one class.
+    Containers of one class come first, because a model that is an nn.Sequential(embedding, blocks, head) has numbered children
+    too, and more parameters than its blocks. Containers of several classes (attention and state-space blocks in turn) are
+    considered only if there is none of one class.
     """
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     candidates: list[tuple[bool, int, str]] = []
@@ -109,7 +109,7 @@ def _block_container(model: nn.Module, names: Sequence[str]) -> str:
             "pattern 'layer' found no nn.ModuleList or nn.Sequential with two or more trainable blocks: "
             "use 'tensor', 'balanced' or 'sub_tensor'"
         )
-    best = max(candidates, key=lambda candidate: candidate[:2])  # the first, that is the outermost, on ties
+    best = max(candidates, key=lambda candidate: candidate[:2])  # on ties the first, which is the outermost
     return best[2]
 
 

@@ -1,7 +1,7 @@
-"""What a model holds: every parameter and persistent buffer once, in state-dict order, tied names gathered.
+"""The tensors of a model: every parameter and persistent buffer once, in state-dict order, with all its tied names.
 
-Two names are tied when they lead to the same memory seen in the same way, so a weight shared by assignment, by a shared
-module or by `Parameter(other.data)` is found alike. The first name in state-dict order is the canonical one.
+Two names are tied if they refer to the same memory with the same shape and strides: a weight shared by assignment, by a shared
+module or by `Parameter(other.data)`. The first name in state-dict order is the canonical one.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from atoll.errors import ConfigError
 
 OUTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-AND_FROZEN = "+"
-"""Between the fingerprint of what travels and that of what does not."""
+FROZEN_SEPARATOR = "+"
+"""Between the fingerprint of the exchanged tensors and the digest of the frozen ones."""
 
 _WIDEST = 1 << 24
 
 
 @dataclass(slots=True)
 class Entry:
-    """One tensor of the model with all the names it goes by."""
+    """One tensor of the model with all its names."""
 
     name: str
     module: str
@@ -42,14 +42,14 @@ class Entry:
 def walk(model: nn.Module) -> list[Entry]:
     """Every parameter and persistent buffer, tied ones once, in state-dict order."""
     entries: dict[Hashable, Entry] = {}
-    # Shared modules are visited under each of their names: a glob may know a tensor by its second name.
+    # Shared modules are visited under each of their names: a glob may match a tensor's second name.
     for module_name, module in model.named_modules(remove_duplicate=False):
         for leaf, tensor, parameter in _own_tensors(module):
             name = f"{module_name}.{leaf}" if module_name else leaf
             _refuse_untouchable(name, tensor)
             entry = entries.setdefault(_memory(tensor), Entry(name, module_name, tensor))
             entry.names.append(name)
-            # Any trainable name makes the shared memory trainable: the inner optimiser changes it all the same.
+            # One trainable name makes the shared memory trainable: the inner optimiser changes it in any case.
             entry.parameter |= parameter
             entry.trainable |= parameter and tensor.requires_grad
             entry.embedding_weight |= isinstance(module, nn.Embedding | nn.EmbeddingBag) and leaf == "weight"
@@ -57,15 +57,15 @@ def walk(model: nn.Module) -> list[Entry]:
 
 
 def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Those that do not train, under every name they go by, in the order of names: no fragment holds them."""
+    """The parameters that do not train, by all their names, sorted. They are in no fragment."""
     entries = [entry for entry in walk(model) if entry.parameter and not entry.trainable]
     return dict(sorted((name, entry.tensor) for entry in entries for name in entry.names))
 
 
 def frozen_digest(model: nn.Module) -> str:
-    """SHA-256 of the frozen parameters' names, dtypes, shapes and bytes, wherever and however they lie; "" where all train.
-    They do not travel, and work that was done on top of others would be averaged without a word. Of every name, so that
-    whether frozen weights are tied does not matter: they cannot drift apart."""
+    """SHA-256 of the frozen parameters' names, dtypes, shapes and bytes, on any device and in any layout; "" if all train. They
+    are not exchanged, so without this check, learners with different frozen weights would be averaged silently. Every name
+    counts, so that tied and untied copies of frozen weights give the same digest: neither can change."""
     whole, known = hashlib.sha256(), dict[int, str]()
     frozen = frozen_parameters(model)
     for name, tensor in frozen.items():
@@ -77,17 +77,17 @@ def frozen_digest(model: nn.Module) -> str:
 
 
 def with_frozen(fingerprint: str, frozen: str) -> str:
-    """A layout's fingerprint as that of the whole model, in one word; where nothing is frozen they are the same."""
-    return f"{fingerprint}{AND_FROZEN}{frozen}" if frozen else fingerprint
+    """The fingerprint of the whole model, in one word: the layout's own if nothing is frozen."""
+    return f"{fingerprint}{FROZEN_SEPARATOR}{frozen}" if frozen else fingerprint
 
 
 def slot_kind(entry: Entry, outer_scope: str) -> str | None:
-    """How a tensor travels; None: it stays at home (frozen parameters, and tensors without elements)."""
+    """How a tensor is exchanged. None: not at all (frozen parameters, and tensors without elements)."""
     if entry.tensor.numel() == 0 or (entry.parameter and not entry.trainable):
         return None
     dtype = entry.tensor.dtype
     if dtype.is_complex:
-        raise ConfigError(f"{entry.name} is {dtype}: complex tensors cannot travel; keep its two parts as real ones")
+        raise ConfigError(f"{entry.name} is {dtype}: complex tensors are not supported; keep its two parts as real tensors")
     if entry.parameter or (dtype.is_floating_point and outer_scope == "all_floating"):
         if dtype not in OUTER_DTYPES:
             raise ConfigError(
@@ -103,7 +103,7 @@ def slot_kind(entry: Entry, outer_scope: str) -> str | None:
 
 
 def refuse_overlaps(entries: list[Entry]) -> None:
-    """Two different views of one memory (a transposed tie, a slice) would be stepped twice each round, silently."""
+    """Two different views of one memory (a transposed tie, a slice) would be stepped twice per round, silently."""
     spans = sorted((*_byte_span(entry.tensor), entry.name) for entry in entries if not entry.tensor.is_meta)
     for (device, _, stop, name), (next_device, next_start, _, next_name) in pairwise(spans):
         if device == next_device and next_start < stop:
@@ -115,7 +115,7 @@ def refuse_overlaps(entries: list[Entry]) -> None:
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
     for leaf, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
         yield leaf, parameter, True
-    # torch has no public way to ask whether a buffer is persistent, short of a state dict of the whole model.
+    # torch has no public way to ask whether a buffer is persistent, except a state dict of the whole model.
     transient = module._non_persistent_buffers_set
     for leaf, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if leaf not in transient:
@@ -123,7 +123,7 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def _memory(tensor: Tensor) -> Hashable:
-    # Tensors without memory of their own (meta device, no elements) all share address 0: only identity tells.
+    # Tensors without memory (meta device, no elements) all have address 0: only identity distinguishes them.
     if tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
@@ -138,18 +138,18 @@ def _byte_span(tensor: Tensor) -> tuple[str, int, int]:
 def _refuse_untouchable(name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
         raise ConfigError(f"{name} is not initialised: run one forward pass through lazy modules before training")
-    # By name, so that this room does not import torch.distributed to refuse what only torch.distributed makes.
+    # By class name, so that this room need not import torch.distributed.
     if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
-        raise ConfigError(f"{name} is a DTensor: a learner's model must hold plain tensors, so do not shard it")
+        raise ConfigError(f"{name} is a DTensor: a learner's model must have plain tensors; do not shard it")
 
 
 def _refuse_wide_integers(entry: Entry) -> None:
-    # Buffers travel in fp32. A counter that grows past 2^24 merely loses its last bits; a hash or a bit mask, present
-    # from the start, would be destroyed, and that can be seen here.
+    # Buffers are sent in fp32. A counter that grows past 2^24 only loses its last bits; a hash or a bit mask, which is large
+    # from the start, would be destroyed, and can be found here.
     if entry.tensor.is_meta:
         return
     values = entry.tensor.detach().to(torch.int64)
     if bool(((values > _WIDEST) | (values < -_WIDEST)).any()):
         raise ConfigError(
-            f"buffer {entry.name} holds integers beyond 2^24, more than fp32 carries: register it with persistent=False"
+            f"buffer {entry.name} has integers beyond 2^24, which fp32 cannot represent: register it with persistent=False"
         )

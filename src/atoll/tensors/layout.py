@@ -1,12 +1,12 @@
-"""Which slice of which tensor sits where in which fragment.
+"""The layout of a model in fragments: which slice of which tensor is where in which fragment.
 
-A fragment is a flat fp32 vector (of its trainable parameters) and a second one (of its buffers); a slot is a stretch of
-either. The layout is a function of the model's structure and the arguments only, so the syncer and every learner derive
-it on their own and compare fingerprints.
+A fragment is a flat fp32 vector of its trainable parameters and a second one of its buffers; a slot is a range of either. The
+layout is a function of the model's structure and the arguments only, so the syncer and every learner compute it independently
+and compare fingerprints.
 
-Slots lie in state-dict order inside a fragment. Buffers go with their module's fragment: the one that holds the
-module's first parameter (its first piece, where that is split), its own before those of its children. A module without
-any goes by the smallest enclosing module that has some: with the nearest preceding parameter in there, else the first.
+Slots are in state-dict order inside a fragment. A module's buffers are in the fragment of its first parameter (of its first
+piece, if that is split); its own parameters come before those of its children. For a module without parameters the smallest
+enclosing module that has some decides: its nearest preceding parameter, else its first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OUTER_SCOPES = ("parameters", "all_floating")
 @dataclass(frozen=True, slots=True)
 class Slot:
     name: str
-    """The canonical state-dict name: the first one of tied tensors, which are handled once."""
+    """The canonical state-dict name; tied tensors have one slot, under their first name."""
     kind: str
     """"param", "float_buffer", "other_buffer" (integers) or "bool_buffer"."""
     row_start: int
@@ -62,7 +62,7 @@ class Layout:
     fragments: tuple[Fragment, ...]
     pattern: str
     fingerprint: str
-    """SHA-256 of every slot of every fragment: two workers with equal fingerprints mean the same numbers."""
+    """SHA-256 of every slot of every fragment: equal fingerprints mean equal layouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def build_layout(
     embedding_glob: str | None = None,
     outer_scope: str = "parameters",
 ) -> Layout:
-    """Divide the model's travelling tensors into fragments; raises ConfigError where that cannot be done."""
+    """Divides the model's exchanged tensors into fragments. Raises ConfigError if that is impossible."""
     _check_arguments(pattern, fragments, layers_per_fragment, order, outer_scope)
     pieces = _whole_pieces(model, embedding_glob, outer_scope)
     params = [piece for piece in pieces if piece.kind == "param"]
@@ -104,7 +104,7 @@ def build_layout(
         raise ConfigError("the model has no trainable floating parameter: at least one must have requires_grad=True")
     if pattern == "sub_tensor":
         assert fragments is not None
-        params = _split_giants(params, fragments)
+        params = _split_large(params, fragments)
     bins = _divide(model, params, pattern, fragments, layers_per_fragment, order)
     return _assemble(params, buffers, bins, pattern)
 
@@ -143,8 +143,8 @@ def _whole_pieces(model: nn.Module, embedding_glob: str | None, outer_scope: str
     return pieces
 
 
-def _split_giants(params: list[_Piece], fragments: int) -> list[_Piece]:
-    # Rounded down, so that a model with rows small enough always yields at least as many pieces as fragments.
+def _split_large(params: list[_Piece], fragments: int) -> list[_Piece]:
+    # Rounded down, so that a model with small enough rows always gives at least as many pieces as fragments.
     limit = max(1, sum(piece.numel for piece in params) // fragments)
     return [
         replace(whole, row_start=start, row_stop=stop, shape=_rows_shape(whole.shape, stop - start))
@@ -178,12 +178,12 @@ def _divide(
 
 def _assemble(params: list[_Piece], buffers: list[_Piece], bins: Bins, pattern: str) -> Layout:
     fragment_of = {piece: fragment for fragment, members in enumerate(bins) for piece in members}
-    homes = _buffer_homes(params, fragment_of, buffers)
+    buffer_fragments = _buffer_fragments(params, fragment_of, buffers)
     made: list[Fragment] = []
     for fragment, members in enumerate(bins):
         param_slots, numel = _place([params[index] for index in members])
-        guests = [piece for piece, home in zip(buffers, homes, strict=True) if home == fragment]
-        buffer_slots, buffer_numel = _place(guests)
+        owned = [piece for piece, owner in zip(buffers, buffer_fragments, strict=True) if owner == fragment]
+        buffer_slots, buffer_numel = _place(owned)
         assert numel > 0, "every fragmentation fills every fragment"
         made.append(Fragment(fragment, param_slots, buffer_slots, numel, buffer_numel))
     return Layout(tuple(made), pattern, fingerprint_of(made))
@@ -198,8 +198,8 @@ def _place(pieces: list[_Piece]) -> tuple[tuple[Slot, ...], int]:
     return tuple(slots), offset
 
 
-def _buffer_homes(params: list[_Piece], fragment_of: dict[int, int], buffers: list[_Piece]) -> list[int]:
-    """The fragment of every buffer, by the rule on top of this file. Once per module: all its buffers stay together."""
+def _buffer_fragments(params: list[_Piece], fragment_of: dict[int, int], buffers: list[_Piece]) -> list[int]:
+    """The fragment of every buffer, by the rule at the top of this file; all buffers of a module stay together."""
     known: dict[str, int] = {}
     for buffer in buffers:
         module = buffer.entry.module
@@ -211,7 +211,7 @@ def _buffer_homes(params: list[_Piece], fragment_of: dict[int, int], buffers: li
             known[module] = fragment_of[below[0]]
             continue
         scope, around = module, below
-        while not around:  # ends at the model itself, which holds at least one parameter
+        while not around:  # ends at the model itself, which has at least one parameter
             scope = scope.rpartition(".")[0]
             around = [at for at, piece in enumerate(params) if _within(piece.entry.name, scope)]
         before = [at for at in around if params[at].index < buffer.index and params[at].row_start == 0]

@@ -1,9 +1,9 @@
-"""Merging the outer gradients of several learners into one: the mean, and radial-directional averaging (RDA).
+"""Merges the outer gradients of several learners into one: the mean, and radial-directional averaging (RDA).
 
-Every function depends on its arguments' values and order only; the caller sorts by LearnerId. On the CPU results are
-the same for any number of threads: elementwise arithmetic multiplies and adds in separate, singly rounded steps, and
-norms add up in float64 over a tree of fixed shape (`squared_norms`). A GPU need not agree with a CPU in the last
-bit (it divides by a number as by its reciprocal), so one run merges on one kind of device.
+Every function depends only on the values and the order of its arguments; the caller sorts by LearnerId. On the CPU results are
+the same for any number of threads: elementwise arithmetic multiplies and adds in separately rounded steps, and norms add up in
+float64 over a tree of fixed shape (`squared_norms`). A GPU may differ from a CPU in the last bit (it multiplies by a reciprocal
+where a CPU divides), so one run merges on one kind of device.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from atoll.tensors.layout import Fragment, Slot
 NORMS = ("tensor", "row", "fragment")
 
 MergeFunction = Callable[[Sequence[Tensor], Sequence[float]], Tensor]
-"""The learners' outer gradients of one parameter, each in its shape, in LearnerId order, and their weights, all above 0; to one
-tensor of that shape. A pure function: a merge that is computed twice must give the same bits."""
+"""Maps the learners' outer gradients of one parameter, each in its shape, in LearnerId order, with weights above 0, to one tensor
+of that shape. It must be pure: a merge that is computed twice must give the same bits."""
 
 _registered: dict[str, MergeFunction] = {}
 
 
 def register_merge(spec: MergeSpec, merge_parameter: MergeFunction) -> None:
-    """Adds a merge of your own, which works parameter by parameter. Registering the same row again replaces its function."""
+    """Adds a user's merge, which works parameter by parameter. Registering the same row again replaces its function."""
     add_merge(spec)
     _registered[spec.name] = merge_parameter
 
@@ -41,18 +41,18 @@ def _by_registered(name: str, deltas: Sequence[Tensor], weights: Sequence[float]
 
 
 CANCELLED = 1e-6
-"""Directions cancel when their weighted average is no longer than this (unit vectors average to a length of 0 to 1,
-orthogonal ones to 1/sqrt(M)). Directions are fp32, so opposite ones leave a residue of about 1e-7 that is rounding and
-nothing else; below this bound RDA would blow that noise up to full length."""
+"""Directions cancel if their weighted average is no longer than this (unit vectors average to a length of 0 to 1, orthogonal
+ones to 1/sqrt(M)). Directions are fp32, so opposite ones leave a residue of about 1e-7, which is only rounding error. Without
+this bound RDA would scale that error up to full length."""
 
 _LEAF = 1024
 _BATCH = 1 << 20
 
 
 def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """`sum_i w_i*d_i / sum_i w_i`, in the order given.
+    """`sum_i w_i*d_i / sum_i w_i`, in the given order.
 
-    Equal weights of whatever size give the bits of weight 1, `((d0 + d1) + d2) / 3`; one learner gives its own bits.
+    Equal weights of any size give the bits of weight 1, `((d0 + d1) + d2) / 3`; one learner gives its own bits.
     """
     voters, shares = _voters(deltas, weights)
     if len(voters) == 1:
@@ -65,7 +65,7 @@ def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 
 def rda(deltas: Sequence[Tensor], weights: Sequence[float], segments: Sequence[tuple[int, int]]) -> Tensor:
-    """RDA of each segment `(offset, numel)` on its own; elements outside every segment come out as zero."""
+    """RDA of each segment `(offset, numel)` separately; elements outside all segments are zero."""
     voters, shares = _voters(deltas, weights)
     out = torch.zeros_like(voters[0])
     for offset, numel in segments:
@@ -83,10 +83,10 @@ def merge(
     embedding_method: str,
     norm: str,
 ) -> Tensor:
-    """One outer gradient for the fragment; embedding slots by a method of their own.
+    """One outer gradient for the fragment; embedding slots have their own method.
 
-    `norm` says what RDA takes for one vector: each slot ("tensor"), each stretch along the last axis ("row"; slots of
-    one axis as one), or all non-embedding slots together and all embedding slots together ("fragment").
+    `norm` selects what RDA treats as one vector: each slot ("tensor"), each row along the last axis ("row"; a slot with one
+    axis is one row), or all non-embedding slots together and all embedding slots together ("fragment").
     """
     assert norm in NORMS, norm
     merge_spec(method), merge_spec(embedding_method)
@@ -116,38 +116,38 @@ def merge(
 
 
 def merge_buffers(values: Sequence[Tensor], weights: Sequence[float], fragment: Fragment) -> Tensor:
-    """The fragment's buffers, merged with the learners' weights and no momentum, as a flat fp32 vector.
+    """The fragment's buffers, merged with the learners' weights and without momentum, as a flat fp32 vector.
 
-    Floats: the weighted mean. Integers: the weighted mean in float64, rounded half to even. Bools: the weighted
-    majority; a tie is False, which errs on the side of a flag not raised.
+    Floats: the weighted mean. Integers: the weighted mean in float64, rounded half to even. Bools: the weighted majority; a tie
+    is False, so that a flag is not set by half of the learners.
     """
     voters, _ = _voters(values, weights)
     raw = [weight for weight in weights if weight != 0.0]
     out = torch.empty_like(voters[0])
     for slot in fragment.buffers:
         part = slice(slot.offset, slot.offset + slot.numel)
-        stretches = [voter[part] for voter in voters]
+        segments = [voter[part] for voter in voters]
         if slot.kind == "float_buffer":
-            out[part] = mean(stretches, raw)
+            out[part] = mean(segments, raw)
         elif slot.kind == "bool_buffer":
-            out[part] = _sum64([stretch > 0.5 for stretch in stretches], raw) * 2 > sum(raw)
+            out[part] = _sum64([segment > 0.5 for segment in segments], raw) * 2 > sum(raw)
         else:
-            out[part] = _sum64(stretches, raw).div_(sum(raw)).round_()
+            out[part] = _sum64(segments, raw).div_(sum(raw)).round_()
     return out
 
 
 def outlier_norm(delta: Tensor) -> float:
-    """The L2 norm, in float64. NaN or Inf inside gives NaN or Inf: refuse with `not norm <= limit`."""
+    """The L2 norm in float64. NaN or Inf in `delta` gives NaN or Inf, so refuse with `not norm <= limit`."""
     return math.sqrt(squared_norms(delta.reshape(1, -1)).item())
 
 
 def squared_norms(rows: Tensor) -> Tensor:
-    """The squared L2 norm of each row, in float64, added up over a tree that depends on the shape of `rows` only.
+    """The squared L2 norm of each row, in float64, summed over a tree that depends only on the shape of `rows`.
 
-    torch splits a reduction to one number among its threads, but never one leaf of many: so leaves of 1024 first, then
-    at most 1024 leaves, which is too few for torch to split. Batches bound the float64 copy to 8 MiB.
+    torch splits a reduction to one number among its threads, but never one of many. So leaves of 1024 are summed first, then at
+    most 1024 leaves, which are too few for torch to split. Batches bound the float64 copy to 8 MiB.
     """
-    if rows.is_cuda:  # its reductions do not depend on threads of ours, and one launch is what counts there
+    if rows.is_cuda:  # reductions on a GPU do not depend on CPU threads, and one launch is fastest
         return rows.to(torch.float64).square_().sum(-1)
     count, width = rows.shape
     total = torch.zeros(count, dtype=torch.float64, device=rows.device)
@@ -174,7 +174,7 @@ def _rda_rows(blocks: Sequence[Tensor], shares: Sequence[float], out: Tensor) ->
     for index, (block, share) in enumerate(zip(blocks, shares, strict=True)):
         norms = squared_norms(block).sqrt_()
         magnitude += norms * share
-        # phi(0) = 0: a zero row divided by one is zero.
+        # phi(0) = 0: a zero row is divided by one.
         divisor = norms.masked_fill(norms == 0, 1.0).to(out.dtype).unsqueeze(1)
         direction = torch.div(block, divisor, out=scratch if index else out)
         if share != 1.0:
@@ -182,7 +182,7 @@ def _rda_rows(blocks: Sequence[Tensor], shares: Sequence[float], out: Tensor) ->
         if index:
             out.add_(scratch)
     total = sum(shares)
-    length = squared_norms(out).sqrt_()  # of the sum of directions; its average is 1/total of it
+    length = squared_norms(out).sqrt_()  # of the sum of directions, which is `total` times their average
     cancelled = length <= CANCELLED * total
     scale = (magnitude / total) / length.masked_fill(cancelled, 1.0)
     out.mul_(scale.to(out.dtype).unsqueeze(1))
@@ -191,7 +191,7 @@ def _rda_rows(blocks: Sequence[Tensor], shares: Sequence[float], out: Tensor) ->
 
 
 def _rda_joint(voters: Sequence[Tensor], shares: Sequence[float], runs: list[tuple[int, int]], out: Tensor) -> None:
-    """RDA of several stretches as one vector; nothing is copied unless embeddings lie between them."""
+    """RDA of several segments as one vector; they are copied only if embeddings are between them."""
     if not runs:
         return
     sizes = [numel for _, numel in runs]
@@ -204,12 +204,12 @@ def _rda_joint(voters: Sequence[Tensor], shares: Sequence[float], runs: list[tup
     gathered = [torch.cat([voter[start : start + size] for start, size in runs]).view(1, width) for voter in voters]
     joint = torch.empty_like(gathered[0])
     _rda_rows(gathered, shares, joint)
-    for (offset, numel), stretch in zip(runs, torch.split(joint[0], sizes), strict=True):
-        out[offset : offset + numel] = stretch
+    for (offset, numel), segment in zip(runs, torch.split(joint[0], sizes), strict=True):
+        out[offset : offset + numel] = segment
 
 
 def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
-    """Neighbouring slots joined into `(offset, numel)` stretches."""
+    """Neighbouring slots joined into `(offset, numel)` segments."""
     runs: list[tuple[int, int]] = []
     for slot in slots:
         if runs and sum(runs[-1]) == slot.offset:
@@ -220,7 +220,7 @@ def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
 
 
 def _voters(deltas: Sequence[Tensor], weights: Sequence[float]) -> tuple[list[Tensor], list[float]]:
-    """Who counts, and with how much. Weight 0 is absent: adding 0*d would change a -0.0, and let a NaN in."""
+    """The deltas with a weight above 0, and their shares. Weight 0 is left out: 0*d would change a -0.0 and admit a NaN."""
     assert len(deltas) == len(weights), f"{len(deltas)} deltas and {len(weights)} weights"
     assert all(0.0 <= weight < math.inf for weight in weights), f"weights must be finite and not negative: {weights}"
     kept = [(delta, float(weight)) for delta, weight in zip(deltas, weights, strict=True) if weight > 0.0]
@@ -234,8 +234,8 @@ def _weighted(delta: Tensor, share: float, scratch: Tensor | None) -> Tensor:
     return torch.mul(delta, share, out=scratch)
 
 
-def _sum64(stretches: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    total = torch.zeros(stretches[0].shape, dtype=torch.float64, device=stretches[0].device)
-    for stretch, weight in zip(stretches, weights, strict=True):
-        total += stretch.to(torch.float64) * weight
+def _sum64(segments: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    total = torch.zeros(segments[0].shape, dtype=torch.float64, device=segments[0].device)
+    for segment, weight in zip(segments, weights, strict=True):
+        total += segment.to(torch.float64) * weight
     return total

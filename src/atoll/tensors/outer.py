@@ -1,7 +1,7 @@
-"""The outer step: Theta and a merged outer gradient in, the next Theta out. Pure: no argument is changed.
+"""The outer step: from Theta and a merged outer gradient to the next Theta. Pure: no argument is changed.
 
-`delta` is before minus after, so that it is *subtracted*, like any gradient. The operations and their order are those
-of `torch.optim.SGD` on one flat parameter, bit for bit.
+`delta` is before minus after, so it is *subtracted*, like any gradient. The operations and their order are those of
+`torch.optim.SGD` on one flat parameter, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ class OuterRule:
     learning_rate: float
     momentum: float = 0.9
     delay: int = 1
-    """N of delayed Nesterov: outer gradients gathered for one change of the momentum."""
+    """N of delayed Nesterov: outer gradients summed for one update of the momentum."""
     c: float = 0.0
-    """Share of the momentum that delayed Nesterov applies in each of the steps between."""
+    """Share of the momentum that delayed Nesterov applies in each of the steps in between."""
 
 
 @dataclass(frozen=True, slots=True)
 class OuterState:
     momentum: Tensor | None
     pending: Tensor | None
-    """The sum of the outer gradients since the momentum last changed (delayed Nesterov only)."""
+    """The sum of the outer gradients since the last update of the momentum (delayed Nesterov only)."""
     count: int
     """Outer steps taken."""
 
 
 def initial_state(rule: OuterRule, numel: int, *, device: torch.device | None = None) -> OuterState:
-    """Zeros where the rule keeps something, None where it does not."""
+    """Zeros for the state that the rule has, None for the rest."""
     assert rule.optimizer in OPTIMIZERS and rule.delay >= 1, rule
     momentum = None if rule.optimizer == "sgd" else torch.zeros(numel, dtype=torch.float32, device=device)
     delayed = rule.optimizer == "delayed_nesterov"
@@ -47,7 +47,7 @@ def initial_state(rule: OuterRule, numel: int, *, device: torch.device | None = 
 
 
 def outer_step(theta: Tensor, delta: Tensor, state: OuterState, rule: OuterRule) -> tuple[Tensor, OuterState]:
-    """The next Theta and the next state, both new."""
+    """The next Theta and the next state, as new tensors."""
     rate, mu = rule.learning_rate, rule.momentum
     count = state.count + 1
     match rule.optimizer:
@@ -65,7 +65,7 @@ def outer_step(theta: Tensor, delta: Tensor, state: OuterState, rule: OuterRule)
 
 
 def mix(local: Tensor, global_: Tensor, alpha: float) -> Tensor:
-    """`alpha*local + (1 - alpha)*global_`: 0 takes global's bits (a NaN in local does not matter), 1 keeps local's."""
+    """`alpha*local + (1 - alpha)*global_`. 0 gives global's bits, even if local holds NaN; 1 gives local's."""
     if alpha == 0.0:
         return global_.clone()
     if alpha == 1.0:
@@ -76,7 +76,7 @@ def mix(local: Tensor, global_: Tensor, alpha: float) -> Tensor:
 def _accelerated(state: OuterState, delta: Tensor, mu: float) -> Tensor:
     assert state.momentum is not None, "this rule keeps a momentum: start from initial_state(rule, numel)"
     if state.count == 0:
-        return delta.clone()  # as torch does: mu*0 + (-0.0) would be +0.0
+        return delta.clone()  # as in torch: mu*0 + (-0.0) would be +0.0
     return state.momentum.mul(mu).add_(delta)
 
 

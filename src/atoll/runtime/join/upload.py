@@ -14,7 +14,7 @@ from atoll.runtime.learner.address import Address
 from atoll.runtime.syncer.places import Placement
 from atoll.store.model_upload import pack_model
 from atoll.tensors.access import read_buffers, read_params
-from atoll.tensors.inventory import AND_FROZEN, with_frozen
+from atoll.tensors.inventory import FROZEN_SEPARATOR, with_frozen
 from atoll.tensors.layout import Layout
 from atoll.transport import LinkFailed, Refused, upload
 
@@ -35,7 +35,7 @@ async def agree_on_model(
         buffers = [read_buffers(tensors, fragment).cpu() for fragment in layout.fragments]
         whole = replace(layout, fingerprint=with_frozen(layout.fingerprint, frozen))
         digest = (await upload_model(address, placement, pack_model(whole, params, buffers))).decode("ascii", "replace")
-    travels, _, frozen_there = digest.partition(AND_FROZEN)
+    travels, _, frozen_there = digest.partition(FROZEN_SEPARATOR)
     if travels != layout.fingerprint:
         raise ConfigError(
             "the model here is not the one that this run trains: its tensors have other names, shapes or dtypes; build the same "
