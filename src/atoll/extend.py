@@ -1,7 +1,7 @@
-"""What a user adds to Atoll from a file of their own: codecs and merges. The file calls `atoll.register_codec` or
-`atoll.register_merge` when it is imported; every process of the run that needs it is started with `--allow-plugin FILE`.
+"""Plugins: a user's own codecs and merges. A plugin file calls `atoll.register_codec` or `atoll.register_merge` when it is
+imported; every process of a run that needs it is started with `--allow-plugin FILE`.
 
-No code comes over the wire: a process imports only the plugins that its own command line names.
+No code comes from the network: a process imports only the plugins that its own command line names.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _loaded: list[str] = []
 
 
 def loaded_plugins() -> tuple[str, ...]:
-    """What this process imported, for the processes that it starts."""
+    """The plugins of this process, which it passes to the processes that it starts."""
     return tuple(_loaded)
 
 
 def load_plugins(names: Sequence[str]) -> None:
-    """Each a Python file, or a module that can be imported."""
+    """Imports each name: a Python file, or a module."""
     for name in names:
         try:
             if name.endswith(".py"):

@@ -253,10 +253,10 @@ def test_recipe_of_another_preset_resumes_nothing(stopped: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        ("data.batch_size=4", "key data.batch_size = 4: the run that is resumed had 2, and a place in its data is"),
-        ("outer.outer_optimizer=delayed_nesterov", "key outer.outer_optimizer = 'delayed_nesterov': the run that is resumed had"),
-        ("protocol.local_steps_per_round=12", "key protocol.local_steps_per_round = 12: the run that is resumed had 24, and"),
-        ("protocol.ramp=0.5", "key protocol.ramp = 0.5 of total_steps = 50: the run that is resumed ramps over its first 0"),
+        ("data.batch_size=4", "key data.batch_size = 4: the resumed run had 2, and a position in its data is"),
+        ("outer.outer_optimizer=delayed_nesterov", "key outer.outer_optimizer = 'delayed_nesterov': the resumed run had"),
+        ("protocol.local_steps_per_round=12", "key protocol.local_steps_per_round = 12: the resumed run had 24, and"),
+        ("protocol.ramp=0.5", "key protocol.ramp = 0.5 of total_steps = 50: the resumed run ramps over its first 0"),
     ],
 )
 @pytest.mark.usefixtures("unbuilt")
@@ -281,7 +281,7 @@ def test_snapshot_of_more_streams_than_members_may_be_is_refused(stopped: Path) 
 def test_refused_resumption_ends_with_code_2(stopped: Path) -> None:
     done = command.atoll("train", "--resume", stopped, "--set", "data.seq_len=8", "--set", "total_steps=50", cwd=stopped)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("atoll: key data.seq_len = 8: the run that is resumed had 16, and")
+    assert done.stderr.strip().splitlines()[-1].startswith("atoll: key data.seq_len = 8: the resumed run had 16, and")
 
 
 def test_other_tokenizer_is_told_before_there_is_a_folder(stopped: Path, tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_folder_that_is_no_runs_is_told_with_a_recipe_too(tmp_path: Path) -> Non
 
 def test_written_out_config_is_compared_with_no_other_preset(stopped: Path) -> None:
     path = stopped / "config.toml"
-    wanted = f"preset = 'diloco': {path} is of preset 'decoupled'"
+    wanted = f"preset = 'diloco': {path} is for preset 'decoupled'"
     assert refusal("compare", "diloco", "decoupled", "--recipe", path).startswith(wanted)
     assert refusal("config", path, "--preset", "diloco").startswith(wanted)
 

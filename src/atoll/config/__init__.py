@@ -1,6 +1,6 @@
-"""A run as one frozen value, checked once, here. Below this room code trusts its types.
+"""The config of a run: one frozen value, checked here once. All other rooms trust its types.
 
-A preset is a function that returns a complete `Config`; a recipe (TOML) and `--set key=value` lay keys over it.
+A preset is a function that returns a complete `Config`; a recipe (TOML) and `--set key=value` change keys of it.
 Every algorithm of the family is a choice of numbers and policies in `Protocol` and `Outer`: see docs/research/presets.md.
 """
 

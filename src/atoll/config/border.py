@@ -1,4 +1,4 @@
-"""From recipes, presets and `--set` to a checked `Config`. Every refusal names the key, the value and what would be right."""
+"""From recipes, presets and `--set` to a checked `Config`. Every error names the key, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def load(
     assignments: Sequence[str] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> Config:
-    """Preset, then the recipe's keys, then its [for.PRESET] keys, then overrides and --set: the later wins. The optimiser that
-    these choose decides which of its settings the preset brings."""
+    """Preset, then the recipe's keys, then its [for.PRESET] keys, then overrides and --set: the later wins. Some settings of a
+    preset depend on the inner optimiser that these layers choose."""
     tables, special = _recipe_tables(recipe) if recipe is not None else ({}, {})
     own = tables.get("preset")
     chosen = preset_name or tables.get("preset", "decoupled")
@@ -52,8 +52,8 @@ def load(
 def _refuse_new_name(
     recipe: Path | None, names: tuple[str, str], tables: Mapping[str, Any], special: Mapping[str, Any], optimizer: str
 ) -> None:
-    """A run's own config.toml is complete, and a recipe's keys outrank a preset's: another preset over it would train the same
-    under another name. So would it over any recipe that sets whatever the two presets differ in."""
+    """A recipe's keys override a preset's. So if a recipe sets every key in which two presets differ, as a run's own config.toml
+    does, another preset would train the same under another name."""
     trained = []
     for name in names:
         raw = msgspec.to_builtins(preset(name, optimizer))
@@ -62,30 +62,30 @@ def _refuse_new_name(
         trained.append(raw | {"preset": names[1]})
     if trained[0] == trained[1]:
         raise ConfigError(
-            f"preset = {names[1]!r}: {recipe} is of preset {names[0]!r} and sets every key in which they differ, as the config "
-            f"that a run writes does, so only the name would change; give the recipe that it was made from"
+            f"preset = {names[1]!r}: {recipe} is for preset {names[0]!r} and sets every key in which they differ, as the config "
+            f"that a run writes does, so only the name would change; give the recipe that the run was started with"
         )
 
 
 def _chosen_optimizer(layers: Sequence[Mapping[str, Any]]) -> str:
-    """Before anything was checked: whatever is no section and no string is refused later, where it is laid over."""
+    """Runs before any check: values of a wrong type are refused later, in `_lay_over`."""
     inner = [layer["inner"] for layer in layers if isinstance(layer.get("inner"), Mapping)]
     return str(next((section["optimizer"] for section in reversed(inner) if "optimizer" in section), Inner().optimizer))
 
 
 def _recipe_tables(recipe: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What all presets share, and the [for.PRESET] tables."""
+    """The keys for all presets, and the [for.PRESET] tables."""
     tables = read_toml(recipe)
     special = tables.pop("for", {})
     if not isinstance(special, dict) or not all(isinstance(v, dict) for v in special.values()):
-        raise ConfigError(f"key for in {recipe}: holds one table per preset, such as [for.diloco.protocol]")
+        raise ConfigError(f"key for in {recipe}: must have one table per preset, such as [for.diloco.protocol]")
     for name in special:
         preset(name)
     return tables, special
 
 
 def recipe_for(recipe: Path, preset_name: str) -> dict[str, Any]:
-    """A recipe's own keys, those of [for.PRESET] laid over."""
+    """A recipe's own keys, overridden by those of [for.PRESET]."""
     tables, special = _recipe_tables(recipe)
     for key, value in special.get(preset_name, {}).items():
         tables[key] = tables.get(key, {}) | value if isinstance(value, dict) else value
@@ -93,7 +93,7 @@ def recipe_for(recipe: Path, preset_name: str) -> dict[str, Any]:
 
 
 def changed(config: Config, assignments: Sequence[str] = (), overrides: Mapping[str, Any] | None = None) -> Config:
-    """A complete config with some of its keys laid over."""
+    """A complete config with some keys changed."""
     raw = msgspec.to_builtins(config)
     for layer in (overrides or {}, *_sizes_first(assignments)):
         _lay(raw, layer)
@@ -101,7 +101,7 @@ def changed(config: Config, assignments: Sequence[str] = (), overrides: Mapping[
 
 
 def from_builtins(raw: Any) -> Config:
-    """Build and check a Config from plain values; every refusal names the key, the value and what would be right."""
+    """Builds and checks a Config from plain values. Every error names the key, the value and the remedy."""
     for key, value in _numbers(raw, ""):
         if not math.isfinite(value):
             raise ConfigError(f"key {key} = {value}: must be a finite number")
@@ -124,7 +124,7 @@ def _numbers(value: Any, path: str) -> Iterator[tuple[str, float]]:
 
 
 def _sizes_first(assignments: Sequence[str]) -> list[dict[str, Any]]:
-    """Every --set is as explicit as the next, so a number given there wins over a size, whichever stands first."""
+    """A number in one --set overrides a size in another, in either order, because the number is more specific."""
     return sorted(map(parse_assignment, assignments), key=lambda layer: not _size_in(layer))
 
 
@@ -144,10 +144,10 @@ def _lay_over(base: dict[str, Any], layer: Mapping[str, Any], path: str) -> None
         where = f"{path}{key}"
         free = path == "model.numbers."
         if where in RENAMED:
-            raise ConfigError(f"key {where} = {value!r}: is called {RENAMED[where]} now; write {RENAMED[where]} = {value!r}")
+            raise ConfigError(f"key {where} = {value!r}: was renamed to {RENAMED[where]}; write {RENAMED[where]} = {value!r}")
         if key not in base and not free:
             close = difflib.get_close_matches(key, list(base), n=1)
-            hint = f"did you mean {path}{close[0]}?" if close else f"here there are {', '.join(base)}"
+            hint = f"did you mean {path}{close[0]}?" if close else f"use one of {', '.join(base)}"
             raise ConfigError(f"key {where} = {value!r}: no such key; {hint}")
         if isinstance(base.get(key), dict) != isinstance(value, Mapping):
             raise ConfigError(f"key {where} = {value!r}: " + (
@@ -160,7 +160,7 @@ def _lay_over(base: dict[str, Any], layer: Mapping[str, Any], path: str) -> None
 
 
 def _explain(error: str, raw: Any) -> str:
-    """msgspec says what would be right and where; the user also wants to see the value."""
+    """msgspec names the place and the expected type; this adds the value."""
     what, _, where = error.partition(" - at ")
     path = where.strip("`").removeprefix("$.").replace("[...]", "")
     value, kind = raw, Config
@@ -176,7 +176,7 @@ def _explain(error: str, raw: Any) -> str:
 
 
 def _choices(kind: Any) -> list[str]:
-    """What a type admits, in words: literals by value, unions flattened."""
+    """The values of a type, in words: literals by value, unions flattened."""
     if get_origin(kind) is Literal:
         return [repr(choice) for choice in get_args(kind)]
     if get_args(kind):
@@ -202,7 +202,7 @@ def _resolved(config: Config) -> Config:
 
 
 def _check_tables(config: Config) -> None:
-    """Codecs and merges are rows of tables that a user may add to, so no type can list them."""
+    """Users may add rows to the tables of codecs and merges, so no type can list their names."""
     p = config.protocol
     for key, value, known, choices in (
         ("codec_up", p.codec_up, is_codec, known_codecs()), ("codec_down", p.codec_down, is_codec, known_codecs()),

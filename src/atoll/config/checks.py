@@ -1,4 +1,4 @@
-"""Keys against each other: what makes no sense, and what is allowed but not what the papers do."""
+"""Checks of keys against each other: contradictions, and combinations that are allowed but differ from the papers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from atoll.config.sections import ALL, IMAGE_MODELS, Config, Data
 
 
 def contradictions(c: Config) -> list[tuple[bool, str]]:
-    """Each with whether it is one."""
+    """Every possible contradiction: (whether this config has it, the sentence)."""
     p, o = c.protocol, c.outer
     exact_all = p.quorum == ALL and p.adopt == "exact"
     context = c.model.numbers.get("context", c.data.seq_len)
@@ -31,21 +31,21 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
         (any(t >= p.local_steps_per_round for t in p.overlap_by_learner),
          f"key protocol.overlap_by_learner = {p.overlap_by_learner}: each must be below H = {p.local_steps_per_round}"),
         (bool(c.data.end_of_document) and c.data.tokenizer in ("bytes", "bpe"),
-         f"key data.end_of_document = {c.data.end_of_document!r}: is of a Hugging Face tokenizer; leave it empty here"),
+         f"key data.end_of_document = {c.data.end_of_document!r}: is for Hugging Face tokenizers only; leave it empty"),
         (bool(c.data.samples_by_learner) and len(c.data.samples_by_learner) != c.learners,
-         f"key data.samples_by_learner = {c.data.samples_by_learner}: must be empty or hold {c.learners} numbers"),
+         f"key data.samples_by_learner = {c.data.samples_by_learner}: must be empty or have {c.learners} numbers"),
         (p.contribution == "gradient" and not (p.local_steps_per_round == 1 and p.overlap == 0 and exact_all),
          "key protocol.contribution = 'gradient': needs local_steps_per_round = 1, overlap = 0, quorum = 'all', adopt = 'exact'"),
         (p.contribution == "gradient" and p.fragmentation != "whole",
-         f"key protocol.fragmentation = {p.fragmentation!r}: Theta's optimiser clips each fragment by itself, so contribution = "
-         f"'gradient' is data-parallel training with 'whole' alone"),
+         f"key protocol.fragmentation = {p.fragmentation!r}: Theta's optimiser clips each fragment separately, so contribution = "
+         f"'gradient' is data-parallel training only with 'whole'"),
         ((p.contribution == "gradient") != (o.outer_optimizer == "inner"),
          f"key outer.outer_optimizer = {o.outer_optimizer!r}: 'inner' and protocol.contribution = 'gradient' go together"),
         (p.contribution == "gradient" and o.apply_outer_optimizer_to == "all_floating",
          "key outer.apply_outer_optimizer_to = 'all_floating': a buffer has no gradient; with protocol.contribution = 'gradient' "
          "it must be 'parameters'"),
         (p.ramp > 0 and p.adopt != "arrival",
-         f"key protocol.ramp = {p.ramp}: shortens the intervals of adopt = 'arrival' runs; this preset is synchronous already"),
+         f"key protocol.ramp = {p.ramp}: is for adopt = 'arrival'; this run is synchronous already, so use 0"),
         (p.fragments > 1 and p.fragmentation == "whole", "key protocol.fragments: fragmentation = 'whole' has one fragment"),
         (p.lead == 0 and p.adopt == "arrival",
          "key protocol.lead = 0: would make adoption on arrival wait at every step; use -1, or at least 1"),
@@ -63,46 +63,46 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
 
 
 def _whole_tensors(c: Config) -> list[tuple[bool, str]]:
-    """What an inner optimiser can do to a tensor only: train it or not, have moments of it or none."""
+    """An inner optimiser freezes, and resets moments of, whole tensors only."""
     cut = c.protocol.fragmentation == "sub_tensor" and c.protocol.fragments != 1
     why = "'sub_tensor' has pieces of one tensor in several fragments; choose another protocol.fragmentation"
     return [
         (cut and c.protocol.freeze_not_due, f"key protocol.freeze_not_due = true: freezes whole tensors, and {why}"),
         (cut and not c.inner.preserve_optimizer_state,
-         f"key inner.preserve_optimizer_state = false: empties the moments of whole tensors, and {why}"),
+         f"key inner.preserve_optimizer_state = false: resets the moments of whole tensors, and {why}"),
     ]  # fmt: skip
 
 
 def _text_keys_for_images(c: Config) -> list[tuple[bool, str]]:
-    """Of [data], what only text has. `field`, `vocab` and `cache` are left alone: they mean nothing to some text either."""
+    """Keys of [data] that only text has. `field`, `vocab` and `cache` are not checked: some texts do not use them either."""
     usual, name = Data(), c.model.name
     return [
         (name in IMAGE_MODELS and value != getattr(usual, key),
-         f"key data.{key} = {value!r}: is for text, and model.name = {name!r} reads pictures; leave it out")
+         f"key data.{key} = {value!r}: is for text, and model.name = {name!r} reads images; leave it out")
         for key, value in (("heldout", c.data.heldout), ("tokenizer", c.data.tokenizer), ("max_bytes", c.data.max_bytes))
     ]  # fmt: skip
 
 
 def warnings(c: Config) -> list[str]:
-    """Allowed, but not what the papers do: each a sentence for the user."""
+    """Sentences about settings that are allowed but differ from the papers."""
     p, found = c.protocol, []
     h = p.local_steps_per_round
     first = next((k * h // p.fragments for k in range(1, p.fragments) if k * h // p.fragments), h)
     if first > c.total_steps and p.ramp == 0:
-        found.append(f"total_steps = {c.total_steps}: ends before anything is due (first at {first}), so nothing will be merged")
+        found.append(f"total_steps = {c.total_steps}: ends before the first fragment is due (step {first}), so nothing is merged")
     elif p.fragments == 1 and p.anchor != "round_start" and (rest := c.total_steps % h):
         lost = f"the last {rest} of total_steps = {c.total_steps} are in no merge"
-        found.append(f"{lost}: it is no multiple of protocol.local_steps_per_round = {h}")
+        found.append(f"{lost}: it is not a multiple of protocol.local_steps_per_round = {h}")
     if c.outer.apply_outer_optimizer_to == "all_floating":
         found.append("outer.apply_outer_optimizer_to = 'all_floating' gives buffers outer momentum: an experiment, not DiLoCo")
     if not c.inner.preserve_optimizer_state:
         found.append("inner.preserve_optimizer_state = false restarts the inner optimiser on adoption: not faithful DiLoCo")
     if p.quorum == 1 and c.learners > 1 and p.grace == "none" and p.pace == 0:
-        found.append("quorum = 1 without grace and with pace 0 merges about one learner a round: quality suffers")
+        found.append("quorum = 1 without grace and with pace 0 merges about one learner per round, which costs quality")
     if p.overlap > 5 and p.anchor != "round_start":
-        found.append(f"protocol.overlap = {p.overlap}: above 5 brings no utilisation and costs quality")
+        found.append(f"protocol.overlap = {p.overlap}: above 5 gains no utilisation and costs quality")
     if p.freeze_not_due:
-        found.append("protocol.freeze_not_due = true trains only what is due next (FedPart): known to be far worse")
+        found.append("protocol.freeze_not_due = true trains only the fragments due next (FedPart): known to be far worse")
     if codec_spec(p.codec_up).kind == "sparse":
         found.append(f"protocol.codec_up = {p.codec_up!r} drops values: an ablation, known to be worse than int4")
     if p.contribution == "weights" and c.inner.optimizer == "SGD" and p.local_steps_per_round > 1:

@@ -1,7 +1,7 @@
-"""The table of codecs: what each is called, what it costs on the wire, and what it may be combined with. Free of torch, because
-config, simulators and planner read it too; `codecs/registry.py` turns a row into code.
+"""The table of codecs: name, size on the wire, and allowed combinations. It imports no torch, because config, simulators and
+planner read it too; `codecs/registry.py` turns a row into code.
 
-To add one to Atoll: a row here, and a file that its `made_by` names. To add one from a file of your own: `atoll.register_codec`.
+To add one to Atoll: a row here, and a file that its `made_by` names. To add one from your own file: `atoll.register_codec`.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ SCALE_BITS = 32
 class CodecSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     kind: Literal["plain", "blocks", "sparse", "bytes"] = "bytes"
-    """How its packet is laid out: whole numbers of a dtype, codes in blocks that share a scale, indices and values, or bytes that
-    only the codec understands. A codec of your own is of kind `bytes`."""
+    """The layout of its packet: elements of a dtype, codes in blocks that share a scale, indices and values, or bytes that only
+    the codec understands. A registered codec is of kind `bytes`."""
     bits: float
-    """Of one element's code, without its block's scale."""
+    """Bits of one element's code, without its block's scale."""
     block: int = 0
-    """Elements that share one fp32 scale; 0: there are no scales."""
+    """Elements that share one fp32 scale; 0: no scales."""
     lossless: bool = False
     stochastic: bool = False
     """It can round stochastically."""
     random: bool = False
-    """It draws random numbers in any case."""
+    """It always draws random numbers."""
     on_device: bool = False
     """A GPU encodes to the same bytes as a CPU."""
     loss_percent: float | None = None
-    """What the planner charges for it, in per cent of loss. None: not known, so the planner refuses it."""
+    """The loss that the planner charges for it, in per cent. None: unknown, so the planner refuses it."""
     four_bit_share: float = 0.0
-    """Of the planner's `quality.four_bit_percent`, charged on top."""
+    """Share of the planner's `quality.four_bit_percent` that is added."""
     made_by: str = ""
-    """`module:function` that makes the codec from its full name; empty for one that was registered with its functions."""
+    """`module:function` that makes the codec from its full name; empty for a registered codec."""
 
 
 _BLOCK = 256
@@ -64,7 +64,7 @@ CODECS: dict[str, CodecSpec] = {spec.name: spec for spec in (
     CodecSpec(name="random_drop", kind="sparse", bits=64, random=True, loss_percent=10.0,
               made_by="atoll.codecs.sparse:SparseCodec"),
 )}  # fmt: skip
-"""By name. The losses of int2 and int1 are Decoupled DiLoCo's table 10; those of the sparse ones are our estimate."""
+"""By name. The losses of int2 and int1 are from Decoupled DiLoCo, table 10; those of the sparse codecs are our estimates."""
 
 
 def codec_spec(name: str) -> CodecSpec:
@@ -88,33 +88,33 @@ def known_codecs() -> str:
 
 
 def share_kept(name: str) -> float:
-    """The share of elements that travel: 1 but for sparse codecs."""
+    """The share of elements that are sent: 1 except for sparse codecs."""
     return float(name.partition(":")[2] or 1.0)
 
 
 def wire_bits(name: str) -> float:
-    """Bits a parameter on the wire: its code, and its part of the block's scale."""
+    """Bits per parameter on the wire: its code, and its share of the block's scale."""
     spec = codec_spec(name)
     return spec.bits * share_kept(name) + (SCALE_BITS / spec.block if spec.block else 0.0)
 
 
 def packed_bytes(spec: CodecSpec, numel: int) -> int:
-    """The exact size of a packet of kind `bytes`: codes without gaps, then one fp32 a block."""
+    """The exact size of a packet of kind `bytes`: codes without gaps, then one fp32 per block."""
     scales = -(-numel // spec.block) if spec.block else 0
     return -(-int(numel * spec.bits) // 8) + 4 * scales
 
 
 def codec_digests() -> dict[str, str]:
-    """What two processes compare to be sure that they mean the same codecs."""
+    """Two processes compare these to make sure that they have the same codecs."""
     return {name: hashlib.sha256(msgspec.json.encode(spec)).hexdigest()[:16] for name, spec in CODECS.items()}
 
 
 def add_codec(spec: CodecSpec) -> None:
     if not NAME.fullmatch(spec.name) or not 0 < spec.bits <= 64 or not 0 <= spec.block <= 2**20:
         raise ConfigError(
-            f"codec {spec.name!r}: its name must be lower-case letters, digits and _, its bits above 0 and at most 64, its block "
-            f"at most {2**20}"
+            f"codec {spec.name!r}: the name must be lower-case letters, digits and _, bits must be above 0 and at most 64, and "
+            f"block at most {2**20}"
         )
     if spec.name in CODECS and CODECS[spec.name] != spec:
-        raise ConfigError(f"codec {spec.name!r} is there already: choose another name")
+        raise ConfigError(f"codec {spec.name!r} exists already: choose another name")
     CODECS[spec.name] = spec

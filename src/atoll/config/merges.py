@@ -1,4 +1,5 @@
-"""The table of merges: how the outer gradients of several learners become one. Free of torch; `tensors/merge.py` has the code."""
+"""The table of merges: how the outer gradients of several learners become one. It imports no torch; `tensors/merge.py` has the
+code."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def known_merges() -> str:
 
 def add_merge(spec: MergeSpec) -> None:
     if not NAME.fullmatch(spec.name):
-        raise ConfigError(f"merge {spec.name!r}: its name must be lower-case letters, digits and _")
+        raise ConfigError(f"merge {spec.name!r}: the name must be lower-case letters, digits and _")
     if spec.name in MERGES and MERGES[spec.name] != spec:
-        raise ConfigError(f"merge {spec.name!r} is there already: choose another name")
+        raise ConfigError(f"merge {spec.name!r} exists already: choose another name")
     MERGES[spec.name] = spec

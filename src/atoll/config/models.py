@@ -1,5 +1,5 @@
-"""What a recipe may say of a model: the names, the numbers each of them takes, and sizes by name. No torch: `atoll config` reads
-this, and so do the builders, so that both refuse the same things with the same sentences."""
+"""The models that a recipe may name, the numbers of each, and sizes by name. It imports no torch: `atoll config` and the builders
+both use it, so both refuse the same values with the same sentences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from atoll.errors import ConfigError
 
 Number: TypeAlias = int | float | bool
 DECODER: Final = "decoder"
-"""The language model of this project; another name is the user's code."""
+"""The language model of this project; any other name is user code."""
 BYTE_VOCAB: Final = 257
 """Entries of the byte-level tokenizer: 256 bytes and the end of a document."""
 ALIGNED: Final = 8
-"""Widths of an expert's matrices are multiples of it: grouped products want rows of 16 bytes, 8 numbers in bf16."""
+"""Widths of an expert's matrices are multiples of this: grouped products need rows of 16 bytes, 8 numbers in bf16."""
 IMAGE_SOURCES: Final = ("digits", "mnist", "cifar10")
 QUESTION_SOURCES: Final = ("digits_grid", "easy_vqa")
 """What `data.corpus` may name for a model on images: labelled images, and questions about images."""
@@ -34,15 +34,15 @@ class DecoderShape:
     mlp: int
     tied: bool = False
     context: int = 1024
-    """The longest sequence the rotary tables cover. No weight depends on it."""
+    """The longest sequence that the rotary tables cover. No weight depends on it."""
     experts: int = 0
     """0: a dense model. Otherwise `mlp` is the hidden width of one expert."""
     top_k: int = 2
     """Experts that a token goes through."""
     shared: int = 0
-    """Further experts that every token goes through; a Hugging Face export has no place for them."""
+    """Further experts that every token goes through; a Hugging Face export cannot hold them."""
     balance: float = 0.01
-    """Weight of the load-balancing loss, the mean over the blocks, in training."""
+    """Weight of the load-balancing loss (mean over the blocks) in training."""
 
     def __post_init__(self) -> None:
         for name in ("vocab", "width", "layers", "heads", "mlp", "context"):
@@ -59,10 +59,10 @@ class DecoderShape:
             self._check_dense()
 
     def _check_dense(self) -> None:
-        """A number that nothing reads is a mistake: most often `experts` itself was forgotten."""
+        """A number without effect is a mistake: most often `experts` itself was forgotten."""
         for name in ("top_k", "shared", "balance"):
             if getattr(self, name) != getattr(DecoderShape, name):
-                why = "is of a model with experts, and model.numbers.experts is 0; leave it out, or give experts"
+                why = "is for a model with experts, and model.numbers.experts is 0; leave it out, or give experts"
                 raise ConfigError(f"key model.numbers.{name} = {getattr(self, name)}: {why}")
 
     def _check_experts(self) -> None:
@@ -90,31 +90,31 @@ SIZES: Final[dict[str, dict[str, Number]]] = {
     "1B": {"width": 2048, "layers": 24, "heads": 32, "mlp": 5464, "tied": True},
     "4B": {"width": 3072, "layers": 36, "heads": 48, "mlp": 8192, "tied": True},
 }
-"""Decoder sizes by name, without the vocabulary, which the tokenizer decides. Those from 35M on are Streaming DiLoCo's (arXiv
-2501.18512, Table 2): a gated MLP has three matrices where theirs has two, so its hidden width is two thirds of the listed one,
-rounded up to a multiple of 8, and the sizes match. The moe ones are named by the dense size whose parameters a token meets in
-them: two of eight experts of half the hidden width."""
+"""Decoder sizes by name, without the vocabulary, which the tokenizer determines. Those from 35M on are Streaming DiLoCo's (arXiv
+2501.18512, Table 2): a gated MLP has three matrices and theirs two, so its hidden width is two thirds of the listed one, rounded
+up to a multiple of 8, and the sizes match. A moe size is named after the dense size with as many parameters per token: two of
+eight experts of half the hidden width."""
 USUAL_SIZE: Final = "nano"
-"""Of a decoder whose recipe gives neither a size nor numbers."""
+"""For a decoder whose recipe gives neither a size nor numbers."""
 SIZED: Final = (DECODER, "vlm")
-"""Models that a size is for."""
+"""Models that have sizes."""
 _IN_SIZES: Final = frozenset(key for numbers in SIZES.values() for key in numbers)
 
 
 def with_size(numbers: Mapping[str, Number], size: object) -> dict[str, Number]:
-    """Numbers of lower layers of a config, after a layer that names a size: the size stands for the whole shape, so whatever a
-    lower layer said of the shape is gone. Sizes that do not exist are refused where the config is checked."""
+    """The numbers of lower layers of a config after a layer that names a size: the size replaces the whole shape of the lower
+    layers. An unknown size is refused when the config is checked."""
     kept = {key: value for key, value in numbers.items() if key not in _IN_SIZES}
     return kept | SIZES[size] if isinstance(size, str) and size in SIZES else dict(numbers)
 
 
 def resolved_model(model: Model) -> tuple[str, dict[str, Number]]:
-    """(size, numbers) as they are recorded: numbers alone, so that a run's config does not depend on SIZES, and two ways to write
-    one model compare equal."""
+    """(size, numbers) as a run records them: numbers only, so that its config does not depend on SIZES, and two ways to write one
+    model compare equal."""
     if not model.size:
         return "", model.numbers
     if model.size not in SIZES:
-        raise ConfigError(f"key model.size = {model.size!r}: no such size; there are {', '.join(SIZES)}")
+        raise ConfigError(f"key model.size = {model.size!r}: no such size; choose one of {', '.join(SIZES)}")
     if model.name not in SIZED:
         right = f"sizes are for model.name = {' or '.join(map(repr, SIZED))}; give model.numbers"
         raise ConfigError(f"key model.size = {model.size!r}: {right}")
@@ -125,7 +125,7 @@ def resolved_model(model: Model) -> tuple[str, dict[str, Number]]:
 
 
 class Rule(NamedTuple):
-    """What one number of a model may be."""
+    """The type and the lower limit of one number of a model."""
 
     kind: type
     least: int = 1
@@ -142,7 +142,7 @@ NUMBERS: Final[dict[str, dict[str, Rule]]] = {
     "resnet18": {key: Rule(int) for key in ("channels", "classes", "width", "depth")},
     "vlm": {key: Rule(int) for key in ("channels", "size", "patch")} | _SHAPE,
 }
-"""A test holds them to the builders' signatures."""
+"""A test compares them with the builders' signatures."""
 
 
 def check_numbers(name: str, numbers: Mapping[str, Number], rules: Mapping[str, Rule]) -> None:
@@ -162,7 +162,7 @@ def check_numbers(name: str, numbers: Mapping[str, Number], rules: Mapping[str, 
 
 
 def check_model(c: Config) -> None:
-    """All that can be said of a model without building it or reading its data. A builder checks the rest."""
+    """The checks of a model that need neither the model nor its data. A builder makes the others."""
     name, numbers = c.model.name, c.model.numbers
     if name == CUSTOM:
         return

@@ -1,4 +1,4 @@
-"""The family as functions that return a complete `Config`: docs/research/presets.md has them as a table."""
+"""Presets: each algorithm of the family is a function that returns a complete `Config`. docs/research/presets.md is the table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from atoll.errors import ConfigError
 
 
 def _whole(**changes: Any) -> Protocol:
-    """What the synchronous whole-model algorithms share."""
+    """The settings that the synchronous whole-model algorithms share."""
     base = Protocol(
         fragmentation="whole", fragments=1, overlap=0, quorum=ALL, grace="none", pace=0.0,
         aggregation_weighting="uniform", merge="mean", embedding_merge="mean", alpha=0.0,
@@ -22,7 +22,7 @@ def _whole(**changes: Any) -> Protocol:
 
 
 def ddp() -> Config:
-    """Gradients averaged in rank order each step; the inner optimiser steps on Theta. A dead rank stops all."""
+    """Gradients are averaged in rank order at each step; the inner optimiser steps on Theta. A dead rank stops all."""
     protocol = _whole(local_steps_per_round=1, contribution="gradient", elastic=False)
     return Config(preset="ddp", protocol=protocol, outer=Outer(outer_optimizer="inner", outer_learning_rate=1.0))
 
@@ -50,11 +50,11 @@ def streaming() -> Config:
 
 
 MUON_OUTER = Outer(outer_learning_rate=1.0, outer_momentum=0.5)
-"""With a mean: the decoupled presets where `inner.optimizer` is Muon (docs/research/results.md): what its learners agree on is
-stepped in full. It is what was compared at scale; at COOLER, made for RDA, a mean falls behind RDA with Muon too."""
+"""With the mean, for the decoupled presets with Muon (docs/research/results.md): outer learning rate 1.0, momentum 0.5. These
+settings were compared at scale; at RDA_OUTER, tuned for RDA, the mean is worse than RDA with Muon too."""
 RDA_OUTER = Outer(outer_learning_rate=0.4, outer_momentum=0.7)
-"""The better of two tried at 35M with RDA and AdamW (docs/research/results.md). RDA restores the norm that a mean of M learners
-loses, so that the published 0.7 / 0.9 steps further than with a mean: too far in runs of some thousand steps."""
+"""The better of two settings tried at 35M with RDA and AdamW (docs/research/results.md). RDA restores the norm that a mean of M
+learners loses, so the published 0.7 / 0.9 takes larger steps than with a mean: too large in runs of a few thousand steps."""
 
 
 def decoupled() -> Config:
@@ -71,10 +71,10 @@ PRESETS: dict[str, Callable[[], Config]] = {
 
 
 def preset(name: str, optimizer: str = "AdamW") -> Config:
-    """With the settings that suit this inner optimiser. The optimiser itself stays what the preset says: choosing it is a key of
-    its own."""
+    """The preset with the settings for this inner optimiser. `inner.optimizer` itself keeps the preset's value: the caller sets
+    that key."""
     if name not in PRESETS:
-        raise ConfigError(f"preset = {name!r}: no such preset; there are {', '.join(PRESETS)}")
+        raise ConfigError(f"preset = {name!r}: no such preset; choose one of {', '.join(PRESETS)}")
     found = PRESETS[name]()
     if optimizer == "Muon" and name in (decoupled.__name__, decoupled_ramp.__name__):
         return msgspec.structs.replace(found, protocol=msgspec.structs.replace(found.protocol, merge="mean"), outer=MUON_OUTER)

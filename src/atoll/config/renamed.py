@@ -1,4 +1,4 @@
-"""Config keys that have a new name. The old one is refused with the new one, never ignored and never taken silently."""
+"""Renamed config keys. An old name is an error that gives the new one; it is never ignored or accepted silently."""
 
 from __future__ import annotations
 

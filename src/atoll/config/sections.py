@@ -16,40 +16,40 @@ Seconds = Annotated[float, Meta(gt=0.0, le=1e9)]
 Below1 = Annotated[float, Meta(ge=0.0, lt=1.0)]
 ALL: Literal["all"] = "all"
 CUSTOM = "custom"
-"""A model the syncer has no code of: the first learner to join brings its shapes and initial weights."""
+"""A model whose code the syncer does not have: the first learner to join uploads its shapes and initial weights."""
 IMAGE_MODELS = ("lenet5", "resnet18", "vlm")
-"""Models that read pictures: the text's keys of [data] mean nothing to them."""
+"""Models that read images: the keys of [data] for text do not apply to them."""
 CodecName = Annotated[str, Meta(description="a codec of config/codecs.py, or one that was registered")]
 MergeName = Annotated[str, Meta(description="a merge of config/merges.py, or one that was registered")]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Sections are values: equal means equal, and nothing can be changed after the border."""
+    """Sections are values: compared by content, and unchangeable once checked."""
 
 
 class Protocol(_Section, frozen=True):
-    """Who is merged with whom, when, and what travels."""
+    """Which learners are merged, when, and what is sent."""
 
     local_steps_per_round: Annotated[int, Meta(ge=1, le=10**6)] = 24
     """H: completed inner optimiser steps between two synchronisations of the same fragment."""
     fragmentation: Literal["whole", "layer", "tensor", "balanced", "sub_tensor"] = "balanced"
-    """How the model is divided into fragments: `whole`: one fragment; `layer`: groups of blocks, and one fragment for all other
-    tensors; `tensor`: tensor i goes to fragment i mod P; `balanced`: tensors by size, each into the smallest fragment so far;
+    """How the model is divided into fragments. `whole`: one fragment. `layer`: groups of blocks, and one fragment for all other
+    tensors. `tensor`: tensor i goes to fragment i mod P. `balanced`: tensors by size, each into the smallest fragment so far.
     `sub_tensor`: as `balanced`, with large tensors cut along their first axis."""
     fragments: Annotated[int, Meta(ge=0, le=10**5)] = 24
-    """P. 0 lets `layer` derive it from the number of blocks."""
+    """P, the number of fragments. 0: `layer` derives it from the number of blocks."""
     layers_per_fragment: Positive = 3
-    """Blocks of one fragment; read only where `fragments` is 0."""
+    """Blocks per fragment; used only if `fragments` is 0."""
     layer_order: Literal["strided", "sequential"] = "strided"
-    """Which blocks `layer` groups: `strided`: every g-th block; `sequential`: neighbours."""
+    """Which blocks `layer` groups. `strided`: every g-th block. `sequential`: neighbours."""
     overlap: Natural = 2
-    """tau: inner steps between the pull of a fragment and its adoption; rounds that may be in flight."""
+    """tau: inner steps between the pull of a fragment and its adoption, and the most rounds in flight."""
     overlap_by_learner: tuple[Natural, ...] = ()
-    """tau per learner, for exact adoption only; empty means `overlap` for all."""
+    """tau per learner, for exact adoption only; empty: `overlap` for all."""
     quorum: Positive | Literal["all"] = 1
     """K: the least number of learners whose reports count towards one outer step. "all": every member in sync."""
     grace: Literal["none", "adaptive"] = "adaptive"
-    """`adaptive`: a round with a quorum waits for more learners while the overlap hides the wait; `none`: it does not wait."""
+    """`adaptive`: a round with a quorum waits for more learners while the overlap hides the wait. `none`: it does not wait."""
     grace_gamma: From0To1 = 0.8
     """Share of the slack that the adaptive grace window may use."""
     ema_weight: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.1
@@ -59,42 +59,42 @@ class Protocol(_Section, frozen=True):
     contribution: Literal["weights", "gradient"] = "weights"
     """What a learner sends: the change of its `weights` since the anchor, or a `gradient` (`ddp` alone)."""
     aggregation_weighting: Literal["uniform", "num_samples", "tokens"] = "tokens"
-    """Weight of a learner in a merge: `uniform`; `num_samples`: its samples since it last adopted the fragment; `tokens`: its
-    tokens since then, times its tokens per step."""
+    """Weight of a learner in a merge. `uniform`: equal. `num_samples`: its samples since it last adopted the fragment. `tokens`:
+    its tokens since then, times its tokens per step."""
     merge: MergeName = "rda"
     """How the learners' outer gradients become one: their weighted `mean`, or radial-directional averaging (`rda`)."""
     embedding_merge: MergeName = "mean"
     """The same for embeddings."""
     merge_norm: Literal["tensor", "row", "fragment"] = "tensor"
-    """What RDA takes as one vector: each tensor, each row of a tensor, or the whole fragment."""
+    """What RDA treats as one vector: each tensor, each row of a tensor, or the whole fragment."""
     embedding_glob: str = ""
     """Glob of parameter names that count as embeddings; empty: weights of `nn.Embedding` and tensors tied to them."""
     alpha: From0To1 = 0.0
     """Mixing on adoption: alpha * own + (1 - alpha) * Theta."""
     anchor: Literal["adopted", "present", "round_start"] = "present"
-    """What the outer gradient is taken against: the version the learner last `adopted`, the syncer's `present` Theta, or the
-    learner's own weights at the `round_start` (the one-round delay of `async_diloco`)."""
+    """The base of the outer gradient: the version that the learner last `adopted`, the syncer's `present` Theta, or the learner's
+    own weights at the `round_start` (the one-round delay of `async_diloco`)."""
     adopt: Literal["exact", "arrival"] = "arrival"
-    """When a learner takes a new version over: `exact`: tau inner steps after the pull, waiting if it must; `arrival`: at the
-    first step boundary after the version arrives, never waiting."""
+    """When a learner adopts a new version. `exact`: tau inner steps after the pull; it waits if necessary. `arrival`: at the
+    first step boundary after the version arrives; it never waits."""
     lead: Annotated[int, Meta(ge=-1)] = -1
-    """Local steps a learner may run past its last due adoption. -1: tau where K = M, unlimited elsewhere."""
+    """Local steps that a learner may take past its last due adoption. -1: tau if K = M, else unlimited."""
     codec_up: CodecName = "int4"
     """Codec of contributions, learner to syncer."""
     codec_down: CodecName = "bf16"
-    """Codec of announced versions, syncer to learner. Lossy ones send the difference to the version announced before."""
+    """Codec of announced versions, syncer to learner. A lossy codec sends the difference to the previous announcement."""
     error_feedback: bool = False
     """A learner adds what `codec_up` rounded away to its next contribution of the same fragment."""
     stochastic_rounding: bool = False
     """`codec_up` rounds up or down at random, without bias, instead of to the nearest value."""
     freeze_not_due: bool = False
-    """FedPart: freeze what is not due next. An ablation, known to be far worse."""
+    """FedPart: freezes the fragments that are not due next. An ablation, known to be far worse."""
     ramp: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.0
     """Share of the outer steps over which the interval grows 1, 2, 4, ... up to H."""
     snapshot_interval: Natural = 0
     """Outer steps between two snapshots; 0: none."""
     elastic: bool = True
-    """False: a lost member still counts towards "all", so everybody waits for its return (plain data-parallel)."""
+    """False: a lost member still counts towards "all", so the others wait for its return (plain data-parallel)."""
 
 
 class Outer(_Section, frozen=True):
@@ -105,18 +105,18 @@ class Outer(_Section, frozen=True):
     outer_learning_rate: Annotated[float, Meta(gt=0.0, le=1e3)] = 0.7
     """Rate of the outer optimiser."""
     outer_momentum: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
-    """Momentum of the outer optimiser; `sgd` and `inner` do not read it."""
+    """Momentum of the outer optimiser; `sgd` and `inner` do not use it."""
     delay: Positive = 1
-    """N of delayed Nesterov."""
+    """N of delayed Nesterov: outer steps per update of the momentum."""
     apply_outer_optimizer_to: Literal["parameters", "all_floating"] = "parameters"
-    """`parameters`: buffers are averaged without momentum; `all_floating`: floating buffers are stepped too; it warns."""
+    """`parameters`: buffers are averaged without momentum. `all_floating`: floating buffers are stepped too, with a warning."""
 
 
 class Inner(_Section, frozen=True):
     """The optimiser that each learner runs on its own weights."""
 
     optimizer: Literal["AdamW", "Adam", "SGD", "Muon"] = "AdamW"
-    """Muon: hidden matrices by the orthogonal factor of their momentum, the rest by AdamW; learners then differ less."""
+    """`Muon`: hidden matrices step by the orthogonal factor of their momentum, the rest by AdamW; learners then differ less."""
     learning_rate: Annotated[float, Meta(gt=0.0, le=1e3)] = 3e-3
     """Rate of the inner optimiser after the warm-up, before the schedule lowers it."""
     weight_decay: NonNegative = 0.01
@@ -124,13 +124,13 @@ class Inner(_Section, frozen=True):
     betas: tuple[Below1, Below1] = (0.9, 0.95)
     """Decay rates of AdamW's and Adam's two moments."""
     momentum: From0To1 = 0.0
-    """SGD's."""
+    """Momentum of SGD."""
     muon_momentum: From0To1 = 0.95
     """Momentum of the matrices that Muon steps."""
     muon_except: str = "*head*"
     """Globs, separated by commas: matrices that Muon leaves to AdamW besides the embeddings."""
     clip_norm: NonNegative = 1.0
-    """0 switches clipping off."""
+    """Norm at which gradients are clipped; 0: no clipping."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """How the rate falls after the warm-up: `cosine` down to `final_share`, or `constant`."""
     warmup_share: From0To1 = 0.05
@@ -140,18 +140,18 @@ class Inner(_Section, frozen=True):
     accumulate: Annotated[int, Meta(ge=1, le=10**5)] = 1
     """Micro-batches per optimiser step. H counts optimiser steps, never these."""
     preserve_optimizer_state: bool = True
-    """False: the inner optimiser starts afresh for each fragment that is adopted. Not faithful to DiLoCo; it warns."""
+    """False: adopting a fragment resets its inner optimiser state. Not faithful to DiLoCo, and gives a warning."""
 
 
 class Model(_Section, frozen=True):
-    """What is trained."""
+    """The model."""
 
     name: str = "decoder"
-    """`decoder`; `lenet5`, `resnet18`, `vlm` on pictures (docs/research/vision.md); `custom`: whatever the first learner brings
+    """`decoder`; `lenet5`, `resnet18`, `vlm` on images (docs/research/vision.md); `custom`: the model of the first learner
     (atoll.join); or package.module:function, which each learner and the syncer must allow by --allow-model."""
     size: str = ""
     """A decoder's width, layers, heads and so on by one name, such as "35M" (docs/research/models.md lists them). Numbers given
-    beside it or in a later layer win over the size's. A resolved config holds the numbers, and an empty size."""
+    beside it or in a later layer override those of the size. A resolved config has the numbers and an empty size."""
     numbers: dict[str, int | float | bool] = {}
     """The model's own numbers, such as `width`, `layers` and `heads`: see docs/research/models.md."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -159,38 +159,38 @@ class Model(_Section, frozen=True):
 
 
 class Data(_Section, frozen=True):
-    """What it is trained and evaluated on."""
+    """The data for training and evaluation."""
 
     corpus: str = "stdlib"
     """`stdlib`: the running interpreter's standard-library sources; or text: a file (plain, JSON lines, Parquet; .xz, .gz,
     .zst), a folder, a glob, or several separated by commas. See docs/research/data.md."""
     field: str = "text"
-    """Of JSON lines and Parquet: where the text is."""
+    """The field of JSON lines and Parquet that has the text."""
     heldout: str = ""
     """Text to evaluate on, named as in `corpus`; empty: every twentieth document of `corpus`, by its hash."""
     max_bytes: Annotated[int, Meta(ge=0, le=10**12)] = 0
-    """Of text, unpacked. The standard library is cut there, files that hold more are refused. 0: 4 MB of the standard
+    """Limit on the text, uncompressed. The standard library is cut there; files with more are refused. 0: 4 MB of the standard
     library, 20 GB of files."""
     tokenizer: str = "bytes"
     """`bytes`; `bpe`: trained on the corpus; or a Hugging Face tokenizer's JSON file (.xz, .gz, .zst)."""
     end_of_document: str = ""
-    """The entry of a Hugging Face tokenizer that ends a document; empty: <|endoftext|>, </s> or the like."""
+    """The token of a Hugging Face tokenizer that ends a document; empty: <|endoftext|>, </s> or a similar one."""
     cache: str = ""
     """Folder for encoded text; empty: atoll in $XDG_CACHE_HOME or ~/.cache; `off`: encode in every process."""
     vocab: Positive = 512
-    """Entries of the trained BPE; byte-level has 257."""
+    """Tokens of the trained BPE; `bytes` has 257."""
     seq_len: Positive = 64
-    """Tokens of one sample."""
+    """Tokens per sample."""
     batch_size: Annotated[int, Meta(ge=1, le=10**6)] = 8
-    """Samples of one micro-batch of one learner."""
+    """Samples per micro-batch of a learner."""
     heldout_batches: Positive = 16
     """Batches of `batch_size` that the held-out loss is measured on."""
     heldout_every: Natural = 0
-    """Outer steps between two looks at the held-out loss of Theta while it trains; 0: before and after only."""
+    """Outer steps between two held-out points of Theta during training; 0: before and after only."""
     samples_by_learner: tuple[Positive, ...] = ()
-    """Batch size per learner where they differ (empty: `batch_size` for all)."""
+    """Batch size per learner, if they differ; empty: `batch_size` for all."""
     augment: Literal["none", "crop", "crop_flip"] = "none"
-    """Pictures only: moved by up to an eighth of their side, and mirrored."""
+    """Images only. `crop`: shifted by up to an eighth of their side. `crop_flip`: mirrored at random as well."""
 
 
 class Cluster(_Section, frozen=True):
@@ -205,7 +205,7 @@ class Cluster(_Section, frozen=True):
     slow_share: From0To1 = 0.0
     """Share of the learners that are slow."""
     slow_factor: Annotated[float, Meta(ge=1.0, le=1e6)] = 1.18
-    """How many times as long a step of a slow learner takes."""
+    """Step time of a slow learner, as a multiple of the others'."""
     latency_seconds: NonNegative = 0.02
     """One way between a learner and the syncer."""
     up_gbit: Annotated[float, Meta(ge=1e-6, le=1e9)] = 1.0
@@ -213,51 +213,51 @@ class Cluster(_Section, frozen=True):
     down_gbit: Annotated[float, Meta(ge=1e-6, le=1e9)] = 1.0
     """Bandwidth of the syncer's link to a learner, in Gbit/s."""
     mtbf_seconds: NonNegative = 0.0
-    """Mean time between failures of one learner, exponential; 0: none fail but by a chaos plan."""
+    """Mean time between failures of one learner, exponential; 0: failures come from a chaos plan only."""
     repair_seconds: Above0 = 20.0
     """Mean time until a failed learner is back, exponential."""
     detect_seconds: Above0 = 3.0
-    """How long a dead connection takes to be noticed."""
+    """Time until a dead connection is noticed."""
     parameters: Annotated[int, Meta(ge=1, le=10**14)] = 1_000_000
-    """Model size where no tensor says it (atoll sim)."""
+    """Size of the model in runs without tensors (atoll sim)."""
 
 
 class Limits(_Section, frozen=True):
     """Bounds on time, memory and trust: nothing in a run is unlimited."""
 
     versions_max: Annotated[int, Meta(ge=2)] = 8
-    """Announced versions of one fragment that the syncer keeps for laggards."""
+    """Announced versions of one fragment that the syncer keeps for slow learners."""
     silence_steps: Above0 = 8.0
-    """A member unheard of for so many of its own steps is silent."""
+    """A member that sends nothing for this many of its own steps is silent."""
     patience_seconds: NonNegative = 0.5
-    """No deadline derived from measured times is shorter: a busy machine may stall for as long, and nobody is gone."""
+    """Lower limit of every deadline derived from measured times: a busy machine may stall this long without being lost."""
     start_wait_seconds: Above0 = 60.0
     """How long the first round waits for the declared number of learners."""
     first_pull_seconds: Above0 = 60.0
-    """Deadline of a pull before any was measured."""
+    """Deadline of a pull while no pull time is measured yet."""
     recovery_intervals: Above0 = 8.0
-    """Patience with a peer's state transfer, in intervals of H rounds."""
+    """Deadline of a peer's state transfer, in intervals of H rounds."""
     suspicions_max: Positive = 3
-    """Updates in a row with a norm far beyond the usual that send a learner into recovery; each of them is refused."""
+    """After this many outliers in a row a learner must recover; each of them is refused. See `outlier_factor`."""
     outlier_factor: Annotated[float, Meta(gt=1.0, le=1e9)] = 100.0
     """A contribution whose norm exceeds the running median of its fragment by this factor is refused."""
     tokens_per_step_max: Annotated[int, Meta(ge=0, le=10**12)] = 0
-    """0: as the data section says."""
+    """The most tokens that an inner step may report; 0: as follows from [data]."""
     leave_seconds: Above0 = 20.0
-    """How long a learner that was asked to stop goes on, to deliver the fragments due soonest."""
+    """How long a learner that was asked to stop trains on, to deliver the fragments due next."""
     snapshots_kept: Positive = 3
-    """Newest snapshots that stay on disk."""
+    """Snapshots kept on disk, newest first."""
     serves_max: Positive = 4
-    """Peers' recoveries one learner serves at a time."""
+    """Recoveries that one learner serves at a time."""
     members_max: Annotated[int, Meta(ge=1, le=4096)] = 1024
-    """Every message carries a clock with an entry a member: cost grows with the square of their number."""
+    """The most members. Every message has a vector clock with one entry per member, so cost grows with their number squared."""
 
 
 class Config(_Section, frozen=True):
-    """A whole run: keys without a section first, then the sections."""
+    """A whole run: the keys without a section, then the sections."""
 
     preset: str = "decoupled"
-    """The algorithm: a preset gives every key a value, and recipe and `--set` change single ones."""
+    """The algorithm. A preset gives every key a value; recipe and `--set` change single keys."""
     seed: Natural = 0
     """Seed of initial weights, data order and virtual hardware."""
     learners: Positive = 4

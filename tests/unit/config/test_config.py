@@ -144,7 +144,7 @@ def test_unknown_key_close_to_a_known_one_is_refused_with_did_you_mean() -> None
 
 def test_unknown_key_like_nothing_is_refused_with_the_keys_there_are() -> None:
     sentence = refusal("zzz=1")
-    assert sentence.startswith("key zzz = 1: no such key; here there are preset, seed, learners")
+    assert sentence.startswith("key zzz = 1: no such key; use one of preset, seed, learners")
 
 
 def test_unknown_section_is_refused_with_did_you_mean() -> None:
@@ -152,7 +152,7 @@ def test_unknown_section_is_refused_with_did_you_mean() -> None:
 
 
 def test_unknown_preset_is_refused_with_the_presets_there_are() -> None:
-    with pytest.raises(ConfigError, match="preset = 'dilocco': no such preset; there are ddp, fedavg, diloco"):
+    with pytest.raises(ConfigError, match="preset = 'dilocco': no such preset; choose one of ddp, fedavg, diloco"):
         preset("dilocco")
 
 
@@ -247,8 +247,8 @@ def test_unknown_codec_is_refused_at_the_border_with_the_codecs_there_are(key: s
         ("decoupled", ["protocol.fragments=0"], "protocol.fragments = 0", "give a number"),
         ("streaming", ["model.name=mlp"], "protocol.fragments = 0", "model.numbers.layers"),
         ("decoupled", ["limits.members_max=3"], "learners = 4", "limits.members_max = 3"),
-        ("ddp", ["protocol.fragmentation=balanced"], "protocol.fragmentation = 'balanced'", "'whole' alone"),
-        ("ddp", ["protocol.fragmentation=tensor"], "protocol.fragmentation = 'tensor'", "'whole' alone"),
+        ("ddp", ["protocol.fragmentation=balanced"], "protocol.fragmentation = 'balanced'", "only with 'whole'"),
+        ("ddp", ["protocol.fragmentation=tensor"], "protocol.fragmentation = 'tensor'", "only with 'whole'"),
         ("ddp", ["outer.apply_outer_optimizer_to=all_floating"], "outer.apply_outer_optimizer_to = 'all_floating'",
          "a buffer has no gradient; with protocol.contribution = 'gradient' it must be 'parameters'"),
         ("decoupled", ["protocol.fragmentation=sub_tensor", "protocol.freeze_not_due=true"], "protocol.freeze_not_due = true",
@@ -257,9 +257,9 @@ def test_unknown_codec_is_refused_at_the_border_with_the_codecs_there_are(key: s
          "inner.preserve_optimizer_state = false", "'sub_tensor' has pieces of one tensor in several fragments"),
         ("decoupled", ["model.numbers.context=4"], "model.numbers.context = 4", "at least data.seq_len = 64"),
         ("decoupled", ["model.name=vlm", "model.numbers.context=63"], "model.numbers.context = 63", "at least data.seq_len = 64"),
-        ("diloco", ["model.name=lenet5", "data.heldout=x.txt"], "data.heldout = 'x.txt'", "'lenet5' reads pictures"),
-        ("diloco", ["model.name=resnet18", "data.tokenizer=bpe"], "data.tokenizer = 'bpe'", "'resnet18' reads pictures"),
-        ("diloco", ["model.name=vlm", "data.max_bytes=1000"], "data.max_bytes = 1000", "'vlm' reads pictures"),
+        ("diloco", ["model.name=lenet5", "data.heldout=x.txt"], "data.heldout = 'x.txt'", "'lenet5' reads images"),
+        ("diloco", ["model.name=resnet18", "data.tokenizer=bpe"], "data.tokenizer = 'bpe'", "'resnet18' reads images"),
+        ("diloco", ["model.name=vlm", "data.max_bytes=1000"], "data.max_bytes = 1000", "'vlm' reads images"),
     ],
 )  # fmt: skip
 def test_combination_that_makes_no_sense_is_refused_with_what_would(
@@ -301,8 +301,8 @@ def test_preset_over_a_written_out_config_of_another_preset_is_refused(
     with pytest.raises(ConfigError) as caught:
         load(path, preset_name=asked, assignments=["protocol.local_steps_per_round=7"])
     sentence = str(caught.value)
-    assert sentence.startswith(f"preset = {asked!r}: {path} is of preset {own!r}")
-    assert "give the recipe that it was made from" in sentence and "\n" not in sentence
+    assert sentence.startswith(f"preset = {asked!r}: {path} is for preset {own!r}")
+    assert "give the recipe that the run was started with" in sentence and "\n" not in sentence
     assert load(path, preset_name=own) == load(path)
 
 

@@ -69,7 +69,7 @@ def test_fragments_by_layer_follow_from_the_size() -> None:
 def test_unknown_size_is_refused_with_the_list_and_one_of_another_model_by_its_name() -> None:
     with pytest.raises(ConfigError) as caught:
         load(assignments=["model.size=36M"])
-    assert str(caught.value) == f"key model.size = '36M': no such size; there are {', '.join(SIZES)}"
+    assert str(caught.value) == f"key model.size = '36M': no such size; choose one of {', '.join(SIZES)}"
     with pytest.raises(ConfigError, match=r"^key model\.size = 'tiny': sizes are for model\.name = 'decoder' or 'vlm'"):
         load(assignments=["model.size=tiny", "model.name=lenet5", "data.corpus=digits"])
     with pytest.raises(ConfigError, match=r"^key model\.size = 35: expected `str`"):
@@ -108,7 +108,7 @@ PAIRS = [
     (["model.numbers.layers=0"], "key model.numbers.layers = 0: must be at least 1"),
     (["model.numbers.layers=2.5"], "key model.numbers.layers = 2.5: must be a whole number"),
     (["model.numbers.tied=1"], "key model.numbers.tied = 1: must be true or false"),
-    (["model.numbers.top_k=3"], "key model.numbers.top_k = 3: is of a model with experts"),
+    (["model.numbers.top_k=3"], "key model.numbers.top_k = 3: is for a model with experts"),
     (["model.numbers.experts=4", "model.numbers.mlp=20"], "key model.numbers.mlp = 20: must be a multiple of 8"),
     (["model.numbers.vocab=100"], "key model.numbers.vocab = 100: the tokenizer has 257 entries"),
     (["model.numbers.context=4"], "key model.numbers.context = 4: must be at least data.seq_len"),

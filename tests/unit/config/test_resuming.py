@@ -72,8 +72,8 @@ def test_changed_key_that_state_depends_on_is_refused_with_both_values(change: s
     key = change.partition("=")[0].replace("samples_by_learner", "batch_size")
     said = refused(load(), change)
     assert said.startswith(f"key {key} = ")
-    assert ": the run that is resumed had " in said
-    assert "; give " in said and said.endswith(", or start anew")
+    assert ": the resumed run had " in said
+    assert "; give " in said and said.endswith(", or start a new run")
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_longer_run_keeps_the_ramp_it_is_in() -> None:
     """The ramp is a share of all outer steps: of more it would end later, and learners would wait for what was never due."""
     before = load(preset_name="decoupled", assignments=["total_steps=200", "protocol.ramp=0.1"])
     said = refused(before, "total_steps=400")
-    assert said.startswith("key protocol.ramp = 0.1 of total_steps = 400: the run that is resumed ramps over its first 20 outer")
+    assert said.startswith("key protocol.ramp = 0.1 of total_steps = 400: the resumed run ramps over its first 20 outer")
     assert "give protocol.ramp = 0.05," in said
     refuse_changed(plain(before), changed(before, ["total_steps=400", "protocol.ramp=0.05"]))
     assert "ramps over its first 0 outer steps" in refused(load(), "protocol.ramp=0.5")
@@ -125,7 +125,7 @@ def test_longer_run_keeps_the_ramp_it_is_in() -> None:
 
 def test_other_data_is_refused_by_the_key_that_chose_it() -> None:
     before = load()
-    with pytest.raises(ConfigError, match=r"^key data.corpus = 'b.txt': the run that is resumed had 'stdlib', and its places"):
+    with pytest.raises(ConfigError, match=r"^key data.corpus = 'b.txt': the resumed run had 'stdlib', and its positions"):
         refuse_changed_data(plain(before), changed(before, ["data.corpus=b.txt"]))
     refuse_changed_data(plain(before), before)
     held = changed(before, ["data.heldout=a.txt"])
@@ -135,9 +135,9 @@ def test_other_data_is_refused_by_the_key_that_chose_it() -> None:
 def test_another_number_of_learners_is_told() -> None:
     assert reshuffled(plain(load()), load()) == ""
     said = reshuffled(plain(load()), load(assignments=["learners=6"]))
-    assert said.startswith("learners = 6: the run that is resumed had 4, and its data is dealt out anew")
+    assert said.startswith("learners = 6: the resumed run had 4, and its data is divided again")
 
 
 def test_config_of_another_atoll_is_told_in_a_sentence() -> None:
-    with pytest.raises(ConfigError, match="the config of the run that is resumed is not of this Atoll: "):
+    with pytest.raises(ConfigError, match="the config of the resumed run is of another version of Atoll: "):
         refuse_changed({"no_such_key": 1}, load())

@@ -91,5 +91,5 @@ def test_part_of_a_run_with_other_batches_is_no_learners_state(stores: Stores, t
     part = snapshot_dir(stores.home, 20)
     LearnerSnapshots(tmp_path, "b", stores.config, part).close()
     other = load(preset_name="decoupled", overrides={"protocol": {"fragments": 1}, "data": {"batch_size": 4}})
-    with pytest.raises(UserError, match=r"^key data.batch_size = 4: the run that is resumed had 8, and"):
+    with pytest.raises(UserError, match=r"^key data.batch_size = 4: the resumed run had 8, and"):
         LearnerSnapshots(tmp_path, "b", other, part)

@@ -65,7 +65,7 @@ def test_moved_text_is_the_same_text(stopped: Stopped, caplog: pytest.LogCapture
 
 def test_other_text_is_refused(stopped: Stopped) -> None:
     other = text(stopped.folder / "there" / "text.txt", "tide")
-    with pytest.raises(UserError, match=rf"^key data.corpus = '{other}': the run that is resumed had '{stopped.corpus}', and"):
+    with pytest.raises(UserError, match=rf"^key data.corpus = '{other}': the resumed run had '{stopped.corpus}', and"):
         stopped.go_on(f"data.corpus={other}")
 
 
@@ -78,11 +78,11 @@ def test_text_that_changed_under_its_name_is_told(stopped: Stopped, caplog: pyte
 
 def test_another_number_of_learners_is_taken_and_told(stopped: Stopped, caplog: pytest.LogCaptureFixture) -> None:
     stopped.go_on("learners=3")
-    assert "learners = 3: the run that is resumed had 2, and its data is dealt out anew among 3" in caplog.text
+    assert "learners = 3: the resumed run had 2, and its data is divided again among 3" in caplog.text
 
 
 def test_syncer_takes_no_snapshot_of_other_batches(stopped: Stopped) -> None:
-    with pytest.raises(UserError, match=r"^key data.batch_size = 4: the run that is resumed had 2, and"):
+    with pytest.raises(UserError, match=r"^key data.batch_size = 4: the resumed run had 2, and"):
         stopped.go_on("data.batch_size=4")
     assert not (stopped.folder / "again" / "versions").exists()
 

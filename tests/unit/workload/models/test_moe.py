@@ -153,9 +153,9 @@ def test_moe_35m_uses_as_many_parameters_a_token_as_the_dense_35m() -> None:
         ({"balance": True}, "key model.numbers.balance = True: must be a number"),
         ({"experts": -1}, "key model.numbers.experts = -1: must be at least 0"),
         ({"experts": 2.0}, "key model.numbers.experts = 2.0: must be a whole number"),
-        ({"experts": 0, "top_k": 3}, "key model.numbers.top_k = 3: is of a model with experts, and model.numbers.experts is 0;"),
-        ({"experts": 0, "shared": 1}, "key model.numbers.shared = 1: is of a model with experts"),
-        ({"experts": 0, "balance": 0.0}, "key model.numbers.balance = 0.0: is of a model with experts"),
+        ({"experts": 0, "top_k": 3}, "key model.numbers.top_k = 3: is for a model with experts, and model.numbers.experts is 0;"),
+        ({"experts": 0, "shared": 1}, "key model.numbers.shared = 1: is for a model with experts"),
+        ({"experts": 0, "balance": 0.0}, "key model.numbers.balance = 0.0: is for a model with experts"),
     ],
 )
 def test_wrong_numbers_of_experts_are_refused(numbers: dict[str, float], sentence: str) -> None:
