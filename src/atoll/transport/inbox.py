@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 from atoll.transport.frames import BULK, CHUNK, CONTROL, Frame, LinkLimits, Violation
 
 AHEAD_BYTES_MAX: Final = 64 << 20
-"""How far a chunk may lie beyond the first hole of its payload."""
+"""How far a chunk may be beyond the first hole of its payload."""
 RANGES_MAX: Final = 4096
 HELD_BYTES_MAX: Final = 64 << 20
 """Total size of the heads held back."""

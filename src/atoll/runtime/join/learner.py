@@ -258,7 +258,7 @@ class Learner:
             skipped = self._skipped
             for micro in range(count):
                 indices = deal.batch(step.stream, step.batch * count + micro, size)
-                self._counts.dealt += len(indices)
+                self._counts.drawn += len(indices)
                 yield collate([dataset[i] for i in indices])
                 if self._current is not step and micro + 1 < count and not self.over:
                     raise UserError(
@@ -342,7 +342,7 @@ class _StepCounts:
 
     def __init__(self) -> None:
         self.tokens = 0
-        self.dealt = 0
+        self.drawn = 0
         self._samples: int | None = None
         self._losses: list[Tensor | float] = []
 
@@ -355,7 +355,7 @@ class _StepCounts:
 
     @property
     def samples(self) -> int:
-        return self.dealt if self._samples is None else self._samples
+        return self.drawn if self._samples is None else self._samples
 
     def mean_loss(self) -> float | None:
         """Reads from the device only here, once per step. NaN is not reported: the weights show it, and are refused."""

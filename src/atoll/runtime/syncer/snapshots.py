@@ -51,7 +51,7 @@ class SyncerSnapshots:
                 add_syncer_file(self._directory, snapshot, "in_flight.json", [msgspec.json.encode(self._in_flight)])
             keep = self._config.limits.snapshots_kept
             config = msgspec.to_builtins(self._config)
-            stands = seal_syncer(self._directory, snapshot, learners, complete, keep, run=self._run, config=config)
-            log.info("snapshot %d %s", snapshot, f"of {len(learners)} learners is complete" if stands else "is abandoned")
+            sealed = seal_syncer(self._directory, snapshot, learners, complete, keep, run=self._run, config=config)
+            log.info("snapshot %d %s", snapshot, f"of {len(learners)} learners is complete" if sealed else "is abandoned")
         except (AtollError, OSError) as error:
             log.error("snapshot %d is given up: %s", snapshot, error)
