@@ -507,7 +507,7 @@ def test_quorum_of_one_without_grace_and_pace_merges_about_one_learner_a_round()
     story = Story(config)
     assert story.mean_participants() < 1.6
     assert story.effects(Wait) == []
-    assert any("quality suffers" in w for w in warnings(config))
+    assert any("quorum = 1" in w for w in warnings(config))
 
 
 def test_quorum_of_one_with_adaptive_grace_and_pace_merges_most_and_nobody_waits() -> None:

@@ -174,7 +174,7 @@ def test_syncer_that_comes_back_to_other_text_warns_and_keeps_its_tokenizer(
     again = SyncerDirectory(tmp_path / "syncer", config, language_task(config))
     again.close(complete=False)
     assert again.data_fingerprint == began
-    assert "the text is not what the run began with" in caplog.text
+    assert "the text has changed since the run began" in caplog.text
     del home, again
     gc.collect()
 

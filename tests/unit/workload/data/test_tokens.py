@@ -439,5 +439,5 @@ def test_command_line_says_what_was_left_out_and_how_far_long_work_is(here: Path
 
 
 def test_end_of_document_of_a_tokenizer_of_ours_cannot_be_chosen() -> None:
-    with pytest.raises(ConfigError, match=r"data.end_of_document = '</s>': is of a Hugging Face tokenizer"):
+    with pytest.raises(ConfigError, match=r"data.end_of_document = '</s>'"):
         load(assignments=["data.end_of_document=</s>"])
