@@ -31,7 +31,7 @@ def test_newcomer_and_serving_peer_killed_in_the_middle_of_a_recovery(tmp_path: 
     """A transfer is held up in the link between them, so that the kill hits its middle: first the newcomer dies, then, at
     its second attempt, the peer that serves it. The third attempt ends: through another peer, or with Theta where none is
     reachable in time."""
-    config = small(3, total_steps=220)
+    config = small(3, total_steps=170)
     tickets: list[int] = []
 
     def watch(cluster: LocalCluster, record: Record) -> None:

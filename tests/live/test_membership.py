@@ -51,7 +51,7 @@ class Scavengers:
             self.here[learner] = cluster.fork_server.spawn(learner_argv(self._directory, cluster.address, learner), out / "log")
 
 
-@pytest.mark.parametrize(("joins", "total_steps"), [(8, 280), pytest.param(20, 600, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("joins", "total_steps"), [(5, 200), pytest.param(20, 600, marks=pytest.mark.soak)])
 def test_many_joins_and_polite_leaves(joins: int, total_steps: int, tmp_path: Path) -> None:
     config = small(2, total_steps=total_steps)
     scavengers = Scavengers(tmp_path, joins, 4)

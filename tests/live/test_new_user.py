@@ -22,7 +22,7 @@ TINY = [
     for word in ("--set", key)
 ]  # fmt: skip
 
-pytestmark = pytest.mark.live
+pytestmark = [pytest.mark.live, pytest.mark.xdist_group("new user")]  # one run serves the file
 
 
 @pytest.fixture(scope="module")

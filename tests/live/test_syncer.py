@@ -8,6 +8,7 @@ import threading
 from itertools import pairwise
 from pathlib import Path
 
+import pytest
 from crashing_syncer import MOMENTS
 from harness import judge, learner_argv, retrain, run, small
 
@@ -33,14 +34,17 @@ def wait_for(path: Path, child: Child) -> str:
     return path.read_text()
 
 
-def test_syncer_killed_in_every_phase_of_a_round_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "moments", [("one contribution in", "stored, not taped", "taped, not announced"), pytest.param(MOMENTS, marks=pytest.mark.soak)]
+)
+def test_syncer_killed_in_the_phases_of_a_round_goes_on_where_it_was(tmp_path: Path, moments: tuple[str, ...]) -> None:
     """One run. Each syncer dies at another moment of its third round; the learners are the same processes throughout."""
     config = small(2, total_steps=60)
     fork_server = ForkServer([str(Path(__file__).with_name("crashing_syncer.py"))])
     log, address = tmp_path / "syncer.log", "127.0.0.1:0"
     learners: list[Child] = []
     try:
-        for moment in MOMENTS:
+        for moment in moments:
             syncer = fork_server.spawn(["crash", moment, "3", *syncer_argv(tmp_path, config, address)], log)
             if not learners:
                 address = wait_for(tmp_path / "syncer" / "address", syncer)
@@ -56,7 +60,7 @@ def test_syncer_killed_in_every_phase_of_a_round_goes_on_where_it_was(tmp_path: 
         fork_server.close()
     judge(tmp_path, config)
     tape = list(Tape(tmp_path / "syncer" / "run.tape").records())
-    assert sum(isinstance(r.event, Started) for r in tape) == len(MOMENTS) + 1
+    assert sum(isinstance(r.event, Started) for r in tape) == len(moments) + 1
     stored = [r.event.outer_step for r in tape if isinstance(r.event, Stored)]
     assert stored == sorted(set(stored)), "a stored round never reopens"
     retrain(tmp_path)
