@@ -35,7 +35,8 @@ def wait_for(path: Path, child: Child) -> str:
 
 
 @pytest.mark.parametrize(
-    "moments", [("one contribution in", "stored, not taped", "taped, not announced"), pytest.param(MOMENTS, marks=pytest.mark.soak)]
+    "moments",
+    [("one contribution in", "stored, not taped", "taped, not announced"), pytest.param(MOMENTS, marks=pytest.mark.soak)],
 )
 def test_syncer_killed_in_the_phases_of_a_round_goes_on_where_it_was(tmp_path: Path, moments: tuple[str, ...]) -> None:
     """One run. Each syncer dies at another moment of its third round; the learners are the same processes throughout."""
