@@ -242,12 +242,14 @@ class LearnerStage:
         self._fifo.check(effects)
         return effects
 
-    def hears(self, body: Message, sender: WorkerId = SYNCER, at: Nanos | None = None) -> list[Effect]:
+    def hears(
+        self, body: Message, sender: WorkerId = SYNCER, at: Nanos | None = None, flaw: Reason | None = None
+    ) -> list[Effect]:
         channel = (sender, body.lane)
         seq = self._seq.get(channel, 0)
         self._seq[channel] = seq + 1
         clock = (self.syncer_clock,) if sender == SYNCER else ()
-        return self.on(Received(Envelope(sender, 0, self.learner, seq, clock, body), 0), at)
+        return self.on(Received(Envelope(sender, 0, self.learner, seq, clock, body), 0, flaw), at)
 
     def announced(self, outer_step: OuterStep, fragment: int, *, previous: OuterStep = NO_VERSION,
                   merged: tuple[LearnerId, ...] = (0,), at: Nanos | None = None) -> list[Effect]:  # fmt: skip

@@ -504,6 +504,22 @@ def test_newcomer_out_of_patience_says_so() -> None:
     assert stage.machine.deadline() is None
 
 
+def test_newcomer_hears_how_far_the_run_is_from_the_syncer_and_not_from_its_peer() -> None:
+    stage = newcomer()
+    stage.hears(Ticket(9, 1, 5, 300 * MS))
+    stage.hears(StateTransfer(9, 40, (6, 5), ()), sender=1)
+    assert of(stage.hears(Enter(1, 6)), InnerStep)[0].outer_step == 6
+
+
+def test_newcomer_sent_a_bad_state_loads_nothing_and_says_why() -> None:
+    stage = newcomer()
+    stage.hears(Ticket(9, 1, 5, 300 * MS))
+    flaw = Reason(Why.BAD_STATE, "tensor embed is missing")
+    effects = stage.hears(StateTransfer(9, 6, (6, 5), ()), sender=1, flaw=flaw)
+    assert of(effects, LoadState) == [] and sent(effects, SYNCER) == [RecoveryFailed(9, flaw)]
+    assert stage.machine.phase == "joining" and stage.machine.deadline() is None
+
+
 def test_newcomer_whose_source_is_lost_says_so() -> None:
     stage = newcomer()
     stage.hears(Ticket(9, 1, 5, 300 * MS))

@@ -179,6 +179,54 @@ def test_newcomer_whose_old_ticket_failed_keeps_the_new_one() -> None:
     assert s.hears(2, RecoveryFailed(4, Reason(Why.SOURCE_LOST, "late"))) == []
 
 
+BAD = Reason(Why.BAD_STATE, "tensor embed is missing")
+
+
+def test_newcomer_of_whom_two_sources_failed_gets_theta_though_peers_are_left() -> None:
+    s = with_ticket(5)
+    assert [t.peer for t in sent(s.hears(4, RecoveryFailed(6, BAD)), 4, Ticket)] == [1]  # type: ignore[union-attr]
+    effects = s.hears(4, RecoveryFailed(7, BAD))
+    assert sent(effects, 4, Ticket) == []
+    assert [take.reason.why for take in sent(effects, 4, TakeTheta)] == [Why.SOURCES_FAILED]  # type: ignore[union-attr]
+
+
+def source_of(s: SyncerStage, newcomer: int) -> int:
+    """The peer that a learner is sent to when it comes back as a new process."""
+    s.comes_back(newcomer)
+    s.full_round(who=[0])
+    member = s.machine.roster.admit(newcomer)
+    chosen = member.peer
+    s.hears(newcomer, RecoveryFailed(member.ticket, BAD))
+    return chosen
+
+
+def test_bad_source_is_not_chosen_again_by_its_victim_and_after_two_victims_by_none() -> None:
+    s = SyncerStage(arrival(6), joined=6)
+    s.full_round(who=[0])
+    assert source_of(s, 5) == 0
+    assert source_of(s, 5) == 1, "also as its next incarnation"
+    assert source_of(s, 4) == 0, "one accuser could be lying, so others still ask"
+    assert source_of(s, 3) == 1
+
+
+def test_source_whose_state_turns_to_nan_within_a_round_is_remembered() -> None:
+    s = with_ticket()
+    s.loads(2, 4, source=0, held=(0, 1))
+    s.hello(2, reason=Reason(Why.POISONED, "tensor embed holds NaN or Inf"))
+    s.full_round(who=[0])
+    assert s.machine.roster.admit(0).accusers == {2}
+    assert s.machine.roster.admit(2).peer == 1
+
+
+def test_source_of_a_learner_that_trained_on_for_long_is_not_blamed_for_its_nan() -> None:
+    s = with_ticket()
+    s.loads(2, 4, source=0, held=(0, 1))
+    for _ in range(3):
+        s.steps(2)
+    s.hello(2, reason=Reason(Why.POISONED, "tensor embed holds NaN or Inf"))
+    assert s.machine.roster.admit(0).accusers == set()
+
+
 def test_newcomer_whose_source_falls_silent_is_given_the_next_peer() -> None:
     s = with_ticket()
     s.steps(1, 100 * MS)

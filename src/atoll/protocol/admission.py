@@ -38,6 +38,12 @@ from atoll.protocol.vocabulary import (
     Welcome,
 )  # fmt: skip
 
+SOURCES_MAX = 2
+"""Failed sources of one recovery, after which Theta is sent: each costs the newcomer the transfer of a whole state."""
+ACCUSERS_MAX = 2
+"""Learners that a source sent a bad state to, before it serves no others either. One accuser could be lying: it is believed for
+its own recoveries, and cannot take away the sources of all others."""
+
 
 class Admission:
     def __init__(
@@ -58,6 +64,8 @@ class Admission:
 
     def hello(self, learner: LearnerId, incarnation: Incarnation, body: Hello) -> Member:
         member = self._roster.admit(learner)
+        if body.needs_state:
+            self._blame_source(member, body.reason)
         if incarnation != member.incarnation:
             claims = not body.needs_state and self._leases.claim(learner, body.left, body.own_next, body.local_step)
             self._begin_incarnation(member, incarnation, keeps_leases=claims)
@@ -115,9 +123,15 @@ class Admission:
                 self._give_ticket(member)
 
     def _peers(self, newcomer: Member) -> list[Member]:
-        return [m for m in self._roster.in_sync() if m is not newcomer and m.connected and m.learner not in newcomer.tried]
+        return [
+            m for m in self._roster.in_sync()
+            if m is not newcomer and m.connected and m.learner not in newcomer.tried and _is_trusted(m, newcomer.learner)
+        ]  # fmt: skip
 
     def _give_ticket(self, member: Member) -> None:
+        if member.sources_failed >= SOURCES_MAX:
+            self._send_theta(member, Reason(Why.SOURCES_FAILED))
+            return
         serving = [m.peer for m in self._roster if m.standing == JOINING and m.peer >= 0 and m is not member]
         room = self._config.limits.serves_max
         peers = [p for p in self._peers(member) if serving.count(p.learner) < room]
@@ -143,8 +157,18 @@ class Admission:
 
     def failed(self, member: Member, body: RecoveryFailed) -> None:
         if member.standing == JOINING and body.ticket == member.ticket and member.peer >= 0:
+            if body.reason.why is Why.BAD_STATE:
+                self._roster.admit(member.peer).accusers.add(member.learner)
             member.tried.add(member.peer)
+            member.sources_failed += 1
             self._give_ticket(member)
+
+    def _blame_source(self, member: Member, reason: Reason) -> None:
+        """A state that passed every check may still turn into NaN, or into outliers, within the first round."""
+        fresh = member.reported - member.loaded_at <= self._config.protocol.local_steps_per_round
+        if member.source >= 0 and fresh and reason.why in (Why.POISONED, Why.OUTLIER):
+            self._roster.admit(member.source).accusers.add(member.learner)
+        member.source = -1
 
     def loaded(self, member: Member, body: Loaded) -> None:
         if member.standing != JOINING or body.ticket != member.ticket or len(body.held) != len(member.held):
@@ -153,6 +177,7 @@ class Admission:
             return
         self._versions.restart_channel(member, body.held)
         member.reported, member.heard_at = body.local_step, self._effects.now
+        member.source, member.loaded_at = member.peer, body.local_step
         member.entering = True
         nanos = self._effects.now - member.joined_at
         source = SYNCER if body.source == SYNCER else body.source
@@ -244,6 +269,11 @@ class Admission:
         member.entering = member.wants_ticket = False
         member.peer, member.ticket, member.join_deadline = -1, 0, None
         member.tried = set()
+        member.sources_failed = 0
+
+
+def _is_trusted(source: Member, newcomer: LearnerId) -> bool:
+    return newcomer not in source.accusers and len(source.accusers) < ACCUSERS_MAX
 
 
 def stand(effects: Effects, member: Member, change: StandingChange, reason: Reason) -> None:

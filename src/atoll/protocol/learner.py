@@ -116,8 +116,8 @@ class LearnerMachine:
         match event:
             case StepDone():
                 self._step_done(event)
-            case Received(envelope=envelope):
-                self._receive(envelope)
+            case Received(envelope=envelope, flaw=flaw):
+                self._receive(envelope, flaw)
             case Connected(peer=peer):
                 if peer == SYNCER:
                     self._connected = True
@@ -152,7 +152,7 @@ class LearnerMachine:
 
     # ------------------------------------------------------------ messages
 
-    def _receive(self, envelope: Envelope) -> None:
+    def _receive(self, envelope: Envelope, flaw: Reason | None) -> None:
         refusal = self._effects.mailbox.refusal(envelope)
         if refusal is not None:
             if refusal.why is not Why.DUPLICATE:
@@ -183,7 +183,7 @@ class LearnerMachine:
             case TakeTheta():
                 self._take_theta(body)
             case StateTransfer():
-                self._take_state(envelope.sender, body)
+                self._take_state(envelope.sender, body, flaw)
             case Recover(reason=reason):
                 self._recover(reason)
             case Serve():
@@ -455,10 +455,11 @@ class LearnerMachine:
         self._effects.emit(LoadTheta(body.reason))
         self._loaded(body.ticket, SYNCER)
 
-    def _take_state(self, source: LearnerId, body: StateTransfer) -> None:
-        ticket = self._transfer.ticket
-        if self.phase != JOINING or ticket is None or body.ticket != ticket.ticket or source != ticket.peer:
-            return
+    def _take_state(self, source: LearnerId, body: StateTransfer, flaw: Reason | None) -> None:
+        if self.phase != JOINING or not self._transfer.expects(body.ticket, source):
+            return None
+        if flaw is not None:
+            return self._transfer_failed(flaw)
         self._effects.emit(LoadState(source, body.held))
         for fragment, version in enumerate(body.held):
             self._holds(fragment, version)
@@ -467,8 +468,8 @@ class LearnerMachine:
             if fragment not in self._pending or self._pending[fragment].version < version:
                 self._pending[fragment] = Pending(version, NO_VERSION, False)
         self._pending = {p: pending for p, pending in self._pending.items() if pending.version > self.held[p]}
-        self.outer_known = max(self.outer_known, body.outer_step)
-        self._loaded(body.ticket, source)
+        self._loaded(body.ticket, source)  # how far the run is, it hears from the syncer: with Enter
+        return None
 
     def _loaded(self, ticket: int, source: WorkerId) -> None:
         self._has_state = True
@@ -476,8 +477,7 @@ class LearnerMachine:
         self._send(Loaded(ticket, source, self.counters.local_step, tuple(self.held)))
 
     def _transfer_failed(self, reason: Reason) -> None:
-        ticket = self._transfer.ticket
-        self._transfer.end()
+        ticket = self._transfer.end()
         if ticket is not None:
             self._send(RecoveryFailed(ticket.ticket, reason))
 

@@ -52,6 +52,7 @@ class Member:
 
     __slots__ = (
         "_moved",
+        "accusers",
         "born_at",
         "connected",
         "counted",
@@ -66,6 +67,7 @@ class Member:
         "joined_at",
         "learner",
         "lent",
+        "loaded_at",
         "lost_at",
         "peer",
         "position",
@@ -75,6 +77,8 @@ class Member:
         "seen",
         "sent",
         "session",
+        "source",
+        "sources_failed",
         "standing",
         "step_ema",
         "suspicions",
@@ -120,6 +124,13 @@ class Member:
         self.join_deadline: Nanos | None = None
         self.join_reason = Reason(Why.JOINS)
         self.seen: OuterStep = 0
+        # recovery states
+        self.sources_failed = 0
+        self.source: LearnerId = -1
+        """The peer whose state it loaded last, at `loaded_at`; -1: Theta."""
+        self.loaded_at: LocalStep = 0
+        self.accusers: set[LearnerId] = set()
+        """Learners to which this one sent a bad recovery state. Kept over incarnations: a restart does not clear it."""
 
     def move(self, change: StandingChange) -> None:
         to = NEXT.get((self.standing, change))

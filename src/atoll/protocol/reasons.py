@@ -61,6 +61,9 @@ class Why(StrEnum):
     SOURCE_LOST = "source_lost"
     TRANSFER_LATE = "transfer_late"
     TRANSFER_SILENT = "transfer_silent"
+    BAD_STATE = "bad_state"
+    OTHER_OPTIMIZER = "other_optimizer"
+    SOURCES_FAILED = "sources_failed"
     NOTHING_MERGED = "nothing_merged"
     NO_PEER = "no_peer"
     NO_PEER_LEFT = "no_peer_left"
@@ -94,6 +97,9 @@ SENTENCES: dict[Why, str] = {
     Why.THETA_INCOMPLETE: "Theta was promised and did not come whole",
     Why.TRANSFER_LATE: "the transfer did not come in time",
     Why.TRANSFER_SILENT: "the transfer was not heard of again",
+    Why.BAD_STATE: "its source sent a state that cannot be used",
+    Why.OTHER_OPTIMIZER: "its source has another optimiser",
+    Why.SOURCES_FAILED: "two sources failed",
     Why.NOTHING_MERGED: "nothing was merged yet",
     Why.NO_PEER: "no peer is in sync",
     Why.NO_PEER_LEFT: "no reachable peer is left to ask",

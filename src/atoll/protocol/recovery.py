@@ -24,11 +24,16 @@ class PendingTransfer:
     def begin(self, ticket: Ticket, now: Nanos) -> None:
         self.ticket, self.give_up_at = ticket, now + ticket.patience
 
-    def end(self) -> None:
-        self.ticket, self.give_up_at = None, None
+    def end(self) -> Ticket | None:
+        """The ticket that is over."""
+        ended, self.ticket, self.give_up_at = self.ticket, None, None
+        return ended
 
     def asked(self, peer: LearnerId) -> bool:
         return self.ticket is not None and self.ticket.peer == peer
+
+    def expects(self, ticket: int, source: LearnerId) -> bool:
+        return self.asked(source) and self.ticket is not None and self.ticket.ticket == ticket
 
 
 class Service:

@@ -39,7 +39,7 @@ class Received(Word, frozen=True):
     payload_bytes: int
     flaw: Reason | None = None
     """What the executor found wrong with the bytes beside it: POISONED (NaN, Inf, another size), or OUTLIER, a norm far beyond
-    the usual, which is refused once and means recovery if it goes on."""
+    the usual, which is refused once and means recovery if it goes on. Of a peer's state: BAD_STATE or OTHER_OPTIMIZER."""
 
 
 class StepDone(Word, frozen=True):
