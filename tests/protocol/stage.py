@@ -30,6 +30,7 @@ from atoll.protocol.vocabulary import (
     Received,
     Report,
     Send,
+    SnapshotPart,
     Started,
     StepDone,
     Stored,
@@ -192,6 +193,9 @@ class SyncerStage:
             a.session, a.local_step, a.position, a.local_step * TOKENS, a.local_step, nanos, 0, learner, max(a.batch, 0),
             adopted, snapshot, None,
         )  # fmt: skip
+
+    def wrote(self, learner: LearnerId, snapshot: OuterStep, flaw: Reason | None = None) -> list[Effect]:
+        return self.hears(learner, SnapshotPart(snapshot, flaw))
 
     def contribution(self, learner: LearnerId, outer_step: OuterStep, fragment: int, **changes: Any) -> Contribution:
         a = self.cast[learner]

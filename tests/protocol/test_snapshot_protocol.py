@@ -11,7 +11,7 @@ from atoll.chaos import ChaosPlan, Kill
 from atoll.config import Config, load
 from atoll.ids import SYNCER
 from atoll.protocol.reasons import Reason, Why
-from atoll.protocol.snapshot import marker_of
+from atoll.protocol.snapshot import IN_FLIGHT_MAX, marker_of
 from atoll.protocol.vocabulary import (
     Adopt,
     Announce,
@@ -49,10 +49,65 @@ def begun(learners: int = 2) -> SyncerStage:
     return s
 
 
-def test_snapshot_completes_when_every_learner_returned_the_marker() -> None:
+def returned(s: SyncerStage, *learners: int) -> list[Effect]:
+    """They return the marker of outer step 2, and their part is written."""
+    effects: list[Effect] = []
+    for learner in learners:
+        effects = [*s.steps(learner, snapshot=2), *s.wrote(learner, 2)]
+    return effects
+
+
+def test_snapshot_completes_when_every_learner_has_written_its_part() -> None:
     s = begun()
-    assert of(s.steps(0, snapshot=2), SealSnapshot) == []
-    assert of(s.steps(1, snapshot=2), SealSnapshot) == [SealSnapshot(2, (0, 1), True, Reason(Why.MARKERS_RETURNED))]
+    assert of(s.steps(0, snapshot=2), SealSnapshot) == of(s.steps(1, snapshot=2), SealSnapshot) == []
+    assert of(s.wrote(1, 2), SealSnapshot) == []
+    assert of(s.wrote(0, 2), SealSnapshot) == [SealSnapshot(2, (0, 1), True, Reason(Why.PARTS_WRITTEN))]
+
+
+def test_snapshot_leaves_out_a_learner_whose_part_is_not_written() -> None:
+    """A full disk: the marker alone is no state to resume from."""
+    s = begun()
+    returned(s, 0)
+    s.steps(1, snapshot=2)
+    (sealed,) = of(s.wrote(1, 2, Reason(Why.NOT_WRITTEN, "no space left")), SealSnapshot)
+    assert (sealed.learners, sealed.complete, sealed.left_out, sealed.reason.why) == ((0,), True, (1,), Why.LEARNER_LEFT_OUT)
+
+
+def test_snapshot_part_of_another_snapshot_or_before_the_marker_counts_for_nothing() -> None:
+    s = begun()
+    s.wrote(0, 2)
+    s.steps(0, snapshot=2)
+    s.wrote(0, 1)
+    returned(s, 1)
+    assert s.machine.snapshot.open
+    assert of(s.wrote(0, 2), SealSnapshot) != []
+    assert of(s.wrote(0, 2), SealSnapshot) == []
+
+
+def test_snapshot_leaves_out_a_learner_that_withholds_the_marker() -> None:
+    s = begun(learners=3)
+    returned(s, 0, 2)
+    recorded = sealed = 0
+    for _ in range(IN_FLIGHT_MAX + 5):
+        effects = s.hears(1, s.report(1))
+        recorded += len(of(effects, RecordInFlight))
+        sealed += len(of(effects, SealSnapshot))
+    assert (recorded, sealed, s.machine.snapshot.open) == (IN_FLIGHT_MAX, 1, False)
+
+
+def test_snapshot_due_again_is_sealed_without_the_few_that_are_late() -> None:
+    """Or a single learner could prevent every snapshot."""
+    s = begun(learners=4)
+    for learner in (0, 1, 2):
+        s.hears(learner, s.report(learner, snapshot=2))
+        s.wrote(learner, 2)
+    s.hears(3, s.report(3, snapshot=2))
+    s.full_round(who=[0])
+    s.steps(0)
+    s.contributes(0, 4, 0)
+    (sealed,) = of(s.stored(4), SealSnapshot)
+    assert (sealed.learners, sealed.complete, sealed.left_out) == ((0, 1, 2), True, (3,))
+    assert sealed.reason.why is Why.NEXT_SNAPSHOT_DUE
 
 
 def test_snapshot_records_what_arrives_before_the_marker_as_in_flight() -> None:
@@ -66,17 +121,16 @@ def test_snapshot_records_what_arrives_before_the_marker_as_in_flight() -> None:
 
 def test_snapshot_leaves_out_the_dead() -> None:
     s = begun()
-    s.steps(0, snapshot=2)
-    effects = s.on(ConnectionLost(1, "gone"))
-    left_out = Reason(Why.LEARNER_LEFT_OUT, "learner 1 is gone and left out")
-    assert of(effects, SealSnapshot) == [SealSnapshot(2, (0,), True, left_out)]
+    returned(s, 0)
+    (sealed,) = of(s.on(ConnectionLost(1, "gone")), SealSnapshot)
+    assert (sealed.learners, sealed.complete, sealed.left_out, sealed.reason.why) == ((0,), True, (1,), Why.LEARNER_LEFT_OUT)
 
 
 def test_snapshot_leaves_out_one_that_died_after_it_recorded() -> None:
     s = begun()
-    s.steps(0, snapshot=2)
+    returned(s, 0)
     s.on(ConnectionLost(0, "gone"))
-    assert of(s.steps(1, snapshot=2), SealSnapshot)[0].learners == (1,)
+    assert of(returned(s, 1), SealSnapshot)[0].learners == (1,)
 
 
 def test_snapshot_not_complete_when_the_next_is_due_is_abandoned() -> None:

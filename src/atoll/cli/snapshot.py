@@ -43,6 +43,7 @@ def snapshot_ls(run: RunArgument, as_json: JsonOption = False) -> None:
     for info in found:
         state = "complete" if info.complete else "not complete"
         gone = f", missing {', '.join(map(str, info.missing))}" if info.missing else ""
+        gone += f", left out {', '.join(map(str, info.left_out))}" if info.left_out else ""
         out.print(f"step {info.outer_step}: {state}, learners {list(info.present)}{gone}, {info.bytes / 1e6:,.1f} MB")
 
 

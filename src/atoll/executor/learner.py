@@ -41,6 +41,7 @@ from atoll.protocol.vocabulary import (
     Send,
     Stage,
     StateTransfer,
+    StateWritten,
     StepDone,
     Unstage,
 )  # fmt: skip
@@ -54,7 +55,12 @@ from atoll.workload.data.seeds import generator
 class StateStore(Protocol):
     """Stores and loads a learner's side of snapshots."""
 
-    def put_learner(self, snapshot: OuterStep, learner: LearnerId, learner_state: LearnerState, state: Any) -> None: ...
+    def put_learner(
+        self, snapshot: OuterStep, learner: LearnerId, learner_state: LearnerState, state: Any
+    ) -> StateWritten | None:
+        """None: it is being written, and the store says later what became of it."""
+        ...
+
     def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any: ...
 
 
@@ -137,7 +143,9 @@ class TensorLearner:
                 self._load_state(self._snapshots.learner_state(snapshot, self._learner), resumes=True)
             case RecordState(snapshot=snapshot, learner_state=learner_state):
                 if self._snapshots is not None:
-                    self._snapshots.put_learner(snapshot, self._learner, learner_state, self.state(with_residuals=True))
+                    state = self.state(with_residuals=True)
+                    written = self._snapshots.put_learner(snapshot, self._learner, learner_state, state)
+                    return () if written is None else (written,)
             case _:
                 pass
         return ()

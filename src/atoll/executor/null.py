@@ -29,9 +29,11 @@ from atoll.protocol.vocabulary import (
     LoadState,
     Merge,
     Message,
+    RecordState,
     Send,
     Stage,
     StateTransfer,
+    StateWritten,
     StepDone,
     Store,
     Stored,
@@ -78,6 +80,8 @@ class NullLearner:
                 self.anchors = list(anchors)
                 newer = {p: k for p, k in self._kept.items() if k[0] > anchors[p][0]}
                 self._kept = dict(kept) | {p: k for p, k in newer.items() if p not in kept or kept[p][0] < k[0]}
+            case RecordState(snapshot=snapshot):
+                return (StateWritten(snapshot),)
             case _:
                 pass
         return ()

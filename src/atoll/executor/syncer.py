@@ -57,7 +57,9 @@ class SnapshotStore(Protocol):
 
     def begin(self, snapshot: OuterStep, syncer_state: SyncerState) -> None: ...
     def put_in_flight(self, snapshot: OuterStep, envelope: Envelope, payload: Payload | None) -> None: ...
-    def seal(self, snapshot: OuterStep, learners: tuple[LearnerId, ...], complete: bool) -> None: ...
+    def seal(
+        self, snapshot: OuterStep, learners: tuple[LearnerId, ...], complete: bool, left_out: tuple[LearnerId, ...] = ()
+    ) -> None: ...
 
 
 class TensorSyncer:
@@ -100,9 +102,9 @@ class TensorSyncer:
             case RecordSyncer(snapshot=snapshot, syncer_state=syncer_state):
                 if self._snapshots is not None:
                     self._snapshots.begin(snapshot, syncer_state)
-            case SealSnapshot(snapshot=snapshot, learners=learners, complete=complete):
+            case SealSnapshot(snapshot=snapshot, learners=learners, complete=complete, left_out=left_out):
                 if self._snapshots is not None:
-                    self._snapshots.seal(snapshot, learners, complete)
+                    self._snapshots.seal(snapshot, learners, complete, left_out)
             case _:
                 pass
         return ()

@@ -60,9 +60,11 @@ from atoll.protocol.vocabulary import (
     Resume,
     Resumed,
     Serve,
+    SnapshotPart,
     Started,
     StateRequest,
     StateTransfer,
+    StateWritten,
     StepDone,
     TakeTheta,
     Tick,
@@ -124,6 +126,8 @@ class LearnerMachine:
                     self._hello(Reason(Why.RECONNECTED if self._has_state else Why.JOINS))
             case ConnectionLost(peer=peer, reason=reason):
                 self._connection_lost(peer, reason)
+            case StateWritten(snapshot=snapshot, flaw=flaw):
+                self._send(SnapshotPart(snapshot, flaw))
             case Poisoned(where=where):
                 self._recover(Reason(Why.POISONED, f"{where} holds NaN or Inf"))
             case LeaveAsked(reason=reason):
@@ -143,8 +147,7 @@ class LearnerMachine:
     def deadline(self) -> Nanos | None:
         if self.phase == DONE:
             return None
-        given = [at for at in (self._transfer.give_up_at, self._departure.by) if at is not None]
-        return min(given, default=None)
+        return min((at for at in (self._transfer.give_up_at, self._departure.by) if at is not None), default=None)
 
     def _send(self, body: Message, to: WorkerId = SYNCER) -> None:
         if self._connected or to != SYNCER:
@@ -160,8 +163,7 @@ class LearnerMachine:
             return
         body = envelope.body
         if envelope.sender == SYNCER:
-            interval = self.config.protocol.snapshot_interval
-            self._marker = max(self._marker, marker_of(envelope.clock[0], interval))
+            self._marker = max(self._marker, marker_of(envelope.clock[0], self.config.protocol.snapshot_interval))
         match body:
             case Announce():
                 self._announced(body)

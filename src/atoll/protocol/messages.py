@@ -150,7 +150,7 @@ class Report(Sent, frozen=True):
     """Position in `stream` of the batch just trained. RNG is a function of (seed, stream, batch)."""
     adopted: tuple[Adoption, ...]
     snapshot: OuterStep
-    """The newest marker this learner has recorded its state for."""
+    """The newest marker this learner has recorded its state for. A `SnapshotPart` says whether the record is on its disk."""
     loss: float | None
 
 
@@ -198,6 +198,16 @@ class RecoveryFailed(Sent, frozen=True):
 
     ticket: int
     reason: Reason
+
+
+class SnapshotPart(Sent, frozen=True):
+    """This learner's part of a snapshot is on its disk and was checked there, or is not, and why."""
+
+    direction = Direction.TO_SYNCER
+    overtakes = True
+
+    snapshot: OuterStep
+    flaw: Reason | None
 
 
 class Goodbye(Sent, frozen=True):
@@ -335,7 +345,7 @@ class StateTransfer(Sent, frozen=True):
 
 
 Message: TypeAlias = (
-    Hello | Report | Contribution | Decline | Loaded | RecoveryFailed | Goodbye
+    Hello | Report | Contribution | Decline | Loaded | RecoveryFailed | SnapshotPart | Goodbye
     | Welcome | Pull | Announce | Tick | Ticket | Serve | TakeTheta | Enter | Recover | Grant | Finish
     | StateRequest | StateTransfer
 )  # fmt: skip

@@ -69,7 +69,8 @@ class Why(StrEnum):
     NO_PEER_LEFT = "no_peer_left"
     NO_BROADCAST = "no_broadcast"
     # a snapshot sealed
-    MARKERS_RETURNED = "markers_returned"
+    PARTS_WRITTEN = "parts_written"
+    NOT_WRITTEN = "not_written"
     NOBODY_TO_WAIT_FOR = "nobody_to_wait_for"
     LEARNER_LEFT_OUT = "learner_left_out"
     NEXT_SNAPSHOT_DUE = "next_snapshot_due"
@@ -104,7 +105,8 @@ SENTENCES: dict[Why, str] = {
     Why.NO_PEER: "no peer is in sync",
     Why.NO_PEER_LEFT: "no reachable peer is left to ask",
     Why.NO_BROADCAST: "no broadcast within two expected rounds",
-    Why.MARKERS_RETURNED: "every live learner returned the marker",
+    Why.PARTS_WRITTEN: "every live learner has written its part",
+    Why.NOT_WRITTEN: "its part is not written",
     Why.NOBODY_TO_WAIT_FOR: "no learner is in sync",
     Why.RUN_OVER: "the run is over",
 }

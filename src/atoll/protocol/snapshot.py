@@ -2,7 +2,8 @@
 
 The syncer records its state and goes on; its clock value is the marker. A learner that first sees it records its own
 state and returns the marker with its next report. What arrives from a learner between the syncer's record and that
-learner's marker was in flight, belongs to the snapshot and is delivered again on resume.
+learner's marker was in flight and belongs to the snapshot. The marker says where the cut is, not that the state is on disk:
+that is what a `SnapshotPart` says, and a learner whose part is not written is left out.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from collections.abc import Iterable
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.effects import Effects
 from atoll.protocol.reasons import Reason, Why
-from atoll.protocol.vocabulary import Envelope, RecordInFlight, RecordSyncer, Report, SealSnapshot, SyncerState
+from atoll.protocol.vocabulary import Envelope, RecordInFlight, RecordSyncer, Report, SealSnapshot, SnapshotPart, SyncerState
+
+IN_FLIGHT_MAX = 1000
+"""Messages of one learner that one snapshot records. A learner returns the marker with the first report after it arrived: a few
+messages, or as many as it has steps while the way to it is blocked. One that sends more withholds it."""
 
 
 def marker_of(outer_step: OuterStep, interval: int) -> OuterStep:
@@ -24,8 +29,11 @@ class Snapshot:
     def __init__(self, effects: Effects) -> None:
         self._effects = effects
         self._marker: OuterStep = 0
-        self._waiting: set[LearnerId] = set()
-        self._recorded: set[LearnerId] = set()
+        self._awaited: dict[LearnerId, int] = {}
+        """Who has not returned the marker, with its messages in flight."""
+        self._writing: set[LearnerId] = set()
+        self._written: set[LearnerId] = set()
+        self._left_out: set[LearnerId] = set()
 
     @property
     def open(self) -> bool:
@@ -33,39 +41,69 @@ class Snapshot:
 
     def begin(self, marker: OuterStep, learners: Iterable[LearnerId], syncer_state: SyncerState) -> None:
         if self._marker:
-            due = Reason(Why.NEXT_SNAPSHOT_DUE, f"snapshot {marker} is due and this one is not complete")
-            self._seal(complete=False, reason=due)
-        self._marker, self._waiting, self._recorded = marker, set(learners), set()
+            self._end_before(marker)
+        self._marker, self._awaited = marker, dict.fromkeys(learners, 0)
         self._effects.emit(RecordSyncer(marker, syncer_state))
         self._maybe_seal(Reason(Why.NOBODY_TO_WAIT_FOR))
 
     def saw(self, envelope: Envelope) -> None:
         """Called for every message in order, before it takes effect."""
-        if not self._marker or envelope.sender not in self._waiting:
+        learner, body = envelope.sender, envelope.body
+        if isinstance(body, SnapshotPart) and body.snapshot == self._marker:
+            self._part(learner, body.flaw)
+        if not self._marker or learner not in self._awaited:
             return
-        body = envelope.body
         if isinstance(body, Report) and body.snapshot >= self._marker:
-            self._waiting.discard(envelope.sender)
-            self._recorded.add(envelope.sender)
-            self._maybe_seal(Reason(Why.MARKERS_RETURNED))
+            del self._awaited[learner]
+            self._writing.add(learner)
+        elif self._awaited[learner] == IN_FLIGHT_MAX:
+            self._exclude(learner, f"learner {learner} is left out: {IN_FLIGHT_MAX} messages and no marker")
         else:
+            self._awaited[learner] += 1
             self._effects.emit(RecordInFlight(self._marker, envelope))
 
     def leave_out(self, learner: LearnerId) -> None:
         """Dead learners are left out: on resume they recover."""
-        if self._marker:
-            self._waiting.discard(learner)
-            self._recorded.discard(learner)
-            self._maybe_seal(Reason(Why.LEARNER_LEFT_OUT, f"learner {learner} is gone and left out"))
+        self._exclude(learner, f"learner {learner} is gone and left out")
 
     def abandon(self, reason: Reason) -> None:
         if self._marker:
             self._seal(complete=False, reason=reason)
 
+    def _part(self, learner: LearnerId, flaw: Reason | None) -> None:
+        if flaw is not None:
+            self._exclude(learner, f"learner {learner} is left out: {flaw}")
+        elif learner in self._writing:
+            self._writing.discard(learner)
+            self._written.add(learner)
+            self._maybe_seal(Reason(Why.PARTS_WRITTEN))
+
+    def _exclude(self, learner: LearnerId, sentence: str) -> None:
+        if self._marker and learner in (self._awaited.keys() | self._writing | self._written):
+            self._awaited.pop(learner, None)
+            self._writing.discard(learner)
+            self._written.discard(learner)
+            self._left_out.add(learner)
+            self._maybe_seal(Reason(Why.LEARNER_LEFT_OUT, sentence))
+
+    def _end_before(self, following: OuterStep) -> None:
+        """Whoever is late by a whole interval is left out, so that no single learner prevents every snapshot. Where most are
+        late the interval is too short, and a snapshot without them is of little use."""
+        late = sorted(self._awaited.keys() | self._writing)
+        due = f"snapshot {following} is due"
+        if len(self._written) <= len(late) + len(self._left_out):
+            self._seal(complete=False, reason=Reason(Why.NEXT_SNAPSHOT_DUE, f"{due} and this one is not complete"))
+            return
+        self._left_out.update(late)
+        named = ", ".join(map(str, late))
+        self._seal(complete=True, reason=Reason(Why.NEXT_SNAPSHOT_DUE, f"{due}; learners not done and left out: {named}"))
+
     def _maybe_seal(self, reason: Reason) -> None:
-        if self._marker and not self._waiting:
+        if self._marker and not self._awaited and not self._writing:
             self._seal(complete=True, reason=reason)
 
     def _seal(self, *, complete: bool, reason: Reason) -> None:
-        self._effects.emit(SealSnapshot(self._marker, tuple(sorted(self._recorded)), complete, reason))
-        self._marker, self._waiting, self._recorded = 0, set(), set()
+        written, left_out = tuple(sorted(self._written)), tuple(sorted(self._left_out))
+        self._effects.emit(SealSnapshot(self._marker, written, complete, reason, left_out))
+        self._marker, self._awaited = 0, {}
+        self._writing, self._written, self._left_out = set(), set(), set()

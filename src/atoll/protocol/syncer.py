@@ -49,6 +49,7 @@ from atoll.protocol.vocabulary import (
     Refuse,
     Report,
     Restored,
+    SnapshotPart,
     Started,
     Store,
     Stored,
@@ -129,8 +130,7 @@ class SyncerMachine:
         learner = envelope.sender
         if not 0 <= learner < self.config.limits.members_max:
             return self._refuse(learner, Reason(Why.NOT_A_LEARNER), disconnect=True)
-        impossible = objection(self.config, envelope)
-        if impossible is not None:
+        if (impossible := objection(self.config, envelope)) is not None:
             return self._refuse(learner, impossible, disconnect=True)
         refusal = self._effects.mailbox.refusal(envelope)
         if refusal is not None:
@@ -166,6 +166,8 @@ class SyncerMachine:
                 self.admission.loaded(member, body)
             case RecoveryFailed():
                 self.admission.failed(member, body)
+            case SnapshotPart():
+                pass  # `snapshot.saw` took it
             case Goodbye(reason=reason):
                 self._drop_from_rounds(member)
                 self._end_incarnation(member.learner)

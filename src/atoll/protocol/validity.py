@@ -22,6 +22,7 @@ from atoll.protocol.vocabulary import (
     Message,
     RecoveryFailed,
     Report,
+    SnapshotPart,
     Unit,
 )  # fmt: skip
 from atoll.rules import samples_per_step_max, tokens_per_step_max
@@ -69,6 +70,8 @@ def _body(config: Config, body: Message) -> Reason | None:
             return None if fits else _impossible("Loaded names what cannot be")
         case RecoveryFailed(ticket=number, reason=reason) | Decline(outer_step=number, reason=reason):
             return None if _counts((number,)) and _short(reason) else _impossible(f"{type(body).__name__} cannot be")
+        case SnapshotPart(snapshot=number, flaw=flaw):
+            return None if _counts((number,)) and (flaw is None or _short(flaw)) else _impossible("SnapshotPart cannot be")
         case _:
             given: Reason | None = getattr(body, "reason", None)
             return None if given is None or _short(given) else _impossible("its reason is too long")

@@ -58,6 +58,13 @@ class Stored(Word, frozen=True):
     digest: str
 
 
+class StateWritten(Word, frozen=True):
+    """What RecordState recorded is on disk and was checked there, or is not, and why."""
+
+    snapshot: OuterStep
+    flaw: Reason | None = None
+
+
 class Poisoned(Word, frozen=True):
     """A tensor of this learner holds NaN or Inf: named, and never sent."""
 
@@ -95,8 +102,8 @@ class DeadlinePassed(Word, frozen=True):
 
 
 Event: TypeAlias = (
-    Started | Connected | ConnectionLost | Received | StepDone | Stored | Poisoned | LeaveAsked | Restored | Resumed
-    | Resized | DeadlinePassed
+    Started | Connected | ConnectionLost | Received | StepDone | Stored | StateWritten | Poisoned | LeaveAsked | Restored
+    | Resumed | Resized | DeadlinePassed
 )  # fmt: skip
 
 # ---------------------------------------------------------------- effects
@@ -170,7 +177,7 @@ class LoadSnapshot(Word, frozen=True):
 
 
 class RecordState(Word, frozen=True):
-    """Record this learner's state for a snapshot."""
+    """Record this learner's state for a snapshot; answer with `StateWritten`."""
 
     snapshot: OuterStep
     learner_state: LearnerState
@@ -257,8 +264,11 @@ class RecordInFlight(Word, frozen=True):
 class SealSnapshot(Word, frozen=True):
     snapshot: OuterStep
     learners: tuple[LearnerId, ...]
+    """Whose part is written."""
     complete: bool
     reason: Reason
+    left_out: tuple[LearnerId, ...] = ()
+    """In sync when it began, and not part of it."""
 
 
 class Standing(StrEnum):

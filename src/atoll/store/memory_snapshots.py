@@ -6,7 +6,7 @@ from typing import Any
 
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.interface import Payload
-from atoll.protocol.vocabulary import Envelope, LearnerState, SyncerState
+from atoll.protocol.vocabulary import Envelope, LearnerState, StateWritten, SyncerState
 
 
 class MemorySnapshot:
@@ -36,10 +36,11 @@ class MemorySnapshots:
         found = self.kept.get(snapshot)
         return found if found is not None and found.sealed is None else None
 
-    def put_learner(self, snapshot: OuterStep, learner: LearnerId, learner_state: LearnerState, state: Any) -> None:
+    def put_learner(self, snapshot: OuterStep, learner: LearnerId, learner_state: LearnerState, state: Any) -> StateWritten:
         found = self._open(snapshot)
         if found is not None:
             found.learners[learner] = (learner_state, state)
+        return StateWritten(snapshot)
 
     def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any:
         return self.kept[snapshot].learners[learner][1]
@@ -49,7 +50,9 @@ class MemorySnapshots:
         if found is not None:
             found.in_flight.append((envelope, payload))
 
-    def seal(self, snapshot: OuterStep, learners: tuple[LearnerId, ...], complete: bool) -> None:
+    def seal(
+        self, snapshot: OuterStep, learners: tuple[LearnerId, ...], complete: bool, left_out: tuple[LearnerId, ...] = ()
+    ) -> None:
         found = self._open(snapshot)
         if found is None:
             return

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ from atoll.store.durable import FOLDER, DurableVersions, check_version, version_
 from atoll.store.tensor_files import (
     ByteChunk,
     discard,
+    drop_cached,
     read_state,
     read_with,
     storage_failed,
@@ -59,6 +61,8 @@ class Manifest(msgspec.Struct, frozen=True):
     learners: tuple[LearnerId, ...]
     files: dict[str, FileEntry]
     config: dict[str, Any]
+    left_out: tuple[LearnerId, ...] = ()
+    """Learners that were in sync when it began and whose part is not written. On resume they join like new ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +78,8 @@ class SnapshotInfo:
     """Learners whose state exists, every file with its size."""
     bytes: int
     """Total size of the existing files. Versions shared by hard links count each time."""
+    left_out: tuple[LearnerId, ...] = ()
+    """Learners that were in sync when it began and whose part was never written."""
 
     @property
     def missing(self) -> tuple[LearnerId, ...]:
@@ -147,10 +153,11 @@ def add_syncer_file(root: Path, snapshot: OuterStep, name: str, chunks: Sequence
 
 def seal_syncer(
     root: Path, snapshot: OuterStep, learners: Sequence[LearnerId], complete: bool, keep: int,
-    *, run: str = "", config: Mapping[str, Any] | None = None,
+    *, run: str = "", config: Mapping[str, Any] | None = None, left_out: Sequence[LearnerId] = (),
 ) -> bool:  # fmt: skip
     """Give a complete snapshot its name, and remove an incomplete one; True if it is sealed. A snapshot that was not begun (or
-    was begun by a killed syncer and removed since) cannot be sealed."""
+    was begun by a killed syncer and removed since) cannot be sealed. The newest snapshot that left nobody out is never removed,
+    however many partial ones follow it."""
     target = _open_dir(root, snapshot)
     if not target.is_dir():
         return False
@@ -158,8 +165,9 @@ def seal_syncer(
         _remove(target)
         return False
     with _removed_on_failure(target):
-        _publish(root, Manifest(snapshot, run, True, tuple(sorted(learners)), _entries(target), dict(config or {})))
-    _prune(root, keep, {snapshot})
+        who, files = tuple(sorted(learners)), _entries(target)
+        _publish(root, Manifest(snapshot, run, True, who, files, dict(config or {}), tuple(sorted(left_out))))
+    _prune(root, keep, {snapshot, *_last_whole(root)})
     return True
 
 
@@ -197,8 +205,8 @@ def write_learner(
     root: Path, snapshot: OuterStep, state: Any, machine_state: bytes, keep: int,
     *, run: str = "", config: Mapping[str, Any] | None = None, protect: Iterable[OuterStep] = (),
 ) -> None:  # fmt: skip
-    """Write a learner's part; it is whole when this returns. A learner does not learn which snapshots the syncer sealed.
-    `protect` names those that it must keep: otherwise several abandoned ones would displace the last usable one."""
+    """Write a learner's part and read it back; it is whole when this returns. A learner does not learn which snapshots the
+    syncer sealed. `protect` names those that it must keep: otherwise abandoned ones would displace the last usable one."""
     target = _open_dir(root, snapshot)
     with _removed_on_failure(target):
         _clear(root)
@@ -209,8 +217,19 @@ def write_learner(
             STATE: FileEntry((target / STATE).stat().st_size, sha256),
             MACHINE_FILE: FileEntry(len(machine_state), hashlib.sha256(machine_state).hexdigest()),
         }
+        for name, entry in files.items():
+            _read_back(target / name, entry)
         _publish(root, Manifest(snapshot, run, True, (), files, dict(config or {})))
     _prune(root, keep, {snapshot, *protect})
+
+
+def _read_back(path: Path, entry: FileEntry) -> None:
+    def digest(stream: io.RawIOBase, size: int) -> str:
+        drop_cached(stream)
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    if read_with(path, digest) != entry.sha256:
+        raise DataError(f"{path} was written, and the disk returns other bytes")
 
 
 # ---------------------------------------------------------------- reading
@@ -230,7 +249,8 @@ def list_snapshots(run_dir: Path) -> list[SnapshotInfo]:
             size += more
             if theirs is not None and not flaws:
                 present.append(learner)
-        infos.append(SnapshotInfo(step, complete, manifest.learners if manifest else (), tuple(present), size))
+        learners, left_out = (manifest.learners, manifest.left_out) if manifest else ((), ())
+        infos.append(SnapshotInfo(step, complete, learners, tuple(present), size, left_out))
     return infos
 
 
@@ -392,6 +412,15 @@ def _clear(root: Path) -> None:
     for name in _children(snapshots):
         if name.isdecimal() and not (snapshots / name / MANIFEST).is_file():
             _remove(snapshots / name)
+
+
+def _last_whole(root: Path) -> list[OuterStep]:
+    """The newest snapshot with the state of every learner that was in sync, if there is one."""
+    for step in reversed(_named(root)):
+        manifest, _, problems = _sizes(snapshot_dir(root, step))
+        if manifest is not None and manifest.learners and not manifest.left_out and not problems:
+            return [step]
+    return []
 
 
 def _prune(root: Path, keep: int, protect: Iterable[OuterStep]) -> None:

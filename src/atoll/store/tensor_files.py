@@ -388,6 +388,12 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
+def drop_cached(stream: io.RawIOBase) -> None:
+    """What is read next comes from the disk and not from memory, where the system knows how. For a file that was synced."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def discard(path: Path) -> None:
     """Delete the file if it exists. If even that fails, the next start deletes it."""
     with contextlib.suppress(OSError):

@@ -24,7 +24,7 @@ from atoll.errors import TapeError
 from atoll.ids import Nanos, WorkerId
 from atoll.protocol.vocabulary import Effect, Event
 
-FORMAT = 2
+FORMAT = 3
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):

@@ -299,6 +299,7 @@ class Learner:
             executor = UserExecutor(inner, self._tensors)
             tape = _new_tape(directory, placement, self.config, self._device)
             self._live = LiveLearner(self._address, placement, executor, tape=tape, loop=loop.loop)
+            snapshots.on_written = self._live.dispatch
             self._live.start()
             stack.callback(self._live.close)
             stack.push(self._leave_on_exit)

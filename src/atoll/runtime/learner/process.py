@@ -69,6 +69,7 @@ def run_worker(options: WorkerOptions) -> None:
         tape = TapeWriter.create(directory / f"{placement.incarnation}.tape", header, flush_each=True)
         resumed = Resumed(*learner_state_of(options.resume)) if options.resume is not None else None
         live = LiveLearner(options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop)
+        snapshots.on_written = live.dispatch
         try:
             _train(live, executor, Slowdown(options.obey_stdin, lambda: live.leave("its launcher is gone")))
         finally:

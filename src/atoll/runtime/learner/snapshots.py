@@ -1,7 +1,8 @@
-"""A live learner's part of snapshots, written in its own thread."""
+"""A live learner's part of snapshots, written and checked in its own thread."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -13,13 +14,18 @@ from atoll.config import Config
 from atoll.config.resuming import refuse_changed
 from atoll.errors import AtollError
 from atoll.ids import LearnerId, OuterStep
-from atoll.protocol.vocabulary import LearnerState
+from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.vocabulary import LearnerState, StateWritten
 from atoll.runtime.syncer.snapshots import log
 from atoll.store.snapshots import load_learner_part, read_manifest, syncer_root, write_learner
 
+FLAW_MAX = 300
+"""Characters of what went wrong, for the syncer's log."""
+
 
 class LearnerSnapshots:
-    """`put_learner` receives a copy of the state from a step boundary; training does not wait while it is written."""
+    """`put_learner` receives a copy of the state from a step boundary; training does not wait while it is written.
+    `on_written` is told what became of it, in the thread that wrote it."""
 
     def __init__(self, directory: Path, run: str, config: Config, resume: Path | None = None) -> None:
         self._directory = directory
@@ -30,15 +36,18 @@ class LearnerSnapshots:
             refuse_changed(was, config)  # the syncer checks only its own part, and does not see this one
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writing: Future[None] | None = None
+        self.on_written: Callable[[StateWritten], None] = lambda written: None
 
-    def put_learner(self, snapshot: OuterStep, learner: LearnerId, learner_state: LearnerState, state: Any) -> None:
+    def put_learner(
+        self, snapshot: OuterStep, learner: LearnerId, learner_state: LearnerState, state: Any
+    ) -> StateWritten | None:
         """Skips a snapshot while the previous one is being written: a slow disk must not fill memory with copies."""
         if self._writing is not None and not self._writing.done():
-            log.warning("snapshot %d: this learner's part is given up: the one before is still being written", snapshot)
-            return
-        self._writing = self._thread.submit(self._write, snapshot, learner_state, state)
+            return _given_up(snapshot, "the one before is still being written")
+        self._writing = self._thread.submit(lambda: self.on_written(self._write(snapshot, learner_state, state)))
+        return None
 
-    def _write(self, snapshot: OuterStep, learner_state: LearnerState, state: Any) -> None:
+    def _write(self, snapshot: OuterStep, learner_state: LearnerState, state: Any) -> StateWritten:
         try:
             keep = self._config.limits.snapshots_kept + 1  # the syncer may abandon the newest
             write_learner(
@@ -46,7 +55,8 @@ class LearnerSnapshots:
                 config=msgspec.to_builtins(self._config), protect=sealed_snapshots(self._directory, self._run),
             )  # fmt: skip
         except (AtollError, OSError) as error:
-            log.error("snapshot %d: this learner's part is given up: %s", snapshot, error)
+            return _given_up(snapshot, str(error))
+        return StateWritten(snapshot)
 
     def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any:
         assert self._resume is not None
@@ -54,6 +64,11 @@ class LearnerSnapshots:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
+
+
+def _given_up(snapshot: OuterStep, why: str) -> StateWritten:
+    log.error("snapshot %d: this learner's part is given up: %s", snapshot, why)
+    return StateWritten(snapshot, Reason(Why.NOT_WRITTEN, why[:FLAW_MAX]))
 
 
 def sealed_snapshots(directory: Path, run: str) -> set[OuterStep]:

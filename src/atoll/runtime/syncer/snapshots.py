@@ -17,8 +17,9 @@ from atoll.store.snapshots import add_syncer_file, begin_syncer, seal_syncer
 
 log = logging.getLogger("atoll.snapshots")
 
-IN_FLIGHT_MAX = 10_000
-"""Messages recorded for one snapshot."""
+IN_FLIGHT_BYTES_MAX = 1 << 26
+"""Bytes of the messages recorded for one snapshot. The machine bounds their number for each learner; a report is of some hundred
+bytes, or 20 kB in a run with a thousand members."""
 
 
 class SyncerSnapshots:
@@ -29,10 +30,12 @@ class SyncerSnapshots:
         self._disk = disk
         self._run = run
         self._config = config
-        self._in_flight: list[Envelope] = []
+        self._in_flight: list[bytes] = []
+        self._in_flight_bytes = 0
 
     def begin(self, snapshot: OuterStep, syncer_state: SyncerState) -> None:
         self._in_flight.clear()
+        self._in_flight_bytes = 0
         try:
             begin_syncer(self._directory, snapshot, self._disk, msgspec.json.encode(syncer_state))
             uploaded = self._directory / "model.upload"
@@ -42,16 +45,34 @@ class SyncerSnapshots:
             log.error("snapshot %d is given up: %s", snapshot, error)
 
     def put_in_flight(self, snapshot: OuterStep, envelope: Envelope, payload: Payload | None) -> None:
-        if len(self._in_flight) < IN_FLIGHT_MAX:
-            self._in_flight.append(envelope)
+        """Without their payloads: those are part of their learners' weights, and no resumed run delivers them."""
+        if self._in_flight_bytes <= IN_FLIGHT_BYTES_MAX:
+            message = msgspec.json.encode(envelope)
+            self._in_flight.append(message)
+            self._in_flight_bytes += len(message)
 
-    def seal(self, snapshot: OuterStep, learners: tuple[LearnerId, ...], complete: bool) -> None:
+    def seal(
+        self, snapshot: OuterStep, learners: tuple[LearnerId, ...], complete: bool, left_out: tuple[LearnerId, ...] = ()
+    ) -> None:
+        if complete and self._in_flight_bytes > IN_FLIGHT_BYTES_MAX:
+            log.error("snapshot %d is given up: more than %d bytes were in flight", snapshot, IN_FLIGHT_BYTES_MAX)
+            complete = False
         try:
             if complete:
-                add_syncer_file(self._directory, snapshot, "in_flight.json", [msgspec.json.encode(self._in_flight)])
+                messages = b"[" + b",".join(self._in_flight) + b"]"
+                add_syncer_file(self._directory, snapshot, "in_flight.json", [messages])
             keep = self._config.limits.snapshots_kept
             config = msgspec.to_builtins(self._config)
-            sealed = seal_syncer(self._directory, snapshot, learners, complete, keep, run=self._run, config=config)
-            log.info("snapshot %d %s", snapshot, f"of {len(learners)} learners is complete" if sealed else "is abandoned")
+            sealed = seal_syncer(
+                self._directory, snapshot, learners, complete, keep, run=self._run, config=config, left_out=left_out
+            )
+            log.info("snapshot %d %s", snapshot, _outcome(sealed, learners, left_out))
         except (AtollError, OSError) as error:
             log.error("snapshot %d is given up: %s", snapshot, error)
+
+
+def _outcome(sealed: bool, learners: tuple[LearnerId, ...], left_out: tuple[LearnerId, ...]) -> str:
+    if not sealed:
+        return "is abandoned"
+    without = f", without learners {', '.join(map(str, left_out))}" if left_out else ""
+    return f"of {len(learners)} learners is complete{without}"
