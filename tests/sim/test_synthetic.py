@@ -97,7 +97,7 @@ def test_synthetic_history_breaks_no_rule() -> None:
 
 
 def test_training_on_a_tape_follows_its_history_and_replays_bit_for_bit(tmp_path: Path) -> None:
-    tape = record(settings(), tmp_path / "history")
+    tape = record(settings(protocol={"snapshot_interval": 7}), tmp_path / "history")
     done = train(tape, tmp_path / "trained")
     assert done.loss_final is not None and done.loss_first is not None and done.loss_final < 0.8 * done.loss_first
     theirs, ours = list(tape.records()), list(Tape(tmp_path / "trained" / "run.tape").records())

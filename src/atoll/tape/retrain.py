@@ -16,7 +16,7 @@ from atoll.config import Config
 from atoll.errors import ReplayDiverged, RunFailed
 from atoll.ids import WorkerId, worker_name
 from atoll.protocol.interface import Executor, Observer
-from atoll.protocol.vocabulary import Effect, Envelope, Event, Poisoned, Received, Send, Started, StepDone, Stored
+from atoll.protocol.vocabulary import Effect, Envelope, Event, Poisoned, Received, Send, Started, StateWritten, StepDone, Stored
 from atoll.tape.format import Record
 from atoll.tape.replay import Outcome, TapeSource, TapeWorkers
 
@@ -86,6 +86,8 @@ class _Outcomes:
                     self._steps[key] = event
                 case Stored():
                     self._stored[event.outer_step] = event
+                case StateWritten():
+                    pass  # the tape says whether a snapshot was written there
                 case Poisoned(where=where):
                     raise RunFailed(
                         f"record {record.number}: {worker_name(record.worker)}'s {where} holds NaN or Inf, and on the tape it "

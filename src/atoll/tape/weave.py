@@ -16,7 +16,7 @@ from atoll.errors import TapeError
 from atoll.ids import SYNCER, WorkerId
 from atoll.protocol.vocabulary import Received, Send, Started
 from atoll.tape.folder import TAPE_FILE, find_run
-from atoll.tape.format import Header, Record, Tape
+from atoll.tape.format import Header, Record, Tape, read_line
 
 ChannelKey = tuple[WorkerId, int, WorkerId, int]
 
@@ -108,7 +108,7 @@ def live_tapes(run: Path) -> list[Path]:
 def _has_begun(path: Path) -> bool:
     """A learner that was killed before its tape had a header sent no message."""
     with path.open("rb") as file:
-        return file.readline().endswith(b"\n")
+        return read_line(file, path).endswith(b"\n")
 
 
 def open_run(path: Path) -> Tape | Woven:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import tracemalloc
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,6 +22,8 @@ from atoll.protocol.vocabulary import FixParticipants, InnerStep, Started, StepD
 from atoll.sim.cluster import VirtualCluster
 from atoll.tape.format import Header, Record, Tape, TapeWriter
 from atoll.tape.replay import replay
+from atoll.tape.tail import Tail
+from atoll.tape.weave import open_run
 
 
 def header(config: Config, **changes: object) -> Header:
@@ -209,6 +214,42 @@ def test_footer_that_counts_otherwise_is_refused(tmp_path: Path, whole: bytes) -
 def test_empty_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TapeError, match="the header is damaged or truncated"):
         read(tmp_path / "x.tape", b"")
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "records": lambda path: list(Tape(path).records()), "tail": lambda path: list(Tail(Tape(path)).more()), "run": open_run,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("reader", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("lines", [0, 1, 3])
+def test_tape_without_line_ends_is_refused_and_not_read_whole(
+    tmp_path: Path, whole: bytes, lines: int, reader: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lines and reader is open_run:
+        pytest.skip("it reads the headers only")
+    monkeypatch.setattr("atoll.tape.format.LINE_MAX", 1 << 20)
+    path = tmp_path / "a.tape"
+    path.write_bytes(b"".join(whole.splitlines(keepends=True)[:lines]) + b'{"c":"00000000",')
+    os.truncate(path, 1 << 32)  # four gigabytes, of which the disk holds none
+    tracemalloc.start()
+    try:
+        with pytest.raises(TapeError, match=r"a line of more than 1 MiB"):
+            reader(path)
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_record_nested_too_deeply_is_refused_by_number(tmp_path: Path, whole: bytes) -> None:
+    head, *_ = whole.splitlines(keepends=True)
+    chain = zlib.crc32(b"{" + head[16:-1])
+    body = b'{"n":1,"t":0,"w":0,"e":' + b"[" * 100_000 + b"]" * 100_000 + b',"f":[]}'
+    line = b'{"c":"%08x",' % zlib.crc32(body, chain) + body[1:] + b"\n"
+    (tmp_path / "a.tape").write_bytes(head + line)
+    for reader in (READERS["records"], READERS["tail"]):
+        with pytest.raises(TapeError, match="record 1 cannot be decoded"):
+            reader(tmp_path / "a.tape")
 
 
 def test_record_that_is_no_record_is_refused_by_number(tmp_path: Path, whole: bytes) -> None:
