@@ -6,7 +6,6 @@ processes. Those are in test_examples.py.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from thread_syncer import PATIENCE_SECONDS, Syncer, custom, cut, model_of, train
 from torch import Tensor, nn
 
 import atoll
@@ -28,72 +28,11 @@ from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import FixParticipants, Goodbye, Received, Recovered, StepDone
 from atoll.runtime.syncer import directory as home_module
 from atoll.runtime.syncer.directory import SyncerDirectory
-from atoll.runtime.syncer.process import SyncerProcess
 from atoll.store.model_upload import pack_model, unpack_model
 from atoll.store.tensor_files import StorageFailed
 from atoll.tape.format import Tape
 from atoll.tensors.inventory import frozen_digest, with_frozen
 from atoll.tensors.layout import fingerprint_of
-
-PATIENCE_SECONDS = 60.0
-ONE_ROUND_A_STEP = {"local_steps_per_round": 2, "fragmentation": "sub_tensor", "fragments": 2, "overlap": 1, "codec_up": "fp32"}
-
-
-def custom(preset: str = "decoupled", **sections: Any) -> Config:
-    overrides = {
-        "learners": 2, "total_steps": 12, "model": {"name": "custom"}, "data": {"batch_size": 4},
-        "protocol": ONE_ROUND_A_STEP if preset == "decoupled" else {"local_steps_per_round": 2},
-    }  # fmt: skip
-    return load(preset_name=preset, overrides=overrides | sections)
-
-
-class Syncer:
-    """One that listens in a thread of this process."""
-
-    def __init__(self, directory: Path, config: Config) -> None:
-        self.directory = directory
-        self.home = SyncerDirectory(directory, config, None)
-        self._process = SyncerProcess(self.home, "127.0.0.1:0")
-        self._listens = threading.Event()
-        write = self.home.write_address
-
-        def said(address: str) -> None:
-            write(address)
-            self._listens.set()
-
-        self.home.write_address = said  # type: ignore[method-assign]
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-        assert self._listens.wait(PATIENCE_SECONDS)
-
-    def _run(self) -> None:
-        self._loop.run_until_complete(self._process.run())
-        self._loop.close()
-
-    def join(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> atoll.Learner:
-        return atoll.join(
-            self._process.address, model, optimizer, token=self.directory / "token",
-            out=options.pop("out", None) or self.directory / f"learner-{id(model)}", **options,
-        )  # fmt: skip
-
-    def end(self) -> None:
-        self._thread.join(PATIENCE_SECONDS)
-        assert not self._thread.is_alive(), "its run did not end"
-
-    def stop(self) -> None:
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._process.stop)
-            self.end()
-            cut(self.home)
-
-    def tape(self) -> list[Any]:
-        return list(Tape(self.directory / "run.tape").records())
-
-
-def cut(home: SyncerDirectory) -> None:
-    """Its tape stays without an end, as a killed syncer's does; a process would close the file by ending."""
-    home.tape.__exit__(KeyboardInterrupt, None, None)
 
 
 @pytest.fixture
@@ -109,21 +48,6 @@ def start(tmp_path: Path) -> Iterator[Callable[[Config], Syncer]]:
         syncer.stop()
     ours = [t.name for t in threading.enumerate() if t.name.startswith(("network", "snapshot", "Thread-"))]
     assert not [name for name in ours if "_poll_wrapper" not in name], "threads were left (gRPC's own stays with the process)"
-
-
-def model_of(width: int = 4, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
-
-
-def train(learner: atoll.Learner, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) -> bool:
-    """One step of anybody's loop."""
-    inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(seed)) + seed
-    loss = model(inputs).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return learner.step(tokens=4, loss=loss)
 
 
 def steps_taped(directory: Path) -> list[StepDone]:

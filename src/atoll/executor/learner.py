@@ -5,7 +5,6 @@ On CUDA the host does not wait for the device at a boundary; `executor.cuda` has
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +18,7 @@ from atoll.errors import NotFinite
 from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of, first_samples, on_host, to_device
 from atoll.executor.cuda.staging import adopt_into
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
+from atoll.executor.peer_state import PeerStateCheck
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import Payload
 from atoll.protocol.reasons import Reason, Why
@@ -46,9 +46,9 @@ from atoll.protocol.vocabulary import (
     Unstage,
 )  # fmt: skip
 from atoll.rules import Schedule
-from atoll.store.tensor_files import load_optimizer
+from atoll.store.tensor_files import load_moments, load_optimizer
 from atoll.tasks.task import Task
-from atoll.tensors.access import cast_like, named_tensors, read_buffers, read_params
+from atoll.tensors.access import cast_like, is_finite, named_tensors, read_buffers, read_params
 from atoll.workload.data.seeds import generator
 
 
@@ -92,12 +92,15 @@ class TensorLearner:
         self.model = model if model is not None else task.build().to(self._device)
         self._tensors = named_tensors(self.model)
         self._fragments = task.layout.fragments
+        self._exchanged = {slot.name for f in self._fragments for slot in (*f.params, *f.buffers)}
         self.optimizer = optimizer or build_optimizer(self._config, dict(self.model.named_parameters()), self._fragments)
         self._cuda: CudaSide | None = None
         gpu = cuda_device_of(self._tensors)
         if gpu is not None and not resident:
             self._device = gpu
             self._cuda = CudaSide(gpu, self._fragments, self.optimizer, self._config.inner.accumulate)
+        users_own = optimizer is not None
+        self._peer_state = PeerStateCheck(self._config, self._fragments, self._tensors, self.optimizer, users_own=users_own)
         self.anchors: list[Tensor | None] = [None] * len(self._fragments)
         self._round_start: list[Tensor | None] = [None] * len(self._fragments)
         self._kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]] = {}
@@ -341,15 +344,20 @@ class TensorLearner:
         return state
 
     def _load_state(self, state: dict[str, Any], *, resumes: bool = False) -> None:
-        """From a peer, or from this learner's snapshot: then residuals are part of it, and versions are announced again."""
+        """From a peer, or from this learner's snapshot: then residuals are part of it, and versions are announced again. A peer's
+        hyper-parameters are not taken, and neither are tensors that are not exchanged: these are the same on every learner."""
         cuda = self._cuda
         if cuda is not None:
             cuda.stager.before_optimizer_step()
         with torch.no_grad():
             for name, tensor in self._tensors.items():
-                tensor.copy_(state["tensors"][name])
+                if resumes or name in self._exchanged:
+                    tensor.copy_(state["tensors"][name])
         self.optimizer.state.clear()
-        load_optimizer(self.optimizer, state["optimizer"])
+        if resumes:
+            load_optimizer(self.optimizer, state["optimizer"])
+        else:
+            load_moments(self.optimizer, state["optimizer"]["state"])
         self.anchors = list(state["anchors"]) if cuda is None else cuda.pinned(list(state["anchors"]))
         self._forget_work()
         # Both come through the host; resident tensors must be on the device where they are subtracted.
@@ -376,7 +384,10 @@ class TensorLearner:
             self._cuda.forget_work()
 
     def inspect(self, body: Message, payload: Payload) -> Reason | None:
-        """Checksums prove that the bytes are those sent; this checks that they are for a model of these sizes."""
+        """Checksums prove that the bytes are those sent; this checks that they are for a model of these sizes, and a peer's state
+        in full."""
+        if isinstance(body, StateTransfer):
+            return self._peer_state.flaw(body, payload.content, dict(self._kept))
         if isinstance(body, Announce) and isinstance(payload.content, tuple):
             sent, buffers = payload.content
             fragment = self._fragments[body.fragment]
@@ -404,11 +415,6 @@ class TensorLearner:
                 state = self.state()
             return Payload("state", _state_bytes(state), state)
         return None
-
-
-def is_finite(flat: Tensor) -> bool:
-    """One pass without a copy: NaN and Inf propagate into a sum, and a double holds any sum of floats."""
-    return math.isfinite(flat.sum(dtype=torch.float64))
 
 
 def _gradient(parameter: Tensor) -> Tensor:

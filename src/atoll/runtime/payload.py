@@ -35,19 +35,21 @@ _PACKET, _PLAIN = 1, 2
 
 class WireMessage(msgspec.Struct, frozen=True, array_like=True):
     """An envelope on the wire. Beside a Ticket or a Serve it carries the peer's address and the ticket's key: these belong to
-    the transport, not to the protocol, and are never on a tape."""
+    the transport, not to the protocol, and are never on a tape. Beside a Ticket also the digests of the versions that the peer
+    may hold, by fragment and outer step: the newcomer checks the peer's anchors against them."""
 
     envelope: Envelope
     address: str = ""
     key: str = ""
+    digests: dict[int, dict[int, str]] = {}
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(WireMessage).decode
 
 
-def to_head(envelope: Envelope, address: str = "", key: str = "") -> bytes:
-    return _encode(WireMessage(envelope, address, key))
+def to_head(envelope: Envelope, address: str = "", key: str = "", digests: dict[int, dict[int, str]] | None = None) -> bytes:
+    return _encode(WireMessage(envelope, address, key, digests or {}))
 
 
 def from_head(head: bytes) -> WireMessage:

@@ -94,6 +94,12 @@ def _tensor_sha256(name: str, tensor: Tensor) -> str:
     return sha.hexdigest()
 
 
+def is_anchor(tensor: Tensor, digest: str) -> bool:
+    """Whether these are the bytes that a syncer announced, by the digest that `announced_digest` gave."""
+    name, _, _ = digest.partition(":")
+    return f"{name}:{_tensor_sha256(name, tensor)}" == digest
+
+
 def _label(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return f"{name} {dtype} {shape} ".encode()
 
@@ -271,6 +277,14 @@ class DurableVersions:
             return tensor
         self._older.move_to_end((p, v))
         return self._older[p, v]
+
+    def announced_digest(self, p: FragmentId, v: OuterStep) -> str:
+        """The digest of the anchor by the file's own metadata; no tensor is read."""
+        self._require(p, v)
+        path = self.path(p, v)
+        digests: dict[str, str] = state.read_with(path, lambda stream, size: _read_metadata(stream, size, path)[0].digests)
+        name = "announced" if "announced" in digests else "theta"
+        return f"{name}:{digests[name]}"
 
     def newest(self) -> list[Version]:
         """Without packets, to save memory; `at` has them."""

@@ -292,6 +292,15 @@ def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> N
             optimizer.state[parameter] = _as_saved(parameter, optimizer.state[parameter], saved["state"][number])
 
 
+def load_moments(optimizer: torch.optim.Optimizer, state: dict[int, Any]) -> None:
+    """The same with a peer's state alone: learning rate, betas and all other options stay the optimiser's own, and the same
+    objects, as a scheduler may hold them."""
+    chosen = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    load_optimizer(optimizer, {"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for group, own in zip(optimizer.param_groups, chosen, strict=True):
+        group.update(own)
+
+
 def _as_saved(parameter: Tensor, loaded: Any, saved: Any) -> Any:
     """A parameter's loaded state with the dtypes of `saved`; a tensor of the parameter's shape gets its strides too."""
     if isinstance(loaded, Tensor) and isinstance(saved, Tensor):

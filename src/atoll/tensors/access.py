@@ -6,6 +6,7 @@ optimiser's references to the parameters stay valid.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -50,6 +51,11 @@ def write_buffers(model_tensors: Mapping[str, Tensor], fragment: Fragment, flat:
         elif slot.kind == "other_buffer":
             values = _to_integers(values, slot.dtype)
         _piece(model_tensors, slot).copy_(values)
+
+
+def is_finite(flat: Tensor) -> bool:
+    """One pass without a copy: NaN and Inf propagate into a sum, and a double holds any sum of floats."""
+    return math.isfinite(flat.sum(dtype=torch.float64))
 
 
 def cast_like(fragment: Fragment, flat: Tensor) -> Tensor:

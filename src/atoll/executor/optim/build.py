@@ -6,12 +6,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from atoll.config import Config
-from atoll.executor.optim.muon import MuonWithAdamW
+from atoll.executor.optim.muon import ADAM_STATE, MuonWithAdamW
 from atoll.ids import OuterStep
 from atoll.rules import learning_rate
 from atoll.tensors.layout import Fragment
@@ -51,6 +52,18 @@ def build_optimizer(config: Config, named: Mapping[str, Tensor], fragments: Iter
                 params, [p for name, p in named.items() if name in turned], lr=inner.learning_rate, momentum=inner.muon_momentum,
                 betas=inner.betas, weight_decay=inner.weight_decay,
             )  # fmt: skip
+
+
+def state_keys(optimizer: torch.optim.Optimizer, parameter: Tensor, group: Mapping[str, Any]) -> frozenset[str] | None:
+    """The names of what the optimiser keeps for a parameter, from its first step on. None: not known, for a class of the user's
+    own that has not stepped yet."""
+    if own := optimizer.state.get(parameter):
+        return frozenset(own)
+    if isinstance(optimizer, MuonWithAdamW):
+        return optimizer.state_keys(parameter)
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        return ADAM_STATE | {"max_exp_avg_sq"} if group.get("amsgrad") else ADAM_STATE
+    return frozenset({"momentum_buffer"}) if type(optimizer) is torch.optim.SGD else None
 
 
 def divisors(tokens: Sequence[int]) -> list[float]:

@@ -20,6 +20,7 @@ ROUNDS = 5
 A, B, C = 3.4445, -4.7750, 2.0315
 """Of the quintic that drives singular values to about 1 in five rounds, quickly rather than exactly."""
 ALONE_NUMEL = 1 << 22
+ADAM_STATE = frozenset({"step", "exp_avg", "exp_avg_sq"})
 
 
 def orthogonal(x: Tensor) -> Tensor:
@@ -77,6 +78,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__(everything, defaults)
         alone = [p for p in everything if id(p) in chosen and goes_alone(p)]
         others = [p for p in everything if id(p) not in chosen]
+        self._chosen = chosen
         self._batched = [p for p in everything if id(p) in chosen and not goes_alone(p)]
         self._parts: list[torch.optim.Optimizer] = []
         if others:
@@ -84,6 +86,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         if alone:
             rule = "match_rms_adamw"  # `reach`
             self._parts.append(torch.optim.Muon(alone, lr=lr, momentum=momentum, weight_decay=weight_decay, adjust_lr_fn=rule))
+
+    def state_keys(self, parameter: Tensor) -> frozenset[str]:
+        """The names of what is kept for it from the first step on."""
+        return frozenset({"momentum_buffer"}) if id(parameter) in self._chosen else ADAM_STATE
 
     @overload
     def step(self, closure: None = None) -> None: ...

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
-
-import torch
-from torch import Tensor
 
 from atoll.config import Config
 from atoll.executor.learner import TensorLearner
 from atoll.protocol.interface import Payload
-from atoll.protocol.reasons import Reason, Why
-from atoll.protocol.vocabulary import Effect, Event, LoadState, Message, RecordState, Send, StateTransfer
+from atoll.protocol.reasons import Reason
+from atoll.protocol.vocabulary import Effect, Event, Message, RecordState, Send, StateTransfer
 from atoll.runtime.join.checks import use_plain_floats
 from atoll.tasks.task import Task
 from atoll.tensors.layout import Layout
@@ -28,52 +25,22 @@ def task_of(config: Config, layout: Layout) -> Task:
 
 
 class UserExecutor:
-    """A TensorLearner on a user's model and optimiser. A peer's optimiser state is taken over without its learning rate and
-    other options: the user and a scheduler set those."""
+    """A TensorLearner on a user's model and optimiser."""
 
-    def __init__(self, inner: TensorLearner, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, inner: TensorLearner) -> None:
         self._inner = inner
-        self._tensors = tensors
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         if isinstance(effect, RecordState):
             use_plain_floats(self._inner.optimizer)
-        if not isinstance(effect, LoadState):
-            return self._inner.execute(effect, payload)
-        chosen = [_choices(group) for group in self._inner.optimizer.param_groups]
-        events = self._inner.execute(effect, payload)
-        for group, own in zip(self._inner.optimizer.param_groups, chosen, strict=True):
-            group.update(own)
-        return events
+        return self._inner.execute(effect, payload)
 
     def inspect(self, body: Message, payload: Payload) -> Reason | None:
         """Learners may have different optimisers. A state that does not fit costs only the transfer: this learner then starts
         from Theta, with a fresh optimiser state."""
-        if isinstance(body, StateTransfer):
-            misfit = _misfit(payload.content, self._tensors, self._inner.optimizer)
-            return None if misfit is None else Reason(Why.POISONED, misfit)
         return self._inner.inspect(body, payload)
 
     def payload_for(self, send: Send) -> Payload | None:
         if isinstance(send.envelope.body, StateTransfer):
             use_plain_floats(self._inner.optimizer)
         return self._inner.payload_for(send)
-
-
-def _choices(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key != "params"}
-
-
-def _misfit(state: Any, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer) -> str | None:
-    """Why a peer's state cannot be taken over."""
-    try:
-        shapes = {name: tuple(tensor.shape) for name, tensor in state["tensors"].items()}
-        groups = [(len(group["params"]), group.keys()) for group in state["optimizer"]["param_groups"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        return f"a state that is none ({error})"
-    if shapes != {name: tuple(tensor.shape) for name, tensor in tensors.items()}:
-        return "the state of another model"
-    own = [len(group["params"]) for group in optimizer.param_groups]
-    if [count for count, _ in groups] != own or not all(optimizer.defaults.keys() <= keys for _, keys in groups):
-        return "the state of another optimiser"
-    return None

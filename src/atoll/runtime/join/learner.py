@@ -31,6 +31,7 @@ from atoll.config import Config, from_builtins
 from atoll.errors import AtollError, ConfigError, DataError, RunFailed, UserError
 from atoll.executor.environment import tape_header
 from atoll.executor.learner import TensorLearner
+from atoll.executor.peer_state import state_bytes_max
 from atoll.ids import SECOND, LearnerId, OuterStep
 from atoll.protocol.vocabulary import InnerStep, StepDone
 from atoll.runtime.join import checks
@@ -296,9 +297,11 @@ class Learner:
                 optimizer=self._optimizer, device=self._device,
             )  # fmt: skip
             stack.callback(inner.close)
-            executor = UserExecutor(inner, self._tensors)
+            executor = UserExecutor(inner)
             tape = _new_tape(directory, placement, self.config, self._device)
-            self._live = LiveLearner(self._address, placement, executor, tape=tape, loop=loop.loop)
+            self._live = LiveLearner(
+                self._address, placement, executor, tape=tape, loop=loop.loop, state_bytes_max=state_bytes_max(layout.fragments)
+            )
             snapshots.on_written = self._live.dispatch
             self._live.start()
             stack.callback(self._live.close)

@@ -16,12 +16,15 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from atoll.config import from_builtins
-from atoll.errors import RunFailed
+from atoll.errors import DataError, RunFailed
+from atoll.executor.peer_state import wrong_anchor
 from atoll.ids import SYNCER, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.phases import DONE, JOINING
+from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.validity import objection
 from atoll.protocol.vocabulary import (
     Connected,
     ConnectionLost,
@@ -35,6 +38,7 @@ from atoll.protocol.vocabulary import (
     Send,
     Serve,
     Started,
+    StateTransfer,
     StepDone,
     Ticket,
     Wait,
@@ -43,7 +47,7 @@ from atoll.runtime import payload as wire
 from atoll.runtime.clock import Clock
 from atoll.runtime.driver import Driver
 from atoll.runtime.learner.address import WAIT_LINE_SECONDS, Address
-from atoll.runtime.learner.peers import Peers
+from atoll.runtime.learner.peers import STATE_BYTES_MAX, Peers
 from atoll.runtime.learner.sender import GOODBYE_SECONDS, Sender
 from atoll.runtime.log import PacedLog
 from atoll.runtime.loop import DeadlineTimer, MessageQueue
@@ -62,8 +66,9 @@ class LiveLearner:
 
     def __init__(
         self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
-        resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop,
+        resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop, state_bytes_max: int = STATE_BYTES_MAX,
     ) -> None:  # fmt: skip
+        """`state_bytes_max`: of a peer's recovery state."""
         self.placement = placement
         self.config = from_builtins(placement.config)
         self.machine = LearnerMachine(self.config, placement.learner, placement.incarnation)
@@ -81,7 +86,8 @@ class LiveLearner:
         self._link_down = asyncio.Event()
         self._queue: MessageQueue | None = None
         self._rng = random.Random(f"{placement.run} {placement.learner} {placement.incarnation}")
-        self._peers = Peers(self, address, placement, self._rng)
+        self._peers = Peers(self, address, placement, self._rng, state_bytes_max)
+        self._digests: dict[int, dict[int, str]] = {}
         self._limits = LinkLimits(connections=address.connections, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
         self._condition = threading.Condition()
         self._connection_task: asyncio.Task[None] | None = None
@@ -286,21 +292,39 @@ class LiveLearner:
         message = wire.from_head(head)
         body = message.envelope.body
         if isinstance(body, Ticket):
+            self._digests = message.digests
             self._peers.add_ticket(body.peer, message.address, body.ticket, message.key, body.patience)
         elif isinstance(body, Serve):
             self._peers.allow_ticket(body.ticket, body.newcomer, message.key)
         await self.take(message.envelope, data, lambda: link is self._link)
 
     async def take(self, envelope: Any, data: memoryview | None, still: Callable[[], bool]) -> None:
-        """Decodes the payload outside the loop, then dispatches the message, unless its connection is lost by then."""
-        payload = None
-        if data is not None:
-            payload = await self._loop.run_in_executor(None, wire.from_buffer, envelope.body, data)
-            flaw = self._executor.inspect(envelope.body, payload)
-            if flaw is not None:
-                raise RunFailed(f"{worker_name(envelope.sender)} sent what does not fit: {flaw}")
+        """Decodes and checks the payload outside the loop, then dispatches the message, unless its connection is lost by then."""
+        payload, flaw, body = None, None, envelope.body
+        if envelope.sender != SYNCER and (impossible := objection(self.config, envelope)) is not None:
+            raise DataError(str(impossible))
+        if isinstance(body, StateTransfer):
+            payload, flaw = await self._loop.run_in_executor(None, self._read_state, body, data if data is not None else b"")
+        elif data is not None:
+            payload = await self._loop.run_in_executor(None, wire.from_buffer, body, data)
+            misfit = self._executor.inspect(body, payload)
+            if misfit is not None:
+                raise RunFailed(f"{worker_name(envelope.sender)} sent what does not fit: {misfit}")
         if still() and not self._over:
-            self.dispatch(Received(envelope, data.nbytes if data is not None else 0), payload)
+            self.dispatch(Received(envelope, data.nbytes if data is not None else 0, flaw), payload)
+
+    def _read_state(self, body: StateTransfer, data: memoryview | bytes) -> tuple[Payload, Reason | None]:
+        """In another thread: a peer's state, with the reason if it cannot be used. Its bytes end a recovery, never a learner."""
+        try:
+            payload = wire.from_buffer(body, memoryview(data))
+            flaw = self._executor.inspect(body, payload)
+            if flaw is None and self._digests:
+                flaw = wrong_anchor(body, payload.content, self._digests)
+        except Exception as error:
+            payload, flaw = Payload("state", len(data), None), Reason(Why.BAD_STATE, f"bytes that cannot be used: {error}"[:300])
+        if flaw is not None:
+            log.warning("a peer's recovery state is not loaded: %s", flaw)
+        return payload, flaw
 
     def _failed(self, error: BaseException) -> None:
         self._end(error if isinstance(error, Exception) else RunFailed(str(error)))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("atoll.learner")
 
 STATE_BYTES_MAX = 1 << 44
-"""Larger than the weights, anchors and moments of any model. A syncer's ticket authenticates the sender."""
+"""Larger than the weights, anchors and moments of any model. A learner that knows its model sets a smaller one."""
 
 
 class PeerListener(Protocol):
@@ -37,8 +37,12 @@ class PeerListener(Protocol):
 
 
 class Peers:
-    def __init__(self, learner: PeerListener, address: Address, placement: Placement, rng: random.Random) -> None:
+    def __init__(
+        self, learner: PeerListener, address: Address, placement: Placement, rng: random.Random,
+        state_bytes_max: int = STATE_BYTES_MAX,
+    ) -> None:  # fmt: skip
         self._learner = learner
+        self._state_bytes_max = state_bytes_max
         self._address = address
         self._placement = placement
         self._rng = rng
@@ -109,7 +113,7 @@ class Peers:
                 me = self._placement
                 link = await dial(
                     address, self, peer=str(peer), credentials=self._address.peer_credentials,
-                    limits=LinkLimits(payload_bytes_max=STATE_BYTES_MAX),
+                    limits=LinkLimits(payload_bytes_max=self._state_bytes_max),
                     metadata={"run": me.run, "ticket": str(ticket), "key": key, "learner": str(me.learner)},
                 )  # fmt: skip
                 link.send(head)

@@ -20,6 +20,7 @@ from atoll.config import CUSTOM, Config, from_builtins
 from atoll.errors import UserError
 from atoll.executor.environment import tape_header, use_threads
 from atoll.executor.learner import TensorLearner
+from atoll.executor.peer_state import state_bytes_max
 from atoll.executor.virtual_run import checked_device
 from atoll.ids import SECOND
 from atoll.protocol.vocabulary import Resumed, StepDone
@@ -68,7 +69,10 @@ def run_worker(options: WorkerOptions) -> None:
         header = _header(placement, config, task, device)
         tape = TapeWriter.create(directory / f"{placement.incarnation}.tape", header, flush_each=True)
         resumed = Resumed(*learner_state_of(options.resume)) if options.resume is not None else None
-        live = LiveLearner(options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop)
+        live = LiveLearner(
+            options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop,
+            state_bytes_max=state_bytes_max(task.layout.fragments),
+        )  # fmt: skip
         snapshots.on_written = live.dispatch
         try:
             _train(live, executor, Slowdown(options.obey_stdin, lambda: live.leave("its launcher is gone")))

@@ -196,6 +196,18 @@ class SyncerDirectory:
         member = self.machine.roster.get(learner)
         return member is not None and member.connected
 
+    def anchor_digests(self, learner: int) -> dict[int, dict[int, str]]:
+        """Digests of the versions that a learner may hold now: those that it reported, and those on their way to it. From the
+        files' headers; a version that is being forgotten at this moment is left out."""
+        member = self.machine.roster.get(learner)
+        found: dict[int, dict[int, str]] = {}
+        if member is not None and self.layout is not None:
+            for p, versions in enumerate(zip(member.held, member.sent, strict=True)):
+                for version in set(versions):
+                    with contextlib.suppress(DataError):
+                        found.setdefault(p, {})[version] = self.disk.announced_digest(p, version)
+        return found
+
     @property
     def layout_digest(self) -> str:
         return self.layout.fingerprint if self.layout is not None else ""

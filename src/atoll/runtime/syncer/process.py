@@ -381,14 +381,15 @@ class SyncerProcess:
         peer = self._links.get(envelope.receiver)
         if peer is None or peer.incarnation != self._incarnation_of(envelope.receiver):
             return  # the connection broke, and the machine has not processed that yet
-        address = key = ""
+        address, key, digests = "", "", None
         body = envelope.body
         if isinstance(body, Ticket):
             address, key = self._advertised.get(body.peer, ""), self._directory.places.ticket_key(body.ticket, envelope.receiver)
+            digests = self._directory.anchor_digests(body.peer)
         elif isinstance(body, Serve):
             key = self._directory.places.ticket_key(body.ticket, body.newcomer)
         data = self._payload(send, body) if isinstance(body, Announce) else None
-        peer.link.send(wire.to_head(envelope, address, key), data, may_overtake=may_overtake(envelope))
+        peer.link.send(wire.to_head(envelope, address, key, digests), data, may_overtake=may_overtake(envelope))
 
     def _incarnation_of(self, learner: LearnerId) -> int:
         member = self._directory.machine.roster.get(learner)
