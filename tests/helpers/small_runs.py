@@ -14,8 +14,7 @@ from atoll.chaos import ChaosPlan, Fault
 from atoll.config import Config, load
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import Incarnation, Nanos, WorkerId
-from atoll.protocol.interface import Executor, Payload
-from atoll.protocol.reasons import Reason
+from atoll.protocol.interface import Executor, Finding, Payload
 from atoll.protocol.vocabulary import Contribution, Effect, Envelope, Event, Message, Send
 from atoll.sim.cluster import VirtualCluster
 from atoll.tasks.task import Task, layout_for
@@ -77,7 +76,7 @@ class _Tapped:
         self._run.carried_out(self._worker, effect)
         return happened
 
-    def inspect(self, body: Message, payload: Payload) -> Reason | None:
+    def inspect(self, body: Message, payload: Payload) -> Finding:
         return self._executor.inspect(body, payload)
 
     def payload_for(self, send: Send) -> Payload | None:

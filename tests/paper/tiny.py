@@ -14,8 +14,7 @@ from atoll.chaos import ChaosPlan
 from atoll.config import Config, load
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId
-from atoll.protocol.interface import Executor, Payload
-from atoll.protocol.reasons import Reason
+from atoll.protocol.interface import Executor, Finding, Payload
 from atoll.protocol.vocabulary import Effect, Event, Message, Send
 from atoll.sim.cluster import VirtualCluster
 from atoll.tasks.task import Task, layout_for
@@ -108,7 +107,7 @@ class _Remembering:
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         return self._executor.execute(effect, payload)
 
-    def inspect(self, body: Message, payload: Payload) -> Reason | None:
+    def inspect(self, body: Message, payload: Payload) -> Finding:
         return self._executor.inspect(body, payload)
 
     def payload_for(self, send: Send) -> Payload | None:

@@ -50,6 +50,9 @@ class Table:
         self.now += SECOND // 100
         return list(self.machine.on(Received(self._mailboxes[learner].seal(SYNCER, body), 0), self.now))
 
+    def patience(self) -> int:
+        return self.machine.pulse.pull_patience(list(self.machine.roster), 1)
+
     def joins(self, learner: int) -> tuple[int, Unit]:
         """Its session, and the first unit it may draw."""
         (theta,) = _told(self.say(learner, _hello()), TakeTheta)
@@ -83,6 +86,6 @@ def test_data_that_a_liar_names_can_be_drawn_and_reported_by_another(index: int)
 def test_contribution_that_nobody_asked_for_stretches_no_deadline() -> None:
     table = Table()
     table.say(5, _hello())
-    before = table.machine.pulse.pull_patience()
+    before = table.patience()
     table.say(5, Contribution(1, 0, 0, 0, 0, 0, 0, 0))
-    assert table.machine.pulse.pull_patience() <= before
+    assert table.patience() <= before

@@ -9,6 +9,7 @@ from stage import MS, TOKENS, SyncerStage, arrival, exact, of, others, sent
 
 from atoll.errors import PeerViolation
 from atoll.ids import SECOND, SYNCER
+from atoll.protocol.counters import Count
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.round import GATHERING, NEXT, PULLING, READY, STORING, Round
 from atoll.protocol.vocabulary import (
@@ -479,7 +480,7 @@ def test_round_that_takes_what_it_objects_to_raises_and_changes_nothing() -> Non
     round_ = s.machine.rounds[1]
     before = copy.deepcopy((round_.phase, round_.participants, round_.awaited, round_.accepted))
     with pytest.raises(PeerViolation, match=r"learner 2: .*not a participant of round 1"):
-        round_.take(2, s.contribution(2, 1, 1))
+        round_.take(2, s.contribution(2, 1, 1), Count(1, 1, 1))
     assert (round_.phase, round_.participants, round_.awaited, round_.accepted) == before
 
 

@@ -13,9 +13,10 @@ from stage import JOINS, MS, TOKENS, Cast, SyncerStage, arrival, exact, of, sent
 
 from atoll.config import CUSTOM, Config
 from atoll.ids import SYNCER
+from atoll.protocol.accounts import StepMost
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.syncer import SyncerMachine
-from atoll.protocol.validity import COUNT_MAX, REASON_MAX, StepMost, objection
+from atoll.protocol.validity import COUNT_MAX, REASON_MAX, objection
 from atoll.protocol.vocabulary import (
     Accept,
     Adoption,

@@ -241,6 +241,12 @@ class Limits(_Section, frozen=True):
     """After this many outliers in a row a learner must recover; each of them is refused. See `outlier_factor`."""
     outlier_factor: Annotated[float, Meta(gt=1.0, le=1e9)] = 100.0
     """A contribution whose norm exceeds the running median of its fragment by this factor is refused."""
+    peer_factor: Annotated[float, Meta(gt=1.0, le=1e9)] = 10.0
+    """A contribution whose norm exceeds the median of the other contributions of its round by this factor is refused."""
+    share_max: Annotated[float, Meta(ge=0.5, le=1.0)] = 0.5
+    """The largest share that one learner has in a merge of four or more. 1 is without a limit."""
+    offences_max: Positive = 20
+    """A learner that breaks the rules this often is expelled. Each contribution that is accepted pays one off."""
     tokens_per_step_max: Annotated[int, Meta(ge=0, le=10**12)] = 0
     """The most tokens that an inner step may report; 0: as follows from [data]."""
     leave_seconds: Above0 = 20.0

@@ -20,7 +20,7 @@ from atoll.executor.cuda.staging import adopt_into
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.executor.peer_state import PeerStateCheck
 from atoll.ids import FragmentId, LearnerId, OuterStep
-from atoll.protocol.interface import Payload
+from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -383,19 +383,19 @@ class TensorLearner:
         if self._cuda is not None:
             self._cuda.forget_work()
 
-    def inspect(self, body: Message, payload: Payload) -> Reason | None:
+    def inspect(self, body: Message, payload: Payload) -> Finding:
         """Checksums prove that the bytes are those sent; this checks that they are for a model of these sizes, and a peer's state
         in full."""
         if isinstance(body, StateTransfer):
-            return self._peer_state.flaw(body, payload.content, dict(self._kept))
+            return Finding(self._peer_state.flaw(body, payload.content, dict(self._kept)))
         if isinstance(body, Announce) and isinstance(payload.content, tuple):
             sent, buffers = payload.content
             fragment = self._fragments[body.fragment]
             numel = sent.numel if isinstance(sent, Packet) else sent.numel()
             if (numel, buffers.numel()) != (fragment.numel, fragment.buffer_numel):
                 words = f"fragment {body.fragment} has {fragment.numel} parameters here and {numel} there"
-                return Reason(Why.POISONED, words)
-        return None
+                return Finding(Reason(Why.POISONED, words))
+        return CLEAN
 
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body

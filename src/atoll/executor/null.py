@@ -12,7 +12,7 @@ from atoll.config import Config
 from atoll.config.codecs import wire_bits
 from atoll.errors import InvariantViolated
 from atoll.ids import FragmentId, LearnerId, OuterStep
-from atoll.protocol.interface import Payload
+from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     AbortRound,
@@ -86,8 +86,8 @@ class NullLearner:
                 pass
         return ()
 
-    def inspect(self, body: Message, payload: Payload) -> None:
-        return None
+    def inspect(self, body: Message, payload: Payload) -> Finding:
+        return CLEAN
 
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body
@@ -148,8 +148,8 @@ class NullSyncer:
                 pass
         return ()
 
-    def inspect(self, body: Message, payload: Payload) -> None:
-        return None
+    def inspect(self, body: Message, payload: Payload) -> Finding:
+        return CLEAN
 
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body

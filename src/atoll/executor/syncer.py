@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from atoll.codecs import Packet, codec
 from atoll.config import Config
 from atoll.executor.optim.build import build_optimizer, optimizer_step
-from atoll.executor.outliers import Norms
 from atoll.ids import FragmentId, LearnerId, OuterStep
-from atoll.protocol.interface import Payload
+from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     NO_VERSION,
@@ -32,7 +31,9 @@ from atoll.protocol.vocabulary import (
     Envelope,
     Event,
     ForgetVersion,
+    Measure,
     Merge,
+    MergeRejected,
     Message,
     RecordInFlight,
     RecordSyncer,
@@ -42,7 +43,6 @@ from atoll.protocol.vocabulary import (
     Stored,
     SyncerState,
 )  # fmt: skip
-from atoll.rules import learning_rate
 from atoll.store.versions import Version, VersionStore, digest
 from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
@@ -75,15 +75,18 @@ class TensorSyncer:
         self._down = codec(self._config.protocol.codec_down)
         self._accepted: dict[tuple[OuterStep, FragmentId], dict[LearnerId, tuple[Packet, Tensor, Tensor]]] = {}
         """(packet, buffers, the announced vector it is a difference to). Encoded until the merge: int4 is 8 times smaller."""
-        self.norms = Norms(len(self._fragments), self._config.limits.outlier_factor)
+        self._norm_of: dict[FragmentId, tuple[OuterStep, float]] = {}
+        """The norm of the version of each fragment to which contributions referred last."""
         self._merged: dict[tuple[OuterStep, FragmentId], Version] = {}
+        self._previous: dict[tuple[OuterStep, FragmentId], Version] = {}
+        """What each merged version was made from, until it is stored."""
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         match effect:
             case Accept():
                 self._accept(effect, payload)
             case AbortRound(outer_step=t):
-                for by_round in (self._accepted, self._merged):
+                for by_round in (self._accepted, self._merged, self._previous):
                     for key in [k for k in by_round if k[0] == t]:
                         del by_round[key]
             case RecordInFlight(snapshot=snapshot, envelope=envelope):
@@ -95,8 +98,8 @@ class TensorSyncer:
                         contributions.pop(m, None)
             case Merge():
                 self._merged[effect.outer_step, effect.fragment] = self._merge(effect)
-            case Store(outer_step=t, fragments=fragments):
-                return (self._store(t, fragments),)
+            case Store():
+                return (self._store(effect),)
             case ForgetVersion(fragment=p, version=v):
                 self.disk.forget(p, v)
             case RecordSyncer(snapshot=snapshot, syncer_state=syncer_state):
@@ -109,10 +112,29 @@ class TensorSyncer:
                 pass
         return ()
 
-    def inspect(self, body: Message, payload: Payload) -> Reason | None:
+    def inspect(self, body: Message, payload: Payload) -> Finding:
         """Checks a contribution before the machine sees it: no NaN, Inf or wrong size reaches a merge."""
         if not isinstance(body, Contribution):
-            return None
+            return CLEAN
+        flaw = self._flaw(body, payload)
+        if flaw is not None:
+            return Finding(flaw)
+        norm = outlier_norm(self._up.decode(payload.content[0]))
+        if not math.isfinite(norm):
+            return Finding(Reason(Why.POISONED, f"fragment {body.fragment} holds NaN or Inf"))
+        return Finding(None, Measure(norm, self._weights_norm(body.fragment, body.anchor)))
+
+    def _weights_norm(self, p: FragmentId, version: OuterStep) -> float:
+        """Of the version that a difference refers to, or of the newest if the learner names one that is gone."""
+        if self._norm_of.get(p, (NO_VERSION, 0.0))[0] != version:
+            try:
+                weights = self.disk.announced(p, version)
+            except (KeyError, OSError):
+                return 0.0  # the machine refuses a difference to a version that is not kept
+            self._norm_of[p] = (version, outlier_norm(weights))
+        return self._norm_of[p][1]
+
+    def _flaw(self, body: Contribution, payload: Payload) -> Reason | None:
         if payload.content is None:
             return Reason(Why.POISONED, "it came without bytes")
         packet, buffers = payload.content
@@ -121,18 +143,9 @@ class TensorSyncer:
             return Reason(Why.POISONED, words)
         if buffers.numel() != self._fragments[body.fragment].buffer_numel:
             return Reason(Why.POISONED, f"{buffers.numel()} buffer elements are not those of fragment {body.fragment}")
-        norm = outlier_norm(self._up.decode(packet))
-        if not math.isfinite(norm) or not bool(torch.isfinite(buffers).all()):
+        if not bool(torch.isfinite(buffers).all()):
             return Reason(Why.POISONED, f"fragment {body.fragment} holds NaN or Inf")
-        return self.norms.objection(body.fragment, norm, self._norm_scale(body))
-
-    def _norm_scale(self, body: Contribution) -> float:
-        """Steps x learning rate, to which an honest difference is roughly proportional. In the warm-up both grow: a fragment
-        that is first due after two steps moves hundreds of times as far by its next turn. A gradient depends on neither."""
-        if self._config.protocol.contribution == "gradient":
-            return 1.0
-        least = 1e-3 * self._config.inner.learning_rate  # a schedule may end at zero
-        return max(1, body.c_steps) * max(least, learning_rate(self._config, max(0, body.outer_step - 1)))
+        return None
 
     def _accept(self, effect: Accept, payload: Payload | None) -> None:
         assert payload is not None
@@ -146,6 +159,7 @@ class TensorSyncer:
     def _merge(self, effect: Merge) -> Version:
         p = effect.fragment
         fragment, previous = self._fragments[p], self.disk.at(p, effect.previous)
+        self._previous[effect.outer_step, p] = previous
         contributions = self._accepted[effect.outer_step, p]
         weights = [share.weight for share in effect.shares]
         parts = [contributions[share.learner] for share in effect.shares]
@@ -204,13 +218,19 @@ class TensorSyncer:
         packet = self._down.encode(theta - previous.announced)
         return Version(theta, buffers, outer, inner, previous.announced + self._down.decode(packet), packet)
 
-    def _store(self, t: OuterStep, fragments: tuple[FragmentId, ...]) -> Stored:
+    def _store(self, effect: Store) -> Stored | MergeRejected:
+        t, fragments = effect.outer_step, effect.fragments
         versions = {p: self._merged[t, p] for p in fragments}
+        jumps = tuple(outlier_norm(versions[p].theta - self._previous.pop((t, p)).theta) for p in fragments)
+        limits = effect.jump_limits or (0.0,) * len(fragments)
+        for p, jump, limit in zip(fragments, jumps, limits, strict=True):
+            if not math.isfinite(jump) or (limit > 0 and jump > limit):
+                return MergeRejected(t, p, jump)
         self.disk.put(t, versions)
         for p in fragments:
             del self._merged[t, p]
             self._accepted.pop((t, p), None)
-        return Stored(t, digest([tensor for v in versions.values() for tensor in (v.theta, v.buffers)]))
+        return Stored(t, digest([tensor for v in versions.values() for tensor in (v.theta, v.buffers)]), jumps)
 
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 
 from atoll.config import Config
 from atoll.ids import SYNCER, Incarnation, LearnerId, OuterStep, nanos
+from atoll.protocol.accounts import credit_while_away
 from atoll.protocol.effects import Effects
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import LEFT as FATE_LEFT
@@ -69,8 +70,13 @@ class Admission:
         if incarnation != member.incarnation:
             claims = not body.needs_state and self._leases.claim(learner, body.left, body.own_next, body.local_step)
             self._begin_incarnation(member, incarnation, keeps_leases=claims)
+            # nothing that another process trained counts; a resumed one brings what its snapshot had not delivered
+            member.account.begins(body.local_step - (2 * self._config.protocol.local_steps_per_round if claims else 0))
             self._ledger.begins(learner, body.tokens)
         else:
+            away, pace = self._effects.now - member.heard_at, member.step_ema or self._pulse.step_time
+            credit = credit_while_away(away, pace, self._config.protocol.local_steps_per_round)
+            member.account.returns(body.local_step, member.reported, credit)
             self._leases.square(
                 learner, body.left, body.own_next, body.local_step, body.grants, broke=not member.connected
             )
@@ -78,7 +84,7 @@ class Admission:
             member.pulls.clear()  # what was asked on a connection that broke is not answered any more
         self._effects.send(learner, Welcome(self._outer_step()))
         member.connected, member.given_up, member.heard_at = True, False, self._effects.now
-        member.reported = body.local_step
+        member.reported, member.reports = body.local_step, 0
         self._ledger.trained(learner, body.tokens)
         self._versions.restart_channel(member, body.held)
         self.forget_joining(member)
@@ -98,7 +104,7 @@ class Admission:
         if not keeps_leases:
             self.release_leases(member)
         member.incarnation, member.born_at = incarnation, self._effects.now
-        member.step_ema = None
+        member.step_ema, member.pull_time, member.missed, member.skipped_until = None, None, 0, 0
         member.counted = member.reported = member.tokens = member.samples = member.suspicions = 0
 
     def _begin_recovery(self, member: Member) -> None:
@@ -178,6 +184,7 @@ class Admission:
         self._versions.restart_channel(member, body.held)
         member.reported, member.heard_at = body.local_step, self._effects.now
         member.source, member.loaded_at = member.peer, body.local_step
+        member.account.begins(body.local_step)
         member.entering = True
         nanos = self._effects.now - member.joined_at
         source = SYNCER if body.source == SYNCER else body.source
@@ -233,6 +240,15 @@ class Admission:
         self.forget_joining(member)
         self._replace_source(member.learner)
 
+    def expel(self, member: Member, reason: Reason) -> None:
+        """It broke the rules too often. Its place stays taken, so that nobody comes back under its id."""
+        stand(self._effects, member, StandingChange.EXPELLED, reason)
+        member.connected = False
+        self._ledger.closed(member.learner, FATE_LOST)
+        self.release_leases(member)
+        self.forget_joining(member)
+        self._replace_source(member.learner)
+
     def mark_silent(self, member: Member, reason: Reason) -> None:
         stand(self._effects, member, StandingChange.UNHEARD, reason)
         self._replace_source(member.learner)
@@ -242,6 +258,13 @@ class Admission:
         stand(self._effects, member, StandingChange.RECOVER, reason)
         self._effects.send(member.learner, Recover(reason))
         self._replace_source(member.learner)
+
+    def readmit(self, member: Member) -> None:
+        """A silent member is heard again: it catches up if its versions are still kept, else it recovers."""
+        if self._versions.all_kept(member.held):
+            member.entering = True
+        else:
+            self.recover(member, Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten while it was silent"))
 
     def give_up(self, member: Member) -> None:
         """Lost for long: its data goes to others and nothing is kept for it any more."""

@@ -66,11 +66,7 @@ class Mailbox:
 
     def advance(self, count: int) -> None:
         """Set one's own count."""
-        at = entry(self._me)
-        clock = self.clock
-        if at >= len(clock):
-            clock += (0,) * (at + 1 - len(clock))
-        self.clock = (*clock[:at], count, *clock[at + 1 :])
+        self._set(entry(self._me), count)
 
     def restart(self, incarnation: Incarnation) -> None:
         """A syncer came back: its channels begin anew under a higher incarnation, its knowledge stays."""
@@ -106,10 +102,26 @@ class Mailbox:
         return None
 
     def _learn(self, envelope: Envelope, *, anew: bool) -> None:
-        """Of everybody else the most that is known (a message that was overtaken knows less); of a sender's new incarnation
-        what it says, it counts from zero; of oneself nobody knows better."""
-        clock = merge_clocks(self.clock, envelope.clock)
-        for source, at in ((envelope.clock if anew else clock, entry(envelope.sender)), (self.clock, entry(self._me))):
-            if at < len(source) and clock[at] != source[at]:
-                clock = (*clock[:at], source[at], *clock[at + 1 :])
-        self.clock = clock
+        """The syncer knows of everybody; of anybody else's clock only the sender's own count is taken, so a clock is as long as
+        there are members, whatever one of them sends. A message that was overtaken knows less; a sender's new incarnation counts
+        from zero; of oneself nobody knows better."""
+        sender = envelope.sender
+        if sender == SYNCER:
+            mine = self._own()
+            self.clock = merge_clocks(self.clock, envelope.clock)
+            self._set(entry(SYNCER), envelope.clock[0] if anew and envelope.clock else self.clock[0])
+            self._set(entry(self._me), mine)
+            return
+        at = entry(sender)
+        says = envelope.clock[at] if at < len(envelope.clock) else 0
+        self._set(at, says if anew or at >= len(self.clock) else max(says, self.clock[at]))
+
+    def _own(self) -> int:
+        at = entry(self._me)
+        return self.clock[at] if at < len(self.clock) else 0
+
+    def _set(self, at: int, count: int) -> None:
+        clock = self.clock
+        if at >= len(clock):
+            clock += (0,) * (at + 1 - len(clock))
+        self.clock = clock if clock[at] == count else (*clock[:at], count, *clock[at + 1 :])

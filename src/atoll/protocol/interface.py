@@ -8,11 +8,11 @@ digests, `executor/learner.py` and `executor/syncer.py` train.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from atoll.ids import Nanos, WorkerId
 from atoll.protocol.reasons import Reason
-from atoll.protocol.vocabulary import Effect, Event, Message, Send
+from atoll.protocol.vocabulary import Effect, Event, Measure, Message, Send
 
 
 class Machine(Protocol):
@@ -34,14 +34,24 @@ class Payload:
         self.content = content
 
 
+class Finding(NamedTuple):
+    """What is wrong with a payload (POISONED), or what the machine needs to judge it."""
+
+    flaw: Reason | None = None
+    measure: Measure | None = None
+
+
+CLEAN = Finding()
+
+
 class Executor(Protocol):
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         """Carry an effect out and return the events that follow from it. `payload` came with the message being handled.
         Repeating an effect changes nothing: each is keyed by (outer_step, fragment)."""
         ...
 
-    def inspect(self, body: Message, payload: Payload) -> Reason | None:
-        """What is wrong with the bytes that came with a message, before the machine sees it: POISONED or OUTLIER."""
+    def inspect(self, body: Message, payload: Payload) -> Finding:
+        """Looks at the bytes that came with a message, before the machine sees it."""
         ...
 
     def payload_for(self, send: Send) -> Payload | None:

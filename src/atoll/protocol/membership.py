@@ -3,6 +3,7 @@
     joining ──entered──▶ in_sync ──unheard──▶ silent
        ▲                    │                    │ (any) ──lost──▶ lost ──hello──▶ joining
        └──────recover───────┴────────────────────┘ (any) ──left──▶ left ──hello──▶ joining
+                                                   (any) ──expelled──▶ expelled, for good
 
 A *silent* member may still be training (its connection stands); a *lost* one's connection closed; one that *left*
 said so. Only members in sync are counted, pulled from and asked to serve a recovery.
@@ -10,16 +11,17 @@ said so. Only members in sync are counted, pulled from and asked to serve a reco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from enum import StrEnum
 
 from atoll.errors import PeerViolation
 from atoll.ids import FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep
+from atoll.protocol.accounts import Account
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import NO_VERSION, Standing
 from atoll.rules import Policy
 
-JOINING, IN_SYNC, SILENT, LOST, LEFT = Standing
+JOINING, IN_SYNC, SILENT, LOST, LEFT, EXPELLED = Standing
 
 
 class StandingChange(StrEnum):
@@ -31,6 +33,7 @@ class StandingChange(StrEnum):
     HELLO = "hello"
     LOST = "lost"
     LEFT = "left"
+    EXPELLED = "expelled"
 
 
 NEXT: dict[tuple[Standing, StandingChange], Standing] = {
@@ -42,9 +45,15 @@ NEXT: dict[tuple[Standing, StandingChange], Standing] = {
     **{(s, StandingChange.HELLO): JOINING for s in (JOINING, IN_SYNC, SILENT, LOST, LEFT)},
     **{(s, StandingChange.LOST): LOST for s in (JOINING, IN_SYNC, SILENT, LOST)},
     **{(s, StandingChange.LEFT): LEFT for s in (JOINING, IN_SYNC, SILENT)},
+    **{(s, StandingChange.EXPELLED): EXPELLED for s in (JOINING, IN_SYNC, SILENT, LOST)},
+    (EXPELLED, StandingChange.LOST): EXPELLED,
     (LEFT, StandingChange.LOST): LEFT,
     (LEFT, StandingChange.LEFT): LEFT,
 }
+
+
+SKIPPED_MAX = 64
+"""Outer steps: a learner that keeps missing deadlines is asked again at least this often."""
 
 
 class Member:
@@ -52,6 +61,7 @@ class Member:
 
     __slots__ = (
         "_moved",
+        "account",
         "accusers",
         "born_at",
         "connected",
@@ -69,14 +79,20 @@ class Member:
         "lent",
         "loaded_at",
         "lost_at",
+        "missed",
+        "offences",
         "peer",
         "position",
+        "pull_time",
         "pulls",
         "reported",
+        "reported_at",
+        "reports",
         "samples",
         "seen",
         "sent",
         "session",
+        "skipped_until",
         "source",
         "sources_failed",
         "standing",
@@ -108,6 +124,17 @@ class Member:
         """When it was asked, by round, as long as it owes an answer."""
         self.given_up = False
         self.suspicions = 0
+        self.offences = 0
+        """Broken rules; accepted contributions pay them off."""
+        self.account = Account(fragments)
+        self.reports = 0
+        """Of new steps, since its Hello."""
+        self.reported_at: Nanos = 0
+        self.pull_time: Nanos | None = None
+        self.missed = 0
+        """Pull deadlines missed in a row."""
+        self.skipped_until: OuterStep = 0
+        """Up to this outer step it is invited only where the quorum needs it."""
         self.held: list[OuterStep] = [NO_VERSION] * fragments
         self.sent: list[OuterStep] = [NO_VERSION] * fragments
         self.lent: dict[FragmentId, OuterStep] = {}
@@ -131,6 +158,10 @@ class Member:
         self.loaded_at: LocalStep = 0
         self.accusers: set[LearnerId] = set()
         """Learners to which this one sent a bad recovery state. Kept over incarnations: a restart does not clear it."""
+
+    def missed_deadline(self, outer_step: OuterStep) -> None:
+        self.missed += 1
+        self.skipped_until = outer_step + min(2**self.missed, SKIPPED_MAX)
 
     def move(self, change: StandingChange) -> None:
         to = NEXT.get((self.standing, change))
@@ -172,13 +203,21 @@ class Roster:
     def _forget_in_sync(self) -> None:
         self._in_sync = None
 
+    def invited(
+        self, reported: Collection[LearnerId], outer_step: OuterStep, quorum: int, policy: Policy
+    ) -> tuple[LearnerId, ...]:
+        """Who reported, without those who missed their last deadlines, unless the quorum needs them or adoption is exact."""
+        late = {m for m in reported if self._members[m].skipped_until >= outer_step}
+        needed = policy.exact or len(reported) - len(late) < quorum
+        return tuple(sorted(reported if needed else set(reported) - late))
+
     def quorum(self, policy: Policy, *, elastic: bool) -> int:
         """How many reports a round needs. "all" shrinks with the members in sync; where `elastic` is false only those that left
         are not waited for."""
         if not policy.quorum_all:
             return policy.quorum
         if not elastic:
-            return max(1, sum(1 for m in self if m.standing != LEFT and m.incarnation >= 0))
+            return max(1, sum(1 for m in self if m.standing not in (LEFT, EXPELLED) and m.incarnation >= 0))
         return max(1, len(self.in_sync()))
 
     def connected(self) -> list[Member]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from atoll.config import Config
 from atoll.ids import Nanos, OuterStep, nanos
@@ -12,6 +12,10 @@ from atoll.rules import ema, grace_window, median_nanos
 
 PULLS_KEPT = 64
 """Of one member, so many that it owes an answer to: more than ever overlap. What is older is not timed."""
+
+
+JITTER: Nanos = nanos(0.1)
+"""Time between reports below this says nothing: the network and a busy machine shift them by as much."""
 
 
 class Pulse:
@@ -26,15 +30,18 @@ class Pulse:
         self.last_fixed_at: Nanos | None = None
         self._round_time: Nanos | None = None
         self._sync_time: Nanos | None = None
-        self._pull_time: Nanos | None = None
         self._longest: Nanos = nanos(config.limits.first_pull_seconds)
         self._unadopted: dict[OuterStep, Nanos] = {}
 
     # ------------------------------------------------------------ measuring
 
     def reported(self, member: Member, step: Nanos, now: Nanos) -> None:
-        """No step took longer than its learner has been here: one that says so must not stretch everybody's pace."""
-        step = min(step, max(now - member.born_at, nanos(self._limits.first_pull_seconds)))
+        """A step takes no longer than the time between two reports, which the syncer measures: this one, or twice the mean
+        (reports may arrive in bursts). A learner that claims more must not stretch everybody's pace."""
+        since = member.joined_at if member.reports == 0 else member.reported_at
+        member.reports += 1
+        member.reported_at = now
+        step = min(step, max(now - since, 2 * (now - member.joined_at) // member.reports, JITTER))
         member.step_ema = ema(member.step_ema, step, self._protocol.ema_weight)
 
     def fixed(self, now: Nanos, in_sync: Iterable[Member]) -> None:
@@ -53,12 +60,12 @@ class Pulse:
             del member.pulls[min(member.pulls)]
 
     def answered(self, member: Member, outer_step: OuterStep, now: Nanos, *, whole: bool) -> None:
-        """How long a pull took: the slowest answers decide how long to wait, up at once, down slowly. Each counts once, `whole`
-        when nothing more is due of it; and nobody who was not asked is believed: it must not stretch everybody's deadlines."""
+        """How long a pull took, up at once, down slowly. Each counts once, `whole` when nothing more is due of it; an answer that
+        was not asked for does not count: it must not stretch everybody's deadlines."""
         asked = member.pulls.get(outer_step)
         if asked is not None:
             took = min(now - asked, self._longest)
-            self._pull_time = max(took, ema(self._pull_time, took, self._protocol.ema_weight))
+            member.pull_time = max(took, ema(member.pull_time, took, self._protocol.ema_weight))
             if whole:
                 del member.pulls[outer_step]
 
@@ -89,15 +96,20 @@ class Pulse:
         quorum_time = round_.quorum_at - round_.opened_at
         return grace_window(round_.policy.overlap, self.step_time, quorum_time, self._sync_time or 0, p.grace_gamma)
 
-    def pull_patience(self) -> Nanos:
-        if self._pull_time is None:
+    def pull_patience(self, invited: Sequence[Member], needed: int) -> Nanos:
+        """The slowest answers decide how long to wait, but where a round can do without them, not those of the slowest learner
+        of four or more (of every eight)."""
+        times = sorted(m.pull_time for m in invited if m.pull_time is not None)
+        if not times:
             return nanos(self._limits.first_pull_seconds)
-        return max(self._floor, 4 * self._pull_time + 4 * max(self.step_time, 1))
+        spare = min(max(1, len(times) // 8), len(invited) - needed) if len(times) >= 4 else 0
+        slowest = times[len(times) - 1 - max(0, spare)]
+        return max(self._floor, 4 * slowest + 4 * max(self.step_time, 1))
 
     def silence_patience(self, member: Member) -> Nanos:
         if member.step_ema is None:
             return nanos(self._limits.first_pull_seconds)
-        away = 2 * max(self._pull_time or 0, self._sync_time or 0)  # a trip there and back, measured: distance is no silence
+        away = 2 * max(member.pull_time or 0, self._sync_time or 0)  # a trip there and back, measured: distance is no silence
         return max(self._floor, int(self._limits.silence_steps * max(member.step_ema, self.step_time)) + away)
 
     def broadcast_patience(self, rounds: int) -> Nanos:

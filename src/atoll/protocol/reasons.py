@@ -30,6 +30,7 @@ class Why(StrEnum):
     NOT_REBASED = "not_rebased"
     # the bytes beside a message
     POISONED = "poisoned"
+    MERGE_REJECTED = "merge_rejected"
     OUTLIER = "outlier"
     # a contribution dropped from its round, or a round given up
     GONE = "gone"
@@ -49,6 +50,7 @@ class Why(StrEnum):
     CONNECTION_LOST = "connection_lost"
     SILENT = "silent"
     LEAVES = "leaves"
+    EXPELLED = "expelled"
     # a pull declined, a wait
     NOT_TRAINING = "not_training"
     OUT_OF_STEP = "out_of_step"
@@ -85,6 +87,8 @@ SENTENCES: dict[Why, str] = {
     Why.NOT_REBASED: "a difference against a version that is gone is never re-based",
     Why.POISONED: "poisoned update",
     Why.OUTLIER: "poisoned update",
+    Why.MERGE_REJECTED: "the merged weights are not usable",
+    Why.EXPELLED: "it broke the rules too often",
     Why.GONE: "is gone",
     Why.DECLINED: "declined",
     Why.MISSED_DEADLINE: "missed the pull deadline",
@@ -112,7 +116,10 @@ SENTENCES: dict[Why, str] = {
 }
 """What people read before the details. A code without a sentence has details that are a whole sentence themselves."""
 
-ANSWERED = (Why.DECLINED, Why.POISONED, Why.OUTLIER)
+OFFENCES = (Why.IMPOSSIBLE, Why.UNEARNED, Why.VIOLATION, Why.WRONG_RECEIVER, Why.POISONED, Why.OUTLIER)
+"""What no correct learner causes but by a bug or bad luck: too many of them cost its place."""
+
+ANSWERED = (Why.DECLINED, Why.POISONED, Why.OUTLIER, Why.MERGE_REJECTED)
 """Reasons for a drop after which nothing more comes from the learner to wake it: it has answered."""
 
 

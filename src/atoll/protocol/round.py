@@ -2,7 +2,7 @@
 
     GATHERING ──quorum met──▶ GRACE ──window closed──▶ PULLING ──all in──▶ READY ──its turn──▶ STORING ──▶ committed
         ▲                       │                         │
-        └──── fewer than K ─────┴──── fewer than K ───────┘   (the same outer step gathers again)
+        └──── fewer than K ─────┴──── fewer than K ───────┘   (the same outer step gathers again, also if its merge is rejected)
 
 Gathering is serial: t+1 opens when t's participants are fixed. Pulls of at most tau rounds overlap, on different
 fragments; commits keep the order of outer steps, so that "the last announced outer step" says everything.
@@ -15,6 +15,9 @@ from enum import StrEnum
 
 from atoll.errors import PeerViolation
 from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep, seconds
+from atoll.protocol.accounts import bounded_counts, capped
+from atoll.protocol.counters import Count
+from atoll.protocol.norms import Judged
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Contribution, Share
 from atoll.rules import Policy, contribution_weight
@@ -47,6 +50,7 @@ NEXT: dict[tuple[RoundPhase, RoundStep], RoundPhase] = {
     (PULLING, RoundStep.ALL_IN): READY,
     (PULLING, RoundStep.QUORUM_LOST): GATHERING,
     (READY, RoundStep.QUORUM_LOST): GATHERING,
+    (STORING, RoundStep.QUORUM_LOST): GATHERING,
     (READY, RoundStep.TURN): STORING,
 }
 
@@ -58,10 +62,12 @@ class Round:
         "accepted",
         "awaited",
         "counted_before",
+        "counts",
         "due",
         "ended",
         "fixed_at",
         "grace_until",
+        "judged",
         "opened_at",
         "outer_step",
         "participants",
@@ -90,6 +96,10 @@ class Round:
         self.ended: set[LearnerId] = set()
         """Their incarnation ended while this round was being stored: their tokens have met their fate already."""
         self.accepted: dict[FragmentId, dict[LearnerId, Contribution]] = {}
+        self.counts: dict[FragmentId, dict[LearnerId, Count]] = {}
+        """Of accepted contributions, what weighs: the claims, lowered to what the syncer counted."""
+        self.judged: dict[FragmentId, dict[LearnerId, Judged]] = {}
+        """Of accepted contributions, what was measured; empty where no tensor moves."""
 
     def move(self, step: RoundStep) -> None:
         to = NEXT.get((self.phase, step))
@@ -102,6 +112,8 @@ class Round:
         self.participants = participants
         self.awaited = {m: set(self.due) for m in participants} if self.due else {}
         self.accepted = {p: {} for p in self.due}
+        self.counts = {p: {} for p in self.due}
+        self.judged = {p: {} for p in self.due}
         self._settle()
 
     def why_fixed(self, in_sync: int, quorum: int, everybody: bool) -> Reason:
@@ -121,11 +133,14 @@ class Round:
             return Reason(Why.LATE, f"fragment {body.fragment} of round {self.outer_step} is not awaited from it")
         return None
 
-    def take(self, learner: LearnerId, body: Contribution) -> None:
+    def take(self, learner: LearnerId, body: Contribution, count: Count, norm: float | None = None) -> None:
         objection = self.objection(learner, body)
         if objection is not None:
             raise PeerViolation(f"learner {learner}: {objection}")
         self.accepted[body.fragment][learner] = body
+        self.counts[body.fragment][learner] = count
+        if norm is not None:
+            self.judged[body.fragment][learner] = Judged(norm, count.steps)
         awaited = self.awaited[learner]
         awaited.discard(body.fragment)
         if not awaited:
@@ -136,24 +151,30 @@ class Round:
         """Whatever it sent or owes, it is not of this round any more."""
         self.participants = tuple(m for m in self.participants if m != learner)
         self.awaited.pop(learner, None)
-        for contributions in self.accepted.values():
-            contributions.pop(learner, None)
+        for by_fragment in (self.accepted, self.counts, self.judged):
+            for by_learner in by_fragment.values():
+                by_learner.pop(learner, None)
         if self.phase == PULLING and self.participants:
             self._settle()
 
     def regather(self, now: Nanos) -> None:
         self.move(RoundStep.QUORUM_LOST)
         self.opened_at = now
-        self.participants, self.awaited, self.accepted = (), {}, {}
+        self.participants, self.awaited, self.accepted, self.counts, self.judged = (), {}, {}, {}, {}
 
     def _settle(self) -> None:
         if not self.awaited:
             self.move(RoundStep.ALL_IN)
 
 
-def shares_of(weighting: str, accepted: Mapping[LearnerId, Contribution]) -> tuple[Share, ...]:
-    """In LearnerId order. If nobody trained since its last adoption, they count alike."""
-    weights = {m: contribution_weight(weighting, c.c_steps, c.c_tokens, c.c_samples) for m, c in sorted(accepted.items())}
+def shares_of(
+    weighting: str, accepted: Mapping[LearnerId, Contribution], counts: Mapping[LearnerId, Count], share_max: float,
+    own_data: bool,
+) -> tuple[Share, ...]:
+    """In LearnerId order. If nobody trained since its last adoption, they count alike. `own_data`: learners draw data that the
+    syncer did not grant."""
+    bounded = bounded_counts(counts, own_data=own_data)
+    weights = capped({m: contribution_weight(weighting, *bounded[m]) for m in sorted(accepted)}, share_max)
     alike = sum(weights.values()) == 0
     return tuple(Share(m, 1.0 if alike else w, accepted[m].anchor, accepted[m].local_step) for m, w in weights.items())
 

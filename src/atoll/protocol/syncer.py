@@ -10,18 +10,21 @@ from collections.abc import Sequence
 
 from atoll.config import Config
 from atoll.errors import PeerViolation
-from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, nanos, seconds
+from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, nanos
+from atoll.protocol.accounts import StepMost
 from atoll.protocol.admission import Admission
 from atoll.protocol.causality import Mailbox
+from atoll.protocol.discipline import Discipline
 from atoll.protocol.effects import Effects
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Fates, Ledger
-from atoll.protocol.membership import IN_SYNC, JOINING, LEFT, LOST, SILENT, Member, Roster
+from atoll.protocol.membership import EXPELLED, IN_SYNC, LEFT, SILENT, Member, Roster
+from atoll.protocol.merging import Merging
 from atoll.protocol.pulse import Pulse
 from atoll.protocol.reasons import ANSWERED, Reason, Why, wrong_receiver
-from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, RoundStep, shares_of
+from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, RoundStep
 from atoll.protocol.snapshot import Snapshot, marker_of
-from atoll.protocol.validity import StepMost, claims_too_much, hello_claims, objection, report_claims
+from atoll.protocol.validity import claims_too_much, hello_claims, objection, report_claims
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import (
     AbortRound,
@@ -41,21 +44,20 @@ from atoll.protocol.vocabulary import (
     Goodbye,
     Hello,
     Loaded,
-    Merge,
+    Measure,
+    MergeRejected,
     Message,
     Pull,
     Received,
     RecoveryFailed,
-    Refuse,
     Report,
     Restored,
     SnapshotPart,
     Started,
-    Store,
     Stored,
     SyncerState,
-    Tick,
 )  # fmt: skip
+from atoll.protocol.watch import Watch
 from atoll.rules import Schedule, fresh, paced_until
 
 
@@ -76,6 +78,11 @@ class SyncerMachine:
             config, self._effects, self.roster, self.versions, self.ledger, self.leases,
             self.pulse, lambda: self.outer_step,
         )  # fmt: skip
+        self.merging = Merging(config, self._effects, self.roster, self.versions, self.ledger)
+        self.discipline = Discipline(
+            config, self._effects, self.roster, self.admission, self._drop, self._drop_from_rounds, self._end_incarnation
+        )
+        self._watch = Watch(self._effects, self.roster, self.pulse, self.admission, self._drop_from_rounds)
         self.rounds = Rounds()
         self._fresh: set[LearnerId] = set()
         self._started_up = False
@@ -83,7 +90,6 @@ class SyncerMachine:
         self._begins_after: OuterStep = 0
         self._step_most = StepMost.of(config)
         self._last_commit_at: Nanos = 0
-        self._watch_at: Nanos | None = None
         self._hold_until: Nanos | None = None
         self.refused, self.finished = 0, False
 
@@ -94,8 +100,10 @@ class SyncerMachine:
         match event:
             case Received():
                 self._receive(event)
-            case Stored(outer_step=outer_step):
-                self._stored(outer_step)
+            case Stored():
+                self._stored(event)
+            case MergeRejected():
+                self._rejected(event)
             case DeadlinePassed():
                 self._deadlines()
             case ConnectionLost(peer=peer, reason=reason):
@@ -113,8 +121,8 @@ class SyncerMachine:
         if self.finished:
             return None
         soonest = self._hold_until
-        if self._watch_at is not None and (soonest is None or self._watch_at < soonest):
-            soonest = self._watch_at
+        if self._watch.at is not None and (soonest is None or self._watch.at < soonest):
+            soonest = self._watch.at
         for round_ in self.rounds.values():
             if round_.phase == PULLING and (soonest is None or round_.pull_deadline < soonest):
                 soonest = round_.pull_deadline
@@ -146,19 +154,20 @@ class SyncerMachine:
         if event.flaw is not None:
             return self._poisoned(member, body, event.flaw)
         try:
-            self._said(member, body)
+            self._said(member, event)
         except PeerViolation as violation:
             self._refuse(learner, Reason(Why.VIOLATION, str(violation)), disconnect=True)
         return None
 
-    def _said(self, member: Member, body: Message) -> None:
+    def _said(self, member: Member, event: Received) -> None:
+        body = event.envelope.body
         if member.standing == SILENT and not member.entering and not isinstance(body, Report | Goodbye):
-            self._readmit(member)  # it may wait for a round that went on without it, and never report again
+            self.admission.readmit(member)  # it may wait for a round that went on without it, and never report again
         match body:
             case Report():
                 self._report(member, body)
             case Contribution():
-                self._contribution(member, body)
+                self._contribution(member, body, event.measure)
             case Decline(outer_step=outer_step, reason=reason):
                 member.pulls.pop(outer_step, None)
                 self._drop(member, outer_step, Reason(Why.DECLINED, str(reason)))
@@ -177,12 +186,14 @@ class SyncerMachine:
 
     def _refuse(self, learner: LearnerId, reason: Reason, *, disconnect: bool = False) -> None:
         self.refused += 1
-        self._effects.emit(Refuse(learner, reason, disconnect))
+        self.discipline.refuse(learner, reason, disconnect=disconnect)
 
     def _hello(self, learner: LearnerId, envelope: Envelope, body: Hello) -> None:
         if (unearned := hello_claims(body, learner, self.outer_step, self.leases, self._step_most)) is not None:
             return self._refuse(learner, unearned, disconnect=True)
         member = self.roster.get(learner)
+        if member is not None and member.standing == EXPELLED:
+            return self._refuse(learner, Reason(Why.EXPELLED), disconnect=True)
         if member is not None and member.standing == LEFT and member.incarnation == envelope.incarnation:
             return self._refuse(learner, Reason(Why.ALREADY_LEFT), disconnect=True)
         if member is not None:
@@ -194,7 +205,7 @@ class SyncerMachine:
             self._start_wait_until = self._effects.now + nanos(self.config.limits.start_wait_seconds)
         if self.finished:
             self._effects.send(learner, Finish(self.outer_step))
-        self._watch_soon()
+        self._watch.soon()
         return None
 
     def _report(self, member: Member, body: Report) -> None:
@@ -213,7 +224,7 @@ class SyncerMachine:
         if body.session != member.session or member.standing not in (IN_SYNC, SILENT):
             return
         if member.standing == SILENT:
-            return self._readmit(member)
+            return self.admission.readmit(member)
         member.position = body.position
         self._mark(member)
         if self.leases.is_low(member.learner):
@@ -222,18 +233,13 @@ class SyncerMachine:
 
     def _adopted(self, member: Member, adoption: Adoption) -> None:
         self.ledger.adopted(member.learner, adoption.fragment, adoption.tokens, adoption.version)
+        if self.config.protocol.anchor != "round_start":  # there a difference goes on from the last one, not from an adoption
+            member.account.adopted(adoption.fragment, adoption.version, adoption.local_step)
         self.versions.acknowledged(member, adoption)
         self.versions.prune((adoption.fragment,))
         self.pulse.adopted(adoption.version, self._effects.now)
 
-    def _readmit(self, member: Member) -> None:
-        """A silent member is heard again: it catches up if its versions are still kept, else it recovers."""
-        if self.versions.all_kept(member.held):
-            member.entering = True
-        else:
-            self.admission.recover(member, Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten while it was silent"))
-
-    def _contribution(self, member: Member, body: Contribution) -> None:
+    def _contribution(self, member: Member, body: Contribution, measure: Measure | None) -> None:
         round_ = self.rounds.get(body.outer_step)
         not_open = Reason(Why.LATE, f"round {body.outer_step} is not open")
         objection = not_open if round_ is None else round_.objection(member.learner, body)
@@ -248,9 +254,14 @@ class SyncerMachine:
         if claims_too_much(body, member.reported, member.tokens, member.samples, self._step_most):
             unearned = Reason(Why.UNEARNED, "contribution claims more than was reported")
             return self._refuse(member.learner, unearned, disconnect=True)
-        round_.take(member.learner, body)
+        count = member.account.count(body, self._step_most)
+        unusual = self.merging.objection(body, count, measure)
+        if unusual is not None:
+            self.pulse.answered(member, body.outer_step, self._effects.now, whole=True)
+            return self._poisoned(member, body, unusual)
+        round_.take(member.learner, body, count, measure.norm if measure is not None else None)
         self.versions.give_back(member, (body.fragment,))
-        member.suspicions = 0
+        member.missed = member.skipped_until = 0
         self.pulse.answered(member, body.outer_step, self._effects.now, whole=member.learner not in round_.awaited)
         self.leases.pulled(member.learner, body.fragment, body.local_step)
         self._effects.emit(Accept(body.outer_step, body.fragment, member.learner, body.anchor))
@@ -259,14 +270,10 @@ class SyncerMachine:
     def _poisoned(self, member: Member, body: Message, flaw: Reason) -> None:
         """A learner whose weights went wrong is of no use until it has new ones; a large norm may be a bad batch."""
         self._refuse(member.learner, flaw)
-        member.suspicions += 1
-        suspect = flaw.why is Why.OUTLIER and member.suspicions < self.config.limits.suspicions_max
-        if suspect and isinstance(body, Contribution):
-            self._drop(member, body.outer_step, flaw)
-            return
-        member.suspicions = 0
-        self._drop_from_rounds(member)
-        self.admission.recover(member, flaw)
+        if flaw.why is Why.OUTLIER and isinstance(body, Contribution):
+            self.discipline.suspect(member, body.outer_step, flaw)
+        else:
+            self.discipline.send_to_recover(member, flaw)
 
     # ------------------------------------------------------------ gathering
 
@@ -351,7 +358,7 @@ class SyncerMachine:
 
     def _fix(self, round_: Round, everybody: bool) -> None:
         now = self._effects.now
-        participants = tuple(sorted(self._fresh))
+        participants = self.roster.invited(self._fresh, round_.outer_step, self._quorum(round_), round_.policy)
         for learner in participants:
             member = self.roster.get(learner)
             assert member is not None
@@ -360,7 +367,8 @@ class SyncerMachine:
             if round_.due:
                 self.pulse.asked(member, round_.outer_step, now)
         round_.fix(participants, now)
-        round_.pull_deadline = now + max(self.pulse.pull_patience(), round_.patience_least)
+        invited = [member for member in self.roster if member.learner in participants]
+        round_.pull_deadline = now + max(self.pulse.pull_patience(invited, self._quorum(round_)), round_.patience_least)
         why = round_.why_fixed(len(self.roster.in_sync()), self._quorum(round_), everybody)
         self._effects.emit(FixParticipants(round_.outer_step, round_.due, participants, why))
         if round_.due:
@@ -378,23 +386,45 @@ class SyncerMachine:
         round_ = self.rounds.get(self.outer_step + 1)
         if round_ is None or round_.phase != READY:
             return False
+        if self._drop_outliers(round_):
+            return True
         round_.move(RoundStep.TURN)
         if not round_.due:
             self._commit(round_)  # the tape alone makes an empty round durable
             return True
-        for fragment in round_.due:
-            shares = shares_of(self.config.protocol.aggregation_weighting, round_.accepted[fragment])
-            self._effects.emit(Merge(
-                round_.outer_step, fragment, shares, self.versions.newest(fragment), round_.policy.plain_average
-            ))  # fmt: skip
-        self._effects.emit(Store(round_.outer_step, round_.due))
+        self.merging.begin(round_)
         return False
 
-    def _stored(self, outer_step: OuterStep) -> None:
+    def _drop_outliers(self, round_: Round) -> bool:
+        """Contributions far from the others of their round. True if one was dropped: the round may not be ready any more."""
+        found = self.merging.outliers(round_)
+        for learner, reason in sorted(found.items()):
+            member = self.roster.get(learner)
+            assert member is not None
+            self._refuse(learner, reason)
+            self.discipline.suspect(member, round_.outer_step, reason)
+        return bool(found)
+
+    def _storing(self, outer_step: OuterStep) -> Round:
         round_ = self.rounds.get(outer_step)
         if round_ is None or round_.phase != STORING:
             raise PeerViolation(f"outer step {outer_step} was stored, but it is not being stored")
+        return round_
+
+    def _stored(self, event: Stored) -> None:
+        round_ = self._storing(event.outer_step)
+        self.merging.moved(round_, event.jumps)
         self._commit(round_)
+
+    def _rejected(self, event: MergeRejected) -> None:
+        """Nothing was stored: the same outer step is gathered again, and its contributors are suspected."""
+        round_ = self._storing(event.outer_step)
+        reason, participants = self.merging.rejection(round_, event), round_.participants
+        self._regather(round_, reason)
+        for learner in participants:
+            member = self.roster.get(learner)
+            assert member is not None
+            self.discipline.suspect(member, round_.outer_step, reason)
 
     def _commit(self, round_: Round) -> None:
         """Durable: count it, take the snapshot if one is due, announce."""
@@ -405,9 +435,7 @@ class SyncerMachine:
         self._effects.mailbox.advance(outer_step)
         for fragment in round_.due:
             self.versions.add(fragment, outer_step, round_.participants)
-            for learner, c in sorted(round_.accepted[fragment].items()):
-                if learner not in round_.ended:
-                    self.ledger.merged(learner, fragment, c.tokens, outer_step, c.c_tokens)
+            self.merging.merged(round_, fragment)
         interval = self.config.protocol.snapshot_interval
         if interval and marker_of(outer_step, interval) == outer_step:
             syncer_state = SyncerState(outer_step, self.versions.all_kept_versions(), *self.leases.record())
@@ -419,11 +447,7 @@ class SyncerMachine:
             self._finish()
 
     def _announce(self, round_: Round) -> None:
-        for member in self.roster.connected():
-            if not round_.due:
-                self._effects.send(member.learner, Tick(round_.outer_step))
-            for fragment in round_.due:
-                self.versions.announce(member, fragment)
+        self.versions.announce_step(round_.outer_step, round_.due)
         if round_.due:
             self.pulse.announced(round_)
             self.admission.broadcast_went_out(round_.outer_step)
@@ -442,7 +466,7 @@ class SyncerMachine:
         if member is not None and member.connected:
             self._drop_from_rounds(member)
             self.admission.mark_lost(member, Reason(Why.RUN_OVER) if self.finished else Reason(Why.CONNECTION_LOST, reason))
-            self._watch_soon()
+            self._watch.soon()
 
     def _drop_from_rounds(self, member: Member) -> None:
         """It cannot be counted on in any open round, nor in the snapshot."""
@@ -468,7 +492,7 @@ class SyncerMachine:
             self.snapshot.leave_out(member.learner)
             self.admission.mark_silent(member, reason)
             if reason.why in ANSWERED:
-                self._readmit(member)
+                self.admission.readmit(member)
         need = 1 if round_.policy.quorum_all and self.config.protocol.elastic else self._quorum(round_)
         if len(round_.participants) < need:
             self._regather(round_, Reason(Why.BELOW_QUORUM, f"{len(round_.participants)} left of a quorum of {need}"))
@@ -493,36 +517,18 @@ class SyncerMachine:
                 for learner in sorted(round_.awaited):
                     member = self.roster.get(learner)
                     assert member is not None
+                    member.missed_deadline(round_.outer_step)
                     self._drop(member, round_.outer_step, Reason(Why.MISSED_DEADLINE))
                 if round_.phase in (GATHERING, GRACE):
                     self.pulse.starved(now - asked_at)
                     round_.patience_least = 2 * (now - asked_at)
-        if self._watch_at is not None and now >= self._watch_at:
-            self._watch()
+        if self._watch.is_due(now):
+            leads = self._leads()
+            # where a lead is bounded everybody waits for a round in flight, and its pull deadline says who is late
+            busy = leads and bool(self.rounds.in_flight())
+            self._watch.check(self._fresh, heard_since=self._last_commit_at if leads else 0, silence=not busy)
 
-    # ------------------------------------------------------------ watching
-
-    def _watch_soon(self) -> None:
-        if self._watch_at is None:
-            self._watch_at = self._effects.now + self.pulse.watch_interval()
-
-    def _watch(self) -> None:
-        now = self._effects.now
-        leads = self._leads()
-        # where a lead is bounded everybody waits for a round in flight, and its pull deadline says who is late
-        busy = leads and bool(self.rounds.in_flight())
-        for member in self.roster:
-            if member.standing == IN_SYNC and member.learner not in self._fresh and not busy:
-                patience = self.pulse.silence_patience(member)
-                since = max(member.heard_at, self._last_commit_at) if leads else member.heard_at
-                if now - since > patience:
-                    self._drop_from_rounds(member)
-                    self.admission.mark_silent(member, Reason(Why.SILENT, f"silent for {seconds(now - since):.1f} s"))
-            elif member.standing == JOINING and member.join_deadline is not None and now >= member.join_deadline:
-                self.admission.deadline_passed(member)
-            elif member.standing == LOST and not member.given_up and now - member.lost_at > self.pulse.give_up_after():
-                self.admission.give_up(member)
-        self._watch_at = now + self.pulse.watch_interval()
+    # ------------------------------------------------------------ beginnings
 
     def _leads(self) -> bool:
         """Where a lead is bounded a member may be silent because it waits for us."""

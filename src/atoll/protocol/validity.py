@@ -4,10 +4,10 @@ changes nothing else. What depends on the state of a round is judged where that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from atoll.config import Config
 from atoll.ids import LearnerId, OuterStep
+from atoll.protocol.accounts import StepMost
 from atoll.protocol.leases import INDEX_MAX, Leases
 from atoll.protocol.membership import Member
 from atoll.protocol.reasons import Reason, Why
@@ -25,19 +25,6 @@ from atoll.protocol.vocabulary import (
     SnapshotPart,
     Unit,
 )  # fmt: skip
-from atoll.rules import samples_per_step_max, tokens_per_step_max
-
-
-class StepMost(NamedTuple):
-    """What one inner step can hold at most."""
-
-    tokens: int
-    samples: int
-
-    @classmethod
-    def of(cls, config: Config) -> StepMost:
-        return cls(tokens_per_step_max(config), samples_per_step_max(config))
-
 
 COUNT_MAX = 2**53
 """Counters beyond this are impossible: no run lasts as long."""

@@ -16,8 +16,8 @@ from atoll.config import Config
 from atoll.config.codecs import codec_spec
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.effects import Effects
-from atoll.protocol.membership import JOINING, LEFT, Member, Roster
-from atoll.protocol.vocabulary import NO_VERSION, Adoption, Announce, ForgetVersion
+from atoll.protocol.membership import EXPELLED, JOINING, LEFT, Member, Roster
+from atoll.protocol.vocabulary import NO_VERSION, Adoption, Announce, ForgetVersion, Tick
 
 
 class Versions:
@@ -64,6 +64,13 @@ class Versions:
 
     # ------------------------------------------------------------ announcing
 
+    def announce_step(self, outer_step: OuterStep, fragments: Sequence[FragmentId]) -> None:
+        for member in self._roster.connected():
+            if not fragments:
+                self._effects.send(member.learner, Tick(outer_step))
+            for fragment in fragments:
+                self.announce(member, fragment)
+
     def announce(self, member: Member, fragment: FragmentId) -> None:
         """Send the newest version unless an older one is still on its way."""
         newest = self.newest(fragment)
@@ -77,6 +84,7 @@ class Versions:
         previous = kept[-2] if len(kept) > 1 else NO_VERSION
         as_difference = not self._always_full and member.standing != JOINING and member.held[fragment] == previous
         member.sent[fragment] = newest
+        member.account.announced(fragment, newest, member.reported)
         body = Announce(newest, fragment, previous if as_difference else NO_VERSION, self._merged_for(member, fragment))
         self._effects.send(member.learner, body)
 
@@ -117,11 +125,13 @@ class Versions:
         member = self._roster.get(learner)
         assert member is not None
         member.lent.update((p, member.held[p]) for p in fragments)
+        member.account.asked(fragments)
 
     @staticmethod
     def give_back(member: Member, fragments: Sequence[FragmentId]) -> None:
         for p in fragments:
             member.lent.pop(p, None)
+        member.account.answered(fragments)
 
     def prune(self, fragments: Sequence[FragmentId]) -> None:
         for fragment in fragments:
@@ -142,4 +152,4 @@ class Versions:
 
     @staticmethod
     def _holds(member: Member, fragment: FragmentId) -> bool:
-        return member.standing != LEFT and not member.given_up and member.held[fragment] != NO_VERSION
+        return member.standing not in (LEFT, EXPELLED) and not member.given_up and member.held[fragment] != NO_VERSION

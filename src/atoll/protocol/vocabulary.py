@@ -10,6 +10,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TypeAlias
 
+import msgspec
+
 from atoll.ids import FragmentId, Incarnation, LearnerId, LocalStep, Nanos, OuterStep, WorkerId
 from atoll.protocol.messages import *  # noqa: F403  one import for all the words of the protocol
 from atoll.protocol.messages import Envelope, LearnerState, Share, SyncerState, Unit, Word
@@ -22,6 +24,13 @@ class Started(Word, frozen=True):
     """A worker's process began. A syncer that comes back is re-derived from its tape and then told so."""
 
     incarnation: Incarnation
+
+
+class Measure(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Norms (L2) of a contribution's difference and of the weights it is a difference to."""
+
+    norm: float
+    weights: float
 
 
 class Connected(Word, frozen=True):
@@ -38,8 +47,10 @@ class Received(Word, frozen=True):
     envelope: Envelope
     payload_bytes: int
     flaw: Reason | None = None
-    """What the executor found wrong with the bytes beside it: POISONED (NaN, Inf, another size), or OUTLIER, a norm far beyond
-    the usual, which is refused once and means recovery if it goes on. Of a peer's state: BAD_STATE or OTHER_OPTIMIZER."""
+    """What the executor found wrong with the bytes beside it: POISONED (NaN, Inf, another size). Of a peer's state: BAD_STATE
+    or OTHER_OPTIMIZER."""
+    measure: Measure | None = None
+    """What the executor measured of a contribution; `norms.py` compares it."""
 
 
 class StepDone(Word, frozen=True):
@@ -56,6 +67,16 @@ class Stored(Word, frozen=True):
 
     outer_step: OuterStep
     digest: str
+    jumps: tuple[float, ...] = ()
+    """How far each fragment moved (L2), in the order of `Store.fragments`."""
+
+
+class MergeRejected(Word, frozen=True):
+    """The merged Theta was not stored: it holds NaN or Inf, or moved farther than `Store.jump_limits` allow."""
+
+    outer_step: OuterStep
+    fragment: FragmentId
+    jump: float
 
 
 class StateWritten(Word, frozen=True):
@@ -102,8 +123,8 @@ class DeadlinePassed(Word, frozen=True):
 
 
 Event: TypeAlias = (
-    Started | Connected | ConnectionLost | Received | StepDone | Stored | StateWritten | Poisoned | LeaveAsked | Restored
-    | Resumed | Resized | DeadlinePassed
+    Started | Connected | ConnectionLost | Received | StepDone | Stored | MergeRejected | StateWritten | Poisoned | LeaveAsked
+    | Restored | Resumed | Resized | DeadlinePassed
 )  # fmt: skip
 
 # ---------------------------------------------------------------- effects
@@ -231,10 +252,12 @@ class Merge(Word, frozen=True):
 
 
 class Store(Word, frozen=True):
-    """Make the outer step durable; answer with `Stored`."""
+    """Make the outer step durable; answer with `Stored`, or with `MergeRejected` and store nothing."""
 
     outer_step: OuterStep
     fragments: tuple[FragmentId, ...]
+    jump_limits: tuple[float, ...] = ()
+    """How far each fragment may move; 0 is without a limit."""
 
 
 class AbortRound(Word, frozen=True):
@@ -279,6 +302,8 @@ class Standing(StrEnum):
     SILENT = "silent"
     LOST = "lost"
     LEFT = "left"
+    EXPELLED = "expelled"
+    """It broke the rules too often: it is not admitted again under this id."""
 
 
 class Membership(Word, frozen=True):

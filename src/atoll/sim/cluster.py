@@ -14,7 +14,7 @@ from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId, nanos, seconds, worker_name
-from atoll.protocol.interface import Executor, Observer, Payload
+from atoll.protocol.interface import CLEAN, Executor, Observer, Payload
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import (
@@ -182,8 +182,8 @@ class VirtualCluster:
             self.dispatch(envelope.receiver, Received(envelope, 0))
             return
         executor = self._workers[envelope.receiver].executor
-        flaw = executor.inspect(envelope.body, payload) if executor else None
-        self.dispatch(envelope.receiver, Received(envelope, payload.nbytes, flaw), payload)
+        found = executor.inspect(envelope.body, payload) if executor else CLEAN
+        self.dispatch(envelope.receiver, Received(envelope, payload.nbytes, *found), payload)
 
     def dispatch(self, worker: WorkerId, event: Event, payload: Payload | None = None) -> None:
         w = self._workers[worker]

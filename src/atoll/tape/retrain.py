@@ -16,7 +16,19 @@ from atoll.config import Config
 from atoll.errors import ReplayDiverged, RunFailed
 from atoll.ids import WorkerId, worker_name
 from atoll.protocol.interface import Executor, Observer
-from atoll.protocol.vocabulary import Effect, Envelope, Event, Poisoned, Received, Send, Started, StateWritten, StepDone, Stored
+from atoll.protocol.vocabulary import (
+    Effect,
+    Envelope,
+    Event,
+    MergeRejected,
+    Poisoned,
+    Received,
+    Send,
+    Started,
+    StateWritten,
+    StepDone,
+    Stored,
+)  # fmt: skip
 from atoll.tape.format import Record
 from atoll.tape.replay import Outcome, TapeSource, TapeWorkers
 
@@ -69,11 +81,11 @@ class _Outcomes:
         envelope, payload = lane.get(e.seq, (e, None))
         for seq in [seq for seq in lane if seq <= e.seq]:  # lanes are FIFO: earlier messages are lost
             del lane[seq]
-        flaw = event.flaw
+        flaw, measure = event.flaw, event.measure
         if flaw is None and payload is not None:
-            flaw = executor.inspect(envelope.body, payload)
+            flaw, measure = executor.inspect(envelope.body, payload)
         size = payload.nbytes if payload is not None else event.payload_bytes
-        return msgspec.structs.replace(event, envelope=envelope, payload_bytes=size, flaw=flaw), payload
+        return msgspec.structs.replace(event, envelope=envelope, payload_bytes=size, flaw=flaw, measure=measure), payload
 
     def carry_out(self, key: int, record: Record, executor: Executor, effect: Effect, payload: Any) -> None:
         if isinstance(effect, Send):
@@ -92,6 +104,10 @@ class _Outcomes:
                     raise RunFailed(
                         f"record {record.number}: {worker_name(record.worker)}'s {where} holds NaN or Inf, and on the tape it "
                         f"does not: lower inner.learning_rate"
+                    )
+                case MergeRejected(outer_step=outer_step):
+                    raise RunFailed(
+                        f"record {record.number}: the merge of outer step {outer_step} is rejected, and on the tape it is not"
                     )
                 case _:
                     raise AssertionError(f"{effect} led to the unexpected {event}")

@@ -30,6 +30,7 @@ from atoll.protocol.vocabulary import (
     LoadState,
     LoadTheta,
     Merge,
+    MergeRejected,
     Poisoned,
     Recovered,
     Send,
@@ -179,22 +180,22 @@ GOOD = [torch.full((SIZE,), 0.5), torch.full((SIZE,), 0.25)]
 )
 def test_syncer_inspecting_a_contribution_finds_what_is_wrong_before_the_machine(content: Any, flaw: str | None) -> None:
     found = syncer_alone().inspect(Contribution(4, 0, 4, 0, 4, 4, 4, 4), Payload("packet", 4, content))
-    assert found == (None if flaw is None else Reason(Why.POISONED, flaw))
+    assert found.flaw == (None if flaw is None else Reason(Why.POISONED, flaw))
+    if flaw is None:
+        assert found.measure is not None and found.measure.norm == pytest.approx(0.5 * math.sqrt(SIZE))
 
 
-def test_a_warming_learner_that_moves_further_is_no_outlier_and_poison_as_large_is() -> None:
-    """A fragment first sent after two steps of the warm-up and next after 48 has honestly moved hundreds of times as far."""
-    task = small_task_for(configured("diloco", total_steps=1000, inner={"warmup_share": 0.2}))
-    syncer = TensorSyncer(task.config, task.layout.fragments, MemoryVersions(initial_versions(task)))
-
-    def flaw(outer_step: int, steps: int, moved: float) -> Reason | None:
-        payload = Payload("packet", 4, (packet_of(torch.full((SIZE,), moved)), torch.empty(0)))
-        return syncer.inspect(Contribution(outer_step, 0, outer_step, 0, steps, steps, steps, steps), payload)
-
-    assert [flaw(2, 2, 2 * 1.5e-5) for _ in range(8)] == [None] * 8
-    assert flaw(50, 48, 48 * 26e-5) is None, "416 times as far"
-    outlier = flaw(2, 2, 2 * 1.5e-3)
-    assert outlier is not None and outlier.why is Why.OUTLIER, "a hundred times as far in the same steps"
+def test_merged_weights_that_jump_or_hold_nan_are_not_stored() -> None:
+    for factor, limit in ((1.0, 1e-6), (math.inf, 0.0)):
+        syncer = syncer_alone()
+        for learner, delta in enumerate(GOOD):
+            syncer.execute(Accept(4, 0, learner, 0), Payload("packet", 4, (packet_of(factor * delta), torch.empty(0))))
+        before = syncer.disk.at(0, 0).theta.clone()
+        shares = tuple(Share(m, 1.0, 0, 4) for m in range(2))
+        syncer.execute(Merge(4, 0, shares, 0, False), None)
+        (event,) = syncer.execute(Store(4, (0,), (limit,)), None)
+        assert isinstance(event, MergeRejected) and event.fragment == 0
+        assert torch.equal(syncer.disk.newest()[0].theta, before), "nothing was stored"
 
 
 def test_merge_carried_out_twice_gives_the_same_bytes() -> None:

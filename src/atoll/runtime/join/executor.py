@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 from atoll.config import Config
 from atoll.executor.learner import TensorLearner
-from atoll.protocol.interface import Payload
-from atoll.protocol.reasons import Reason
+from atoll.protocol.interface import Finding, Payload
 from atoll.protocol.vocabulary import Effect, Event, Message, RecordState, Send, StateTransfer
 from atoll.runtime.join.checks import use_plain_floats
 from atoll.tasks.task import Task
@@ -35,7 +34,7 @@ class UserExecutor:
             use_plain_floats(self._inner.optimizer)
         return self._inner.execute(effect, payload)
 
-    def inspect(self, body: Message, payload: Payload) -> Reason | None:
+    def inspect(self, body: Message, payload: Payload) -> Finding:
         """Learners may have different optimisers. A state that does not fit costs only the transfer: this learner then starts
         from Theta, with a fresh optimiser state."""
         return self._inner.inspect(body, payload)

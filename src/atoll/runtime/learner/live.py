@@ -307,7 +307,7 @@ class LiveLearner:
             payload, flaw = await self._loop.run_in_executor(None, self._read_state, body, data if data is not None else b"")
         elif data is not None:
             payload = await self._loop.run_in_executor(None, wire.from_buffer, body, data)
-            misfit = self._executor.inspect(body, payload)
+            misfit = self._executor.inspect(body, payload).flaw
             if misfit is not None:
                 raise RunFailed(f"{worker_name(envelope.sender)} sent what does not fit: {misfit}")
         if still() and not self._over:
@@ -317,7 +317,7 @@ class LiveLearner:
         """In another thread: a peer's state, with the reason if it cannot be used. Its bytes end a recovery, never a learner."""
         try:
             payload = wire.from_buffer(body, memoryview(data))
-            flaw = self._executor.inspect(body, payload)
+            flaw = self._executor.inspect(body, payload).flaw
             if flaw is None and self._digests:
                 flaw = wrong_anchor(body, payload.content, self._digests)
         except Exception as error:

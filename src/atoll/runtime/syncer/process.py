@@ -19,8 +19,8 @@ from atoll.config.codecs import codec_digests, codec_spec
 from atoll.errors import DataError, RunFailed
 from atoll.ids import SYNCER, LearnerId, OuterStep, nanos, worker_name
 from atoll.protocol.causality import may_overtake
-from atoll.protocol.interface import Payload
-from atoll.protocol.membership import LEFT, LOST
+from atoll.protocol.interface import Finding, Payload
+from atoll.protocol.membership import EXPELLED, LEFT, LOST
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.validity import objection
 from atoll.protocol.vocabulary import (
@@ -203,6 +203,9 @@ class SyncerProcess:
     def _admit(self, metadata: object) -> str:
         assert isinstance(metadata, dict)
         placed = self._directory.places.admit(metadata)
+        member = self._directory.machine.roster.get(placed.learner)
+        if member is not None and member.standing == EXPELLED:
+            raise Refused(str(Reason(Why.EXPELLED)), retry=False)
         if self._directory.layout is None:
             raise Refused("no learner has uploaded the model yet", retry=True)
         if self._storage_blocked:
@@ -271,12 +274,12 @@ class SyncerProcess:
             return
         body = envelope.body
         payload, flaw = await self._loop.run_in_executor(None, _read, body, data)
-        inspected = False
-        while flaw is None and not inspected and (self._storage_blocked or self._is_expected(peer.learner, body)):
+        found, inspected = Finding(flaw), False
+        while found.flaw is None and not inspected and (self._storage_blocked or self._is_expected(peer.learner, body)):
             inspected = True
-            flaw = await self._loop.run_in_executor(None, self._inspect, body, payload)
+            found = await self._loop.run_in_executor(None, self._inspect, body, payload)
         if self._links.get(peer.learner) is peer:
-            self._driver.dispatch(Received(envelope, data.nbytes, flaw), payload)
+            self._driver.dispatch(Received(envelope, data.nbytes, *found), payload)
 
     def _validated(self, peer: _Peer, head: bytes, has_payload: bool) -> Envelope:
         """Refuses a message that no honest learner sends, before it becomes an event: it reaches neither machine nor tape."""
@@ -295,17 +298,17 @@ class SyncerProcess:
 
     def _is_expected(self, learner: LearnerId, body: Message) -> bool:
         """Only requested contributions are inspected. The machine refuses all others whatever their bytes are, and a peer that
-        sends many must not shift the usual norm."""
+        sends many must not cost the time of a norm each."""
         assert isinstance(body, Contribution)
         round_ = self._directory.machine.rounds.get(body.outer_step)
         return round_ is not None and round_.objection(learner, body) is None
 
-    def _inspect(self, body: Message, payload: Payload) -> Reason | None:
+    def _inspect(self, body: Message, payload: Payload) -> Finding:
         assert self._directory.executor is not None
         try:
             return self._directory.executor.inspect(body, payload)
         except Exception as error:  # a peer's bytes may end its connection, never the syncer
-            return Reason(Why.POISONED, f"bytes that cannot be used: {error!r}"[:FLAW_MAX])
+            return Finding(Reason(Why.POISONED, f"bytes that cannot be used: {error!r}"[:FLAW_MAX]))
 
     # ------------------------------------------------------------ effects
 

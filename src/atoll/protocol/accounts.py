@@ -1,0 +1,122 @@
+"""What the syncer itself counted of a learner's work. A claim may say less than this, and then it counts; it may not say more.
+
+A learner reports every step, and a report that skips one is refused, so the distance between two reported steps is a number of
+reports that the syncer received. An account remembers, for each fragment, the step from which work counts: the step of the last
+adoption, which cannot be earlier than the one reported when the adopted version was announced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from atoll.config import Config
+from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep
+from atoll.protocol.counters import Count
+from atoll.protocol.vocabulary import Contribution
+from atoll.rules import samples_per_step_max, tokens_per_step_max
+
+RATIO_MAX = 8.0
+"""A share is computed from at most this many times the median of the other participants: their steps, and where no config
+says how large a batch is, their tokens and samples per step."""
+
+
+class StepMost(NamedTuple):
+    """What one inner step can hold at most."""
+
+    tokens: int
+    samples: int
+
+    @classmethod
+    def of(cls, config: Config) -> StepMost:
+        return cls(tokens_per_step_max(config), samples_per_step_max(config))
+
+
+class Account:
+    __slots__ = ("_announced", "_asked", "_since")
+
+    def __init__(self, fragments: int) -> None:
+        self._since: list[LocalStep] = [0] * fragments
+        self._announced: dict[FragmentId, tuple[OuterStep, LocalStep]] = {}
+        self._asked: dict[FragmentId, LocalStep] = {}
+        """From where work counted when it was pulled from: a report of a newer adoption may overtake the answer."""
+
+    def begins(self, local_step: LocalStep) -> None:
+        """A new incarnation, or one that loaded new weights: nothing before this step counts."""
+        self._since = [max(0, local_step)] * len(self._since)
+        self._announced.clear()
+        self._asked.clear()
+
+    def returns(self, claimed: LocalStep, reported: LocalStep, credit: int) -> None:
+        """It was away and claims steps that nobody counted. At most `credit` of them count."""
+        excess = claimed - reported - credit
+        if excess > 0:
+            self._since = [since + excess for since in self._since]
+        self._asked.clear()
+
+    def announced(self, fragment: FragmentId, version: OuterStep, reported: LocalStep) -> None:
+        if self._announced.get(fragment, (-1, 0))[0] != version:  # the first time, if it is sent again after a broken connection
+            self._announced[fragment] = (version, reported)
+
+    def adopted(self, fragment: FragmentId, version: OuterStep, local_step: LocalStep) -> None:
+        announced, at = self._announced.get(fragment, (version, 0))
+        self.counts_from(fragment, max(local_step, at if announced == version else 0))
+
+    def asked(self, fragments: Sequence[FragmentId]) -> None:
+        for fragment in fragments:
+            self._asked.setdefault(fragment, self._since[fragment])
+
+    def answered(self, fragments: Sequence[FragmentId]) -> None:
+        for fragment in fragments:
+            self._asked.pop(fragment, None)
+
+    def counts_from(self, fragment: FragmentId, local_step: LocalStep) -> None:
+        self._since[fragment] = max(self._since[fragment], local_step)
+
+    def count(self, claim: Contribution, most: StepMost) -> Count:
+        """The claim, lowered to what was counted. `most` is what one step can hold."""
+        claimed = Count(claim.c_steps, claim.c_tokens, claim.c_samples)
+        steps = max(0, min(claimed.steps, claim.local_step - self._asked.get(claim.fragment, self._since[claim.fragment])))
+        if steps == 0:
+            return Count(0, 0, 0)
+        share = 1.0 if steps == claimed.steps else steps / claimed.steps  # fewer steps hold fewer of the tokens claimed
+        tokens = min(int(claimed.tokens * share), steps * most.tokens)
+        return Count(steps, tokens, min(int(claimed.samples * share), steps * most.samples))
+
+
+def credit_while_away(elapsed: Nanos, step_time: Nanos, interval: int) -> int:
+    """Steps that a learner may have trained while it was not connected: twice what its measured pace allows."""
+    return 2 * interval + (2 * elapsed // step_time if step_time > 0 else 0)
+
+
+def bounded_counts(counts: Mapping[LearnerId, Count], *, own_data: bool) -> dict[LearnerId, Count]:
+    """Each count, lowered to `RATIO_MAX` times the median of the others. `own_data`: no config says what a step holds."""
+    if len(counts) < 2:
+        return dict(counts)
+    return {m: _bounded(count, [c for o, c in counts.items() if o != m], own_data) for m, count in counts.items()}
+
+
+def _bounded(count: Count, others: Sequence[Count], own_data: bool) -> Count:
+    trained = [other for other in others if other.steps]
+    if not count.steps or not trained:
+        return count
+    steps = min(count.steps, int(RATIO_MAX * median(other.steps for other in trained)) or 1)
+    tokens, samples = count.tokens / count.steps, count.samples / count.steps
+    if own_data:
+        tokens = min(tokens, RATIO_MAX * median(other.tokens / other.steps for other in trained))
+        samples = min(samples, RATIO_MAX * median(other.samples / other.steps for other in trained))
+    elif steps == count.steps:
+        return count
+    return Count(steps, min(count.tokens, int(tokens * steps)), min(count.samples, int(samples * steps)))
+
+
+def capped(weights: Mapping[LearnerId, float], share_max: float, from_learners: int = 4) -> dict[LearnerId, float]:
+    """No learner has more than `share_max` of a merge of at least `from_learners`. With `share_max` >= 1/2 at most one can."""
+    total = sum(weights.values())
+    if len(weights) < from_learners or share_max >= 1.0:
+        return dict(weights)
+    largest = max(weights, key=lambda m: weights[m])
+    others = total - weights[largest]
+    limit = share_max / (1.0 - share_max) * others
+    return {m: min(w, limit) if m == largest and others > 0 else w for m, w in weights.items()}
