@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from atoll.config.codecs import CODECS, codec_spec
+from atoll.config.merges import merge_spec
 from atoll.config.sections import ALL, IMAGE_MODELS, Config, Data
 
 
@@ -97,6 +98,11 @@ def warnings(c: Config) -> list[str]:
         found.append("outer.apply_outer_optimizer_to = 'all_floating' gives buffers outer momentum: an experiment, not DiLoCo")
     if not c.inner.preserve_optimizer_state:
         found.append("inner.preserve_optimizer_state = false restarts the inner optimiser on adoption: not faithful DiLoCo")
+    if merge_spec(p.merge).robust and not merge_spec(p.embedding_merge).robust:
+        found.append(
+            f"protocol.merge = {p.merge!r} bounds what one learner can do, and embedding_merge = {p.embedding_merge!r} does not: "
+            f"set protocol.embedding_merge = {p.merge!r} too"
+        )
     if p.quorum == 1 and c.learners > 1 and p.grace == "none" and p.pace == 0:
         found.append("quorum = 1 without grace and with pace 0 merges about one learner per round, which costs quality")
     if p.overlap > 5 and p.anchor != "round_start":

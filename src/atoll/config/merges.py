@@ -16,11 +16,16 @@ class MergeSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     summary: str
     """One sentence for people."""
+    robust: bool = False
+    """It bounds what one learner of three or more can do."""
 
 
 MERGES: dict[str, MergeSpec] = {spec.name: spec for spec in (
     MergeSpec(name="mean", summary="the weighted mean"),
     MergeSpec(name="rda", summary="radial-directional averaging: the mean direction with the mean norm"),
+    MergeSpec(name="clipped_mean", robust=True, summary="the mean of contributions, each tensor clipped to its median norm"),
+    MergeSpec(name="trimmed_mean", robust=True, summary="the mean of each coordinate without its extreme values"),
+    MergeSpec(name="geometric_median", robust=True, summary="the point closest to all contributions, tensor by tensor"),
 )}  # fmt: skip
 
 

@@ -46,8 +46,10 @@ from atoll.protocol.vocabulary import (
 from atoll.store.versions import Version, VersionStore, digest
 from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
-from atoll.tensors.merge import mean, merge, merge_buffers, outlier_norm
+from atoll.tensors.merge import mean, merge, merge_buffers
+from atoll.tensors.norms import outlier_norm
 from atoll.tensors.outer import OuterRule, OuterState, outer_rule, outer_step
+from atoll.tensors.robust import ROBUST
 
 PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
 
@@ -164,18 +166,23 @@ class TensorSyncer:
         weights = [share.weight for share in effect.shares]
         parts = [contributions[share.learner] for share in effect.shares]
         deltas = self._outer_gradients(fragment, previous, parts)
-        buffers = merge_buffers([part[1] for part in parts], weights, fragment)
+        robust = self._config.protocol.merge in ROBUST
+        buffers = merge_buffers([part[1] for part in parts], weights, fragment, robust=robust)
+        plain = effect.plain_average or self._rule is None
+        delta = mean(deltas, weights) if plain and not robust else self._merged_delta(fragment, deltas, weights)
         if self._rule is None:
-            theta, inner = self._inner_step(fragment, previous, mean(deltas, weights), effect.outer_step)
+            theta, inner = self._inner_step(fragment, previous, delta, effect.outer_step)
             return self._announced(previous, theta, buffers, None, inner)
         if effect.plain_average:
-            theta, _ = outer_step(previous.theta, mean(deltas, weights), OuterState(None, None, 0), PLAIN)
+            theta, _ = outer_step(previous.theta, delta, OuterState(None, None, 0), PLAIN)
             return self._announced(previous, theta, buffers, previous.outer, None)
-        c = self._config.protocol
-        delta = merge(deltas, weights, fragment, method=c.merge, embedding_method=c.embedding_merge, norm=c.merge_norm)
         assert previous.outer is not None
         theta, outer = outer_step(previous.theta, delta, previous.outer, self._rule)
         return self._announced(previous, theta, buffers, outer, None)
+
+    def _merged_delta(self, fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        c = self._config.protocol
+        return merge(deltas, weights, fragment, method=c.merge, embedding_method=c.embedding_merge, norm=c.merge_norm)
 
     def _outer_gradients(
         self, fragment: Fragment, present: Version, parts: Sequence[tuple[Packet, Tensor, Tensor]]

@@ -189,6 +189,12 @@ class Rounds(dict[OuterStep, Round]):
                 return round_
         return None
 
+    def storing(self, outer_step: OuterStep) -> Round:
+        round_ = self.get(outer_step)
+        if round_ is None or round_.phase != STORING:
+            raise PeerViolation(f"outer step {outer_step} was stored, but it is not being stored")
+        return round_
+
     def in_flight(self) -> list[Round]:
         return [r for r in self.values() if r.phase in IN_FLIGHT]
 

@@ -22,7 +22,7 @@ from atoll.protocol.membership import EXPELLED, IN_SYNC, LEFT, SILENT, Member, R
 from atoll.protocol.merging import Merging
 from atoll.protocol.pulse import Pulse
 from atoll.protocol.reasons import ANSWERED, Reason, Why, wrong_receiver
-from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, RoundStep
+from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, Round, Rounds, RoundStep
 from atoll.protocol.snapshot import Snapshot, marker_of
 from atoll.protocol.validity import claims_too_much, hello_claims, objection, report_claims
 from atoll.protocol.versions import Versions
@@ -405,20 +405,14 @@ class SyncerMachine:
             self.discipline.suspect(member, round_.outer_step, reason)
         return bool(found)
 
-    def _storing(self, outer_step: OuterStep) -> Round:
-        round_ = self.rounds.get(outer_step)
-        if round_ is None or round_.phase != STORING:
-            raise PeerViolation(f"outer step {outer_step} was stored, but it is not being stored")
-        return round_
-
     def _stored(self, event: Stored) -> None:
-        round_ = self._storing(event.outer_step)
+        round_ = self.rounds.storing(event.outer_step)
         self.merging.moved(round_, event.jumps)
         self._commit(round_)
 
     def _rejected(self, event: MergeRejected) -> None:
         """Nothing was stored: the same outer step is gathered again, and its contributors are suspected."""
-        round_ = self._storing(event.outer_step)
+        round_ = self.rounds.storing(event.outer_step)
         reason, participants = self.merging.rejection(round_, event), round_.participants
         self._regather(round_, reason)
         for learner in participants:

@@ -1,8 +1,9 @@
-"""Merges the outer gradients of several learners into one: the mean, and radial-directional averaging (RDA).
+"""Merges the outer gradients of several learners into one: the mean, radial-directional averaging (RDA), and by slot the robust
+ones (`robust.py`).
 
 Every function depends only on the values and the order of its arguments; the caller sorts by LearnerId. On the CPU results are
 the same for any number of threads: elementwise arithmetic multiplies and adds in separately rounded steps, and norms add up in
-float64 over a tree of fixed shape (`squared_norms`). A GPU may differ from a CPU in the last bit (it multiplies by a reciprocal
+float64 over a tree of fixed shape (`norms.py`). A GPU may differ from a CPU in the last bit (it multiplies by a reciprocal
 where a CPU divides), so one run merges on one kind of device.
 """
 
@@ -17,6 +18,8 @@ from torch import Tensor
 from atoll.config.merges import MergeSpec, add_merge, merge_spec
 from atoll.errors import ConfigError
 from atoll.tensors.layout import Fragment, Slot
+from atoll.tensors.norms import squared_norms
+from atoll.tensors.robust import ROBUST
 
 NORMS = ("tensor", "row", "fragment")
 
@@ -44,10 +47,6 @@ CANCELLED = 1e-6
 """Directions cancel if their weighted average is no longer than this (unit vectors average to a length of 0 to 1, orthogonal
 ones to 1/sqrt(M)). Directions are fp32, so opposite ones leave a residue of about 1e-7, which is only rounding error. Without
 this bound RDA would scale that error up to full length."""
-
-_LEAF = 1024
-_BATCH = 1 << 20
-
 
 def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     """`sum_i w_i*d_i / sum_i w_i`, in the given order.
@@ -101,6 +100,10 @@ def merge(
             for offset, numel in _runs(slots):
                 part = slice(offset, offset + numel)
                 out[part] = mean([voter[part] for voter in voters], shares)
+        elif how in ROBUST:
+            for slot in slots:
+                part = slice(slot.offset, slot.offset + slot.numel)
+                out[part] = ROBUST[how]([voter[part] for voter in voters], shares)
         elif how in _registered:
             for slot in slots:
                 part = slice(slot.offset, slot.offset + slot.numel)
@@ -115,11 +118,13 @@ def merge(
     return out
 
 
-def merge_buffers(values: Sequence[Tensor], weights: Sequence[float], fragment: Fragment) -> Tensor:
+def merge_buffers(
+    values: Sequence[Tensor], weights: Sequence[float], fragment: Fragment, *, robust: bool = False
+) -> Tensor:
     """The fragment's buffers, merged with the learners' weights and without momentum, as a flat fp32 vector.
 
     Floats: the weighted mean. Integers: the weighted mean in float64, rounded half to even. Bools: the weighted majority; a tie
-    is False, so that a flag is not set by half of the learners.
+    is False, so that a flag is not set by half of the learners. `robust`: floats are merged by the trimmed mean.
     """
     voters, _ = _voters(values, weights)
     raw = [weight for weight in weights if weight != 0.0]
@@ -128,40 +133,12 @@ def merge_buffers(values: Sequence[Tensor], weights: Sequence[float], fragment: 
         part = slice(slot.offset, slot.offset + slot.numel)
         segments = [voter[part] for voter in voters]
         if slot.kind == "float_buffer":
-            out[part] = mean(segments, raw)
+            out[part] = ROBUST["trimmed_mean"](segments, raw) if robust else mean(segments, raw)
         elif slot.kind == "bool_buffer":
             out[part] = _sum64([segment > 0.5 for segment in segments], raw) * 2 > sum(raw)
         else:
             out[part] = _sum64(segments, raw).div_(sum(raw)).round_()
     return out
-
-
-def outlier_norm(delta: Tensor) -> float:
-    """The L2 norm in float64. NaN or Inf in `delta` gives NaN or Inf, so refuse with `not norm <= limit`."""
-    return math.sqrt(squared_norms(delta.reshape(1, -1)).item())
-
-
-def squared_norms(rows: Tensor) -> Tensor:
-    """The squared L2 norm of each row, in float64, summed over a tree that depends only on the shape of `rows`.
-
-    torch splits a reduction to one number among its threads, but never one of many. So leaves of 1024 are summed first, then at
-    most 1024 leaves, which are too few for torch to split. Batches bound the float64 copy to 8 MiB.
-    """
-    if rows.is_cuda:  # reductions on a GPU do not depend on CPU threads, and one launch is fastest
-        return rows.to(torch.float64).square_().sum(-1)
-    count, width = rows.shape
-    total = torch.zeros(count, dtype=torch.float64, device=rows.device)
-    for left in range(0, width, _BATCH):
-        span = min(_BATCH, width - left)
-        leaf = min(_LEAF, span)
-        padded = -(-span // leaf) * leaf
-        height = max(1, _BATCH // padded)
-        for top in range(0, count, height):
-            part = rows[top : top + height, left : left + span]
-            wide = torch.zeros(part.shape[0], padded, dtype=torch.float64, device=rows.device)
-            wide[:, :span].copy_(part)
-            total[top : top + height] += wide.square_().view(part.shape[0], -1, leaf).sum(-1).sum(-1)
-    return total
 
 
 def _rda_rows(blocks: Sequence[Tensor], shares: Sequence[float], out: Tensor) -> None:

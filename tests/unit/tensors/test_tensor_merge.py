@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from atoll.tensors.layout import Fragment, Slot, build_layout
-from atoll.tensors.merge import mean, merge, merge_buffers, outlier_norm, rda, squared_norms
+from atoll.tensors.merge import mean, merge, merge_buffers, rda
+from atoll.tensors.norms import outlier_norm, squared_norms
 
 
 def vectors(count: int, numel: int, seed: int = 0) -> list[Tensor]:
