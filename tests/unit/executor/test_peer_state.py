@@ -51,7 +51,7 @@ def sent_by(peer: TensorLearner) -> Any:
 
 
 def flaw_of(state: Any, body: StateTransfer = HELD, newcomer: TensorLearner | None = None) -> Why | None:
-    found = (newcomer or learner(1, 0)).inspect(body, Payload("state", 0, state))
+    found = (newcomer or learner(1, 0)).inspect(body, Payload("state", 0, state)).flaw
     return None if found is None else found.why
 
 
@@ -213,7 +213,7 @@ def test_frozen_tensors_stay_ones_own() -> None:
             made[-1].execute(Adopt(p, 0, 0.0, False, DUE), None)
     peer, newcomer = made
     state = sent_by(peer)
-    assert newcomer.inspect(HELD, Payload("state", 0, state)) is None
+    assert newcomer.inspect(HELD, Payload("state", 0, state)).flaw is None
     newcomer.execute(LoadState(0, (0, 0)), Payload("state", 0, state))
     assert newcomer.model.get_parameter("frozen").tolist() == [1.0, 1.0]
 
