@@ -137,7 +137,9 @@ def judge(directory: Path, config: Config) -> Outcome:
     cast, safety = _Cast(), Safety(config)
     safety.attach(cast)  # type: ignore[arg-type]
 
-    def observe(record: Record, machine: Machine) -> None:
+    def observe(record: Record, machine: Machine | None) -> None:
+        if machine is None:
+            return  # beyond a gap of its tape
         cast.learn(record, machine)
         safety(record.now, record.worker, record.event, record.effects)
 

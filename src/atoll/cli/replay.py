@@ -48,9 +48,12 @@ def replay(
         executor_of=executor_for_replay(tape.path) if isinstance(tape, Woven) else TensorExecutor,
         progress=ReplayProgress(tape.header.config["total_steps"], _to_stderr),
     )  # fmt: skip
+    for each in outcome.missing:
+        err.print(f"warning: {each}; the decisions of this learner are checked up to there", style="yellow", soft_wrap=True)
     if outcome.cut:
         err.print(f"the run did not end: its tape stops after record {outcome.records}, and is whole up to there", soft_wrap=True)
-    out.print(f"{outcome.records} records replayed up to step {outcome.outer_step}: every decision as recorded", soft_wrap=True)
+    checked = "every decision that is on the tapes" if outcome.missing else "every decision"
+    out.print(f"{outcome.records} records replayed up to step {outcome.outer_step}: {checked} as recorded", soft_wrap=True)
     if theta is not None:
         out.print(f"every Theta as recorded, bit for bit; final sha256 {theta}", soft_wrap=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from atoll.cli.shared import RunArgument
+from atoll.cli.shared import RunArgument, err
 from atoll.tape.weave import open_run
 from atoll.views.strip import strip_lines
 
@@ -13,5 +13,8 @@ def strip(run: RunArgument) -> None:
     """Print a run as text, one line of fixed width per event: number, time, worker, event, effects.
 
     A folder stands for all tapes of its run, in causal order; a tape that is named itself is printed alone."""
-    for line in strip_lines(open_run(run).records()):
+    tape = open_run(run)
+    for line in strip_lines(tape.records()):
         typer.echo(line)
+    for each in tape.missing():
+        err.print(f"warning: {each}", style="yellow", soft_wrap=True)

@@ -2,6 +2,7 @@
 
     {"c":"5f1d0c2a","header":{...}}                       line 0
     {"c":"93ab01ff","n":1,"t":0,"w":-1,"e":{...},"f":[...]}   a record: number, time, worker, event, effects
+    {"c":"51c07aa3","gap":{"first":7,"last":9,"why":"..."}}  records that a learner could not write: its disk was full
     {"c":"0be4711d","end":8122}                           the footer of a run that ended; after a crash there is none
 
 By the chain a reader detects a missing, swapped or altered line like a damaged one. A killed writer may leave a last line
@@ -63,6 +64,34 @@ class Record(msgspec.Struct, frozen=True, rename={"number": "n", "now": "t", "wo
     effects: tuple[Effect, ...]
 
 
+class Gap(msgspec.Struct, frozen=True):
+    """Records that a tape lacks. A machine cannot be derived beyond it."""
+
+    first: int
+    last: int
+    why: str
+
+
+class Missing(msgspec.Struct, frozen=True):
+    """What a run's tapes lack."""
+
+    tape: str
+    worker: WorkerId | None
+    after: int
+    """The number of the last record before it. The worker's decisions are checked up to there."""
+    records: int | None
+    """None: all that follow, an unknown number."""
+    why: str
+
+    def __str__(self) -> str:
+        what = "all records" if self.records is None else f"{self.records:,} records"
+        return f"tape {self.tape}: {what} after record {self.after} are missing ({self.why})"
+
+
+class _GapLine(msgspec.Struct):
+    gap: Gap
+
+
 class _HeaderLine(msgspec.Struct):
     header: Header
 
@@ -107,8 +136,7 @@ class TapeWriter:
         self.count = count
         self._chain = chain
         if header is not None:
-            line, self._chain = _seal(_encode(_HeaderLine(header)), 0)
-            file.write(line)
+            self._put_header(header)
 
     @classmethod
     def create(cls, path: Path, header: Header, *, flush_each: bool = False) -> TapeWriter:
@@ -131,12 +159,22 @@ class TapeWriter:
         self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect], *, sync: bool = False
     ) -> None:
         """`sync`: the record is on the physical disk when this returns; if that fails, it is not on the tape."""
-        line, chain = _seal(_encode(Record(self.count + 1, now, worker, event, tuple(effects))), self._chain)
+        self._put(_encode(Record(self.count + 1, now, worker, event, tuple(effects))), sync=sync)
+        self.count += 1
+
+    def _put_header(self, header: Header) -> None:
+        self._put(_encode(_HeaderLine(header)))
+
+    def append_gap(self, gap: Gap) -> None:
+        self._put(_encode(_GapLine(gap)))
+
+    def _put(self, body: bytes, *, sync: bool = False) -> None:
+        line, chain = _seal(body, self._chain)
         if self._flush_each:
             self._write_whole(line, sync)
         else:
             self._file.write(line)
-        self.count, self._chain = self.count + 1, chain
+        self._chain = chain
 
     def _write_whole(self, line: bytes, sync: bool) -> None:
         """Unbuffered, so that a line of which the disk took only a part can be cut off again."""
@@ -149,9 +187,15 @@ class TapeWriter:
             if sync:
                 os.fsync(self._file.fileno())
         except OSError:
+            self._cut_off(begin)
+            raise
+
+    def _cut_off(self, begin: int) -> None:
+        try:
             self._file.truncate(begin)
             self._file.seek(begin)
-            raise
+        except OSError as error:
+            raise TapeError(f"tape {self._file.name}: a line could neither be written nor cut off ({error.strerror})") from None
 
     def sync(self) -> None:
         """All appended records are on the physical disk when this returns."""
@@ -160,8 +204,7 @@ class TapeWriter:
 
     def close(self) -> None:
         """Write the footer of a run that ended. A tape without a footer reads as cut by a crash."""
-        line, self._chain = _seal(_encode(_FooterLine(self.count)), self._chain)
-        self._file.write(line)
+        self._put(_encode(_FooterLine(self.count)))
         self._file.close()
 
     def __enter__(self) -> TapeWriter:
@@ -183,6 +226,8 @@ class Tape:
         self.whole_records = 0
         self.good_bytes = 0
         self.chain = 0
+        self.gaps: list[Gap] = []
+        """Those that `records` or `following` came upon so far."""
         with self._open() as file:
             self.header, self._chain0 = self._read_header(read_line(file, path))
 
@@ -218,7 +263,9 @@ class Tape:
         return body, chain
 
     def records(self) -> Iterator[Record]:
+        """Those that are there. `gaps` says which are not."""
         chain, number = self._chain0, 0
+        self.gaps.clear()
         with self._open() as file:
             self.good_bytes, self.chain = len(read_line(file, self.path)), chain
             while line := read_line(file, self.path):
@@ -228,6 +275,10 @@ class Tape:
                 if body.startswith(b'{"end"'):
                     self._check_footer(body, number, file.read(1))
                     return
+                if body.startswith(b'{"gap"'):
+                    number = self._take_gap(body, number)
+                    self.good_bytes, self.chain, self.whole_records = self.good_bytes + len(line), chain, number
+                    continue
                 number += 1
                 record = self._decode(body, number)
                 self.whole_records = number
@@ -251,14 +302,36 @@ class Tape:
                 at += len(line)
                 if body.startswith(b'{"end"'):
                     return
+                if body.startswith(b'{"gap"'):
+                    number = self._take_gap(body, number)
+                    continue
                 number += 1
                 yield self._decode(body, number)
+
+    def _take_gap(self, body: bytes, number: int) -> int:
+        """The number of the last record that it stands for."""
+        try:
+            gap = msgspec.json.decode(body, type=_GapLine).gap
+        except UNDECODABLE as error:
+            raise TapeError(f"tape {self.path}: the gap after record {number} cannot be decoded: {error}") from None
+        if gap.first != number + 1 or gap.last < gap.first:
+            raise TapeError(f"tape {self.path}: the gap after record {number} does not match the records")
+        self.gaps.append(gap)
+        return gap.last
 
     def _decode(self, body: bytes, number: int) -> Record:
         try:
             return _decode_record(body)
         except UNDECODABLE as error:
             raise TapeError(f"tape {self.path}: record {number} cannot be decoded: {error}") from None
+
+    def gap_before(self, key: int) -> Gap | None:
+        """Records are missing before the one that `sourced` yielded last."""
+        return self.gaps[0] if self.gaps else None
+
+    def missing(self) -> list[Missing]:
+        worker = self.header.worker
+        return [Missing(str(self.path), worker, gap.first - 1, gap.last - gap.first + 1, gap.why) for gap in self.gaps]
 
     def headers(self) -> list[Header]:
         return [self.header]

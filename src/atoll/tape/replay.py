@@ -21,7 +21,7 @@ from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.ledger import Fates
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Effect, Event, Lane, Received, Send, Started, Stored
-from atoll.tape.format import Header, Record
+from atoll.tape.format import Gap, Header, Missing, Record
 
 
 class TapeSource(Protocol):
@@ -32,6 +32,8 @@ class TapeSource(Protocol):
     cut: bool
     whole_records: int
 
+    def gap_before(self, key: int) -> Gap | None: ...
+    def missing(self) -> list[Missing]: ...
     def sourced(self) -> Iterator[tuple[int, Record]]: ...
     def headers(self) -> list[Header]: ...
 
@@ -41,6 +43,8 @@ class Outcome(msgspec.Struct, frozen=True):
     cut: bool
     outer_step: int
     fates: Fates | None = None
+    missing: tuple[Missing, ...] = ()
+    """What the tapes lack: decisions of those learners are not checked from there on."""
 
 
 def machine_for(config: Config, worker: WorkerId, incarnation: int) -> Machine:
@@ -51,9 +55,10 @@ def replay(
     tape: TapeSource,
     executor_for: Callable[[WorkerId, int], Executor] | None = None,
     progress: Callable[[int, OuterStep], None] | None = None,
-    observe: Callable[[Record, Machine], None] | None = None,
+    observe: Callable[[Record, Machine | None], None] | None = None,
 ) -> Outcome:
-    """Raises ReplayDiverged at the first difference, with the events that led to it."""
+    """Raises ReplayDiverged at the first difference, with the events that led to it. Beyond a gap a worker has no machine any
+    more: its records are observed, and not checked."""
     try:
         config = from_builtins(tape.header.config)
     except ConfigError as error:
@@ -63,6 +68,12 @@ def replay(
     digests: dict[int, str] = {}
     story: deque[Record] = deque(maxlen=12)
     for key, record in tape.sourced():
+        if tape.gap_before(key) is not None:
+            if executor_for is not None:
+                raise TapeError(f"{tape.missing()[0]}: --weights needs every record; without it the decisions are replayed")
+            if observe is not None:
+                observe(record, None)
+            continue
         machine = workers.machine(key, record)
         effects = tuple(machine.on(record.event, record.now))
         story.append(record)
@@ -101,8 +112,9 @@ class TapeWorkers:
 
     def outcome(self, tape: TapeSource) -> Outcome:
         if self.syncer is None:
-            return Outcome(tape.whole_records, tape.cut, 0)
-        return Outcome(tape.whole_records, tape.cut, self.syncer.outer_step, self.syncer.fates())
+            return Outcome(tape.whole_records, tape.cut, 0, missing=tuple(tape.missing()))
+        step, fates = self.syncer.outer_step, self.syncer.fates()
+        return Outcome(tape.whole_records, tape.cut, step, fates, tuple(tape.missing()))
 
 
 class _InTransit:
@@ -120,7 +132,8 @@ class _InTransit:
         channel = self._channels.get((e.sender, e.incarnation, e.receiver), {})
         if e.seq not in channel and event.flaw is None:
             raise TapeError(
-                f"the tape of {worker_name(e.sender)}, which sent a payload, is missing: --weights needs every learner's tape"
+                f"the tape of {worker_name(e.sender)}, which sent a payload, is missing or ends too soon: --weights needs all of "
+                "every learner's tape"
             )
         payload = channel.get(e.seq)
         for seq in [seq for seq in channel if seq <= e.seq]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from atoll.config import Config
-from atoll.errors import ReplayDiverged, RunFailed
+from atoll.errors import ReplayDiverged, RunFailed, TapeError
 from atoll.ids import WorkerId, worker_name
 from atoll.protocol.interface import Executor, Observer
 from atoll.protocol.vocabulary import (
@@ -40,6 +40,8 @@ def retrain(
     workers = TapeWorkers(config, executor_for, tape.path)
     outcomes = _Outcomes()
     for key, record in tape.sourced():
+        if tape.gap_before(key) is not None:
+            raise TapeError(f"{tape.missing()[0]}: nothing can be trained on it")
         machine = workers.machine(key, record)
         event, payload = outcomes.of(key, record, workers.executor[key])
         effects = tuple(machine.on(event, record.now))

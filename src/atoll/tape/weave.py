@@ -16,7 +16,7 @@ from atoll.errors import TapeError
 from atoll.ids import SYNCER, WorkerId
 from atoll.protocol.vocabulary import Received, Send, Started
 from atoll.tape.folder import TAPE_FILE, find_run
-from atoll.tape.format import Header, Record, Tape, read_line
+from atoll.tape.format import Gap, Header, Missing, Record, Tape, read_line
 
 ChannelKey = tuple[WorkerId, int, WorkerId, int]
 
@@ -27,14 +27,26 @@ class _TapeReader:
     def __init__(self, key: int, tape: Tape) -> None:
         self.key = key
         self.tape = tape
+        self.gap: Gap | None = None
+        """Records are missing before the one that was taken last."""
         self._records = tape.records()
         self.head: Record | None = next(self._records, None)
         first = self.head.event if self.head is not None else None
         self.incarnation = first.incarnation if isinstance(first, Started) else -1
 
+    @property
+    def worker(self) -> tuple[WorkerId | None, int]:
+        return self.tape.header.worker, self.incarnation
+
+    @property
+    def is_lossy(self) -> bool:
+        """What comes next on this tape, if anything does, is not what came next in the run."""
+        return bool(self.tape.gaps) or (self.head is None and self.tape.cut)
+
     def take(self) -> Record:
         record = self.head
         assert record is not None
+        self.gap = self.tape.gaps[0] if self.tape.gaps else None
         self.head = next(self._records, None)
         return record
 
@@ -48,6 +60,8 @@ class Woven:
         self.header: Header = tapes[0].header
         self.cut = False
         self.whole_records = 0
+        self._readers: list[_TapeReader] = []
+        self._ends_early: set[int] = set()
         for tape in tapes:
             if tape.header.run != self.header.run:
                 raise TapeError(f"tape {tape.path}: belongs to run {tape.header.run}, not to {self.header.run}")
@@ -55,13 +69,22 @@ class Woven:
     def headers(self) -> list[Header]:
         return [tape.header for tape in self.tapes]
 
+    def gap_before(self, key: int) -> Gap | None:
+        return self._readers[key].gap
+
+    def missing(self) -> list[Missing]:
+        """Of a tape that ends before its learner did, too: others received what it does not send."""
+        early = [self.tapes[key] for key in sorted(self._ends_early)]
+        ends = [Missing(str(t.path), t.header.worker, t.whole_records, None, "the tape ends before its learner") for t in early]
+        return [each for tape in self.tapes for each in tape.missing()] + ends
+
     def sourced(self) -> Iterator[tuple[int, Record]]:
         """(number of the tape, record). Records are renumbered."""
-        readers = [_TapeReader(key, tape) for key, tape in enumerate(self.tapes)]
-        taped = {(t.tape.header.worker, t.incarnation) for t in readers}
+        readers = self._readers = [_TapeReader(key, tape) for key, tape in enumerate(self.tapes)]
+        taped = {reader.worker: reader for reader in readers}
         sent: dict[ChannelKey, int] = {}
         while open_ := [t for t in readers if t.head is not None]:
-            ready = [t for t in open_ if _is_ready(t.head, sent, taped)]
+            ready = [t for t in open_ if self._is_ready(t.head, sent, taped)]
             if not ready:
                 stuck = open_[0]
                 assert stuck.head is not None
@@ -80,15 +103,22 @@ class Woven:
         for _, record in self.sourced():
             yield record
 
-
-def _is_ready(record: Record | None, sent: dict[ChannelKey, int], taped: set[tuple[WorkerId | None, int]]) -> bool:
-    """The message it received has been sent, or the sender's tape is not here."""
-    if record is None or not isinstance(record.event, Received):
+    def _is_ready(
+        self, record: Record | None, sent: dict[ChannelKey, int], taped: dict[tuple[WorkerId | None, int], _TapeReader]
+    ) -> bool:
+        """The message it received has been sent, or the sender's tape is not here or lacks what it sent."""
+        if record is None or not isinstance(record.event, Received):
+            return True
+        e = record.event.envelope
+        channel = (e.sender, e.incarnation, e.receiver, e.body.lane)
+        reader = taped.get((e.sender, e.incarnation))
+        if sent.get(channel, -1) >= e.seq or (reader is None and e.sender != SYNCER):
+            return True
+        if reader is None or e.sender == SYNCER or not reader.is_lossy:
+            return False
+        if not reader.tape.gaps:
+            self._ends_early.add(reader.key)
         return True
-    e = record.event.envelope
-    channel = (e.sender, e.incarnation, e.receiver, e.body.lane)
-    here = e.sender == SYNCER or (e.sender, e.incarnation) in taped
-    return not here or sent.get(channel, -1) >= e.seq
 
 
 _TAPE = re.compile(r"(\d+)\.tape")

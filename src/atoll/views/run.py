@@ -27,7 +27,7 @@ from atoll.protocol.vocabulary import (
     StepDone,
     Stored,
 )  # fmt: skip
-from atoll.tape.format import Record
+from atoll.tape.format import Missing, Record
 from atoll.tape.heldout import HeldoutPoint
 
 
@@ -239,6 +239,9 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Final held-out loss of the same run without faults."""
     accuracy: float | None = None
     """Share of held-out answers that Theta gets right at the end; None where a task has no right answers."""
+    missing: list[Missing] = []
+    """Records that a learner's tape lacks, because its disk was full: its figures are too low, and its decisions are checked up
+    to there."""
     heldout: list[HeldoutPoint] = []
     """Held-out losses of Theta during training, where data.heldout_every asks for them."""
 
@@ -248,6 +251,7 @@ def summarise(
     theta_sha256: str | None = None, theta: str | None = None, tape: str | None = None, run_dir: str | None = None,
     clock: str = "virtual",
     faults: Sequence[str] = (), accuracy: float | None = None, points: Sequence[HeldoutPoint] = (),
+    missing: Sequence[Missing] = (),
 ) -> Summary:  # fmt: skip
     tokens = tokens_of(fates)
     return Summary(
@@ -259,5 +263,5 @@ def summarise(
         clock=clock, seconds=round(seconds(view.lasted), 6), fragments=config.protocol.fragments, traffic=view.traffic(),
         rounds_merged=sum(count for n, count in view.participants.items() if n), token_shares=token_shares(tokens),
         tokens_trained=tokens.trained // max(1, config.protocol.fragments),
-        refused=view.refused, faults=list(faults), accuracy=accuracy, heldout=list(points),
+        refused=view.refused, faults=list(faults), accuracy=accuracy, heldout=list(points), missing=list(missing),
     )  # fmt: skip

@@ -78,7 +78,8 @@ def _events(s: Summary) -> Rows:
         ("recovery", f"learner {r.learner} from {r.source} in {r.seconds:.2f} s, {r.bytes:,} bytes") for r in s.recoveries[:12]
     ]
     more = len(s.recoveries) - 12
-    return rows + ([("", f"and {more} more recoveries")] if more > 0 else [])
+    rows += [("", f"and {more} more recoveries")] if more > 0 else []
+    return rows + [("records missing", str(each)) for each in s.missing[:12]]
 
 
 def _losses(s: Summary) -> Rows:

@@ -37,7 +37,7 @@ from atoll.protocol.vocabulary import InnerStep, StepDone
 from atoll.runtime.join import checks
 from atoll.runtime.join.executor import UserExecutor, task_of
 from atoll.runtime.join.upload import agree_on_model
-from atoll.runtime.learner.address import Address, address_of, own_directory, request_place
+from atoll.runtime.learner.address import Address, address_of, open_tape, own_directory, request_place
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.snapshots import LearnerSnapshots
 from atoll.runtime.loop import LoopThread
@@ -375,4 +375,4 @@ def _new_tape(directory: Path, placement: Placement, config: Config, device: tor
         config, data_fingerprint="", tensors=False, device=str(device), run=placement.run, worker=placement.learner,
         epoch=placement.epoch,
     )  # fmt: skip
-    return TapeWriter.create(directory / f"{placement.incarnation}.tape", header, flush_each=True)
+    return open_tape(directory, placement, header)

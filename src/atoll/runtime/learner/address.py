@@ -1,4 +1,4 @@
-"""How a learner reaches its run: addresses, token, certificates, and the request for a place."""
+"""How a learner reaches its run: addresses, token, certificates, the request for a place, and its own folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import msgspec
 
 from atoll.config.codecs import codec_digests
 from atoll.errors import UserError
-from atoll.runtime.log import PacedLog
+from atoll.runtime.log import PacedLog, rate_limited
 from atoll.runtime.syncer.places import JoinRequest, Placement
+from atoll.tape.format import Header
+from atoll.tape.gaps import LossyTapeWriter
 from atoll.transport import (
     Backoff,
     ClientCredentials,
@@ -29,6 +31,7 @@ from atoll.transport import (
 from atoll.transport.keys import LEARNER_NAME, SYNCER_NAME, is_loopback, load_learner, read_token, split_address
 
 log = logging.getLogger("atoll.learner")
+tape_log = rate_limited("atoll.tape")  # a disk that is all but full takes some records and refuses others
 
 WAIT_LINE_SECONDS = 10.0
 """Between two lines about the same wait."""
@@ -87,6 +90,10 @@ def own_directory(out: Path | None, placement: Placement) -> Path:
     except OSError as error:
         raise UserError(f"--out {directory}: the directory cannot be made ({error.strerror}); choose another") from None
     return directory
+
+
+def open_tape(directory: Path, placement: Placement, header: Header) -> LossyTapeWriter:
+    return LossyTapeWriter.begin(directory / f"{placement.incarnation}.tape", header, tape_log.warning)
 
 
 def address_of(

@@ -24,13 +24,13 @@ from atoll.executor.peer_state import state_bytes_max
 from atoll.executor.virtual_run import checked_device
 from atoll.ids import SECOND
 from atoll.protocol.vocabulary import Resumed, StepDone
-from atoll.runtime.learner.address import Address, own_directory, request_place
+from atoll.runtime.learner.address import Address, open_tape, own_directory, request_place
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.snapshots import LearnerSnapshots, learner_state_of
 from atoll.runtime.loop import LoopThread
 from atoll.runtime.syncer.places import Placement
 from atoll.store.tokenizer_file import tokenizer_setting
-from atoll.tape.format import Header, TapeWriter
+from atoll.tape.format import Header
 from atoll.tasks.registry import task_for
 from atoll.tasks.task import Task
 
@@ -67,7 +67,7 @@ def run_worker(options: WorkerOptions) -> None:
         snapshots = LearnerSnapshots(directory, placement.run, config, options.resume)
         executor = TensorLearner(task, placement.learner, snapshots, device=device)
         header = _header(placement, config, task, device)
-        tape = TapeWriter.create(directory / f"{placement.incarnation}.tape", header, flush_each=True)
+        tape = open_tape(directory, placement, header)
         resumed = Resumed(*learner_state_of(options.resume)) if options.resume is not None else None
         live = LiveLearner(
             options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop,

@@ -32,7 +32,7 @@ def verdict(
 ) -> Summary:  # fmt: skip
     view = RunView(config.learners, from_first_step=True)
 
-    def observe(record: Record, machine: Machine) -> None:
+    def observe(record: Record, machine: Machine | None) -> None:
         view(record.now, record.worker, record.event, record.effects)
 
     outcome = replay(open_run(directory), progress=progress, observe=observe)
@@ -46,7 +46,7 @@ def verdict(
         config, view, outcome.fates, loss_first=first, loss_final=task.evaluate_theta(*disk.theta()),
         theta_sha256=disk.theta_sha256(), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory), clock="wall",
         theta=str(directory / "syncer" / THETA_FILE), faults=faults, accuracy=task.accuracy_of_theta(*disk.theta()),
-        points=points,
+        points=points, missing=outcome.missing,
     )  # fmt: skip
 
 

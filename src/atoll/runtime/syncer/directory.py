@@ -155,6 +155,8 @@ class SyncerDirectory:
             self.machine.on(record.event, record.now)
             self._starts += isinstance(record.event, Started)
             last = record.now
+        if tape.gaps:
+            raise UserError(f"{tape.missing()[0]}; a syncer's tape is its state and cannot lack any")
         if not tape.cut:
             raise UserError(f"directory {self.directory}: run {self.run} is over; choose another directory")
         self.tape = TapeWriter.reopen(tape)
