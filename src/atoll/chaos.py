@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
@@ -77,7 +77,23 @@ class Scavenge(_Fault, frozen=True):
     lasts: float = 60.0
 
 
-Fault: TypeAlias = Kill | Pause | Slow | Partition | Clog | Corrupt | KillSyncer | Scavenge
+Attack: TypeAlias = Literal[
+    "steps", "tokens", "times", "clock", "dawdle", "sign_flip", "scale", "noise", "drift", "free_ride"
+]  # fmt: skip
+ATTACKS: tuple[Attack, ...] = get_args(Attack)
+
+
+class Hostile(_Fault, frozen=True):
+    """The learner attacks: it lies about its steps, tokens or times, sends huge clocks, answers later and later, or changes its
+    contributions. `size` multiplies the norm of a contribution; for "dawdle" it is the seconds by which each answer is later."""
+
+    learner: LearnerId
+    attack: Attack
+    size: float = 1.0
+    lasts: float = 1e9
+
+
+Fault: TypeAlias = Kill | Pause | Slow | Partition | Clog | Corrupt | KillSyncer | Scavenge | Hostile
 FaultKind: TypeAlias = Literal["kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer"]
 KINDS: tuple[FaultKind, ...] = ("kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer")
 """Faults of a random plan."""
@@ -123,6 +139,8 @@ def describe_fault(fault: Fault) -> str:
             return f"{start}corrupt    next frame {worker_name(a)} -> {worker_name(b)}"
         case KillSyncer(lasts=d):
             return f"{start}kill       syncer, back after {d:.3f} s"
+        case Hostile(learner=m, attack=attack, size=size):
+            return f"{start}hostile    {worker_name(m)}: {attack}, size {size:g}"
         case Scavenge(learner=m, lasts=d):
             return f"{start}scavenge   {worker_name(m)} for {d:.3f} s"
 
@@ -142,7 +160,7 @@ def load_plan(text: str, learners: int) -> ChaosPlan:
     except FileNotFoundError:
         raise PlanError(f"chaos plan {text}: no such file; give a TOML file or random:SEED:COUNT:SECONDS") from None
     except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
-        kinds = ", ".join((*KINDS, "scavenge"))
+        kinds = ", ".join((*KINDS, "scavenge", "hostile"))
         raise PlanError(f"chaos plan {text}: {error}; each [[faults]] needs fault, one of {kinds}, and at") from None
     check_plan(plan, learners)
     return plan

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Scavenge, Slow
+from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Hostile, Kill, KillSyncer, Partition, Pause, Scavenge, Slow
 from atoll.config import Config
 from atoll.errors import RunFailed
+from atoll.executor.hostile import Attacker
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId, nanos, seconds, worker_name
 from atoll.protocol.interface import CLEAN, Executor, Observer, Payload
@@ -87,6 +88,8 @@ class VirtualCluster:
         scavenged = sorted({f.learner for f in self.plan.faults if isinstance(f, Scavenge)})
         self._workers = {w: _Worker(w) for w in (SYNCER, *range(config.learners), *scavenged)}
         self._lent_until: dict[WorkerId, Nanos] = {}
+        self._attackers: dict[WorkerId, Attacker] = {}
+        self._held_until: dict[WorkerId, Nanos] = {}
         self._syncer_log: list[tuple[Event, Nanos]] = []
         self._poisoned = ""
         self.events = 0
@@ -217,7 +220,7 @@ class VirtualCluster:
         kind = type(effect)
         if kind is Send:
             assert isinstance(effect, Send)
-            self.network.send(effect.envelope, executor.payload_for(effect))
+            self._send(w, effect.envelope, executor.payload_for(effect))
         elif kind is InnerStep:
             (done,) = executor.execute(effect, None)
             assert isinstance(done, StepDone)
@@ -230,6 +233,23 @@ class VirtualCluster:
         else:
             for event in executor.execute(effect, payload):
                 self.world.at(self.world.now, self._later, w, w.incarnation, event)
+
+    def _send(self, w: _Worker, envelope: Envelope, payload: Payload | None) -> None:
+        attacker = self._attackers.get(w.worker)
+        if attacker is None or envelope.receiver != SYNCER:
+            self.network.send(envelope, payload)
+            return
+        envelope, payload = attacker.sent(envelope, payload)
+        until = max(self._held_until.get(w.worker, 0), self.world.now + attacker.delay(envelope))
+        if until <= self.world.now or not attacker.may_be_held(envelope):
+            self.network.send(envelope, payload)
+            return
+        self._held_until[w.worker] = until
+        self.world.at(until, self._send_held, w, w.incarnation, envelope, payload)
+
+    def _send_held(self, w: _Worker, incarnation: Incarnation, envelope: Envelope, payload: Payload | None) -> None:
+        if w.alive and w.incarnation == incarnation:
+            self.network.send(envelope, payload)
 
     def _later(self, w: _Worker, incarnation: Incarnation, event: Event) -> None:
         if w.incarnation == incarnation:
@@ -275,6 +295,9 @@ class VirtualCluster:
                 self.network.corrupt_next(a, b)
             case Scavenge(learner=learner, lasts=lasts):
                 self._scavenge(learner, lasts)
+            case Hostile(learner=learner, lasts=lasts):
+                self._attackers[learner] = Attacker(self.config, fault)
+                self.world.after(nanos(lasts), self._calm, learner)
 
     def _fail(self, worker: WorkerId, incarnation: Incarnation) -> None:
         if self._workers[worker].incarnation == incarnation:
@@ -299,6 +322,9 @@ class VirtualCluster:
         if w.alive and self._lent_until[worker] == lent_until:
             w.alive = False
             self.network.cut_all(worker, "its owner took it back")
+
+    def _calm(self, worker: WorkerId) -> None:
+        self._attackers.pop(worker, None)
 
     def _pause(self, worker: WorkerId, lasts: float) -> None:
         w = self._workers[worker]
