@@ -35,8 +35,8 @@ ATTACKS: dict[str, tuple[str, float] | None] = {
 def run(merge: str, attack: str, seed: int, learners: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-m", "atoll", "train", str(ROOT / "recipes" / "tiny.toml"), "--virtual", "--json", "--seed", str(seed),
-            "--out", f"{folder}/run", "--threads", "1", "--learners", str(learners), "--set", f"total_steps={steps}",
+            sys.executable, "-m", "atoll", "train", str(ROOT / "recipes" / "tiny.toml"), "--virtual", "--json",
+            "--seed", str(seed), "--out", f"{folder}/run", "--threads", "1", "--learners", str(learners), "--set", f"total_steps={steps}",
             "--set", f"protocol.merge={merge}", "--set", f"protocol.embedding_merge={merge}",
         ]  # fmt: skip
         if (chosen := ATTACKS[attack]) is not None:
