@@ -11,6 +11,7 @@ from harness import judge, retrain, run, small
 
 from atoll.errors import TapeError
 from atoll.protocol.vocabulary import SealSnapshot, Stored
+from atoll.runtime.doctor.examine import examine
 from atoll.runtime.local.cluster import LocalCluster
 from atoll.runtime.local.summary import verdict
 from atoll.store.snapshots import list_snapshots, verify
@@ -62,6 +63,8 @@ def test_learners_with_full_disks_train_on_and_their_tapes_say_what_they_lack(tm
     with pytest.raises(TapeError, match=r"learners/[12]/0\.tape|learner[12]"):
         retrain(tmp_path)
 
+    report = examine(tmp_path)
+    assert report.healthy and len([note for note in report.notes if "are missing" in note]) == 1, report.problems
     without = [s for s in sealed if s.complete and 2 in s.left_out]
     assert without and all(2 not in s.learners for s in without)
     kept = list_snapshots(tmp_path)

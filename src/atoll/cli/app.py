@@ -11,6 +11,7 @@ import typer
 
 from atoll.cli.compare import compare
 from atoll.cli.config import show_config
+from atoll.cli.doctor import doctor
 from atoll.cli.eval import evaluate
 from atoll.cli.export import export
 from atoll.cli.keys import keys
@@ -40,6 +41,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("export", export, "Write a run's model for Hugging Face."),
     ("replay", replay, "Derive a run again from its tapes."),
     ("strip", strip, "Print a run's tapes as text."),
+    ("doctor", doctor, "Check a run's folder, and repair it."),
     ("syncer", syncer, "Run a syncer, for learners elsewhere."),
     ("learner", learner, "Run one learner of a syncer."),
     ("keys", keys, "Make certificates and join tokens."),

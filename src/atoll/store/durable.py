@@ -41,7 +41,10 @@ from atoll.store.tensor_files import PARTIAL, ByteChunk, StorageFailed, TensorEn
 from atoll.store.versions import Version, digest
 from atoll.tensors.outer import OuterState
 
-__all__ = ["DurableVersions", "StorageFailed", "check_version", "free_bytes", "newest_step", "version_sha256"]
+__all__ = [
+    "DurableVersions", "StorageFailed", "check_version", "free_bytes", "newest_step", "version_files", "version_path",
+    "version_sha256",
+]  # fmt: skip
 
 FORMAT: Final = "atoll-version-1"
 FOLDER: Final = "versions"
@@ -393,6 +396,17 @@ class DurableVersions:
 def _scan(folder: Path) -> list[tuple[FragmentId, OuterStep]]:
     names = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted((int(name[1]), int(name[2])) for name in names if name)
+
+
+def version_path(directory: Path, p: FragmentId, v: OuterStep) -> Path:
+    return directory / FOLDER / _file_name(p, v)
+
+
+def version_files(directory: Path) -> tuple[list[Path], list[Path]]:
+    """The files of versions there, and what a killed syncer left unfinished."""
+    paths = sorted((directory / FOLDER).iterdir()) if (directory / FOLDER).is_dir() else []
+    whole = [path for path in paths if _NAME.fullmatch(path.name)]
+    return whole, [path for path in paths if path.name.endswith(PARTIAL) and _NAME.fullmatch(path.name.removesuffix(PARTIAL))]
 
 
 def newest_step(directory: Path) -> OuterStep:
