@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from atoll.chaos import ChaosPlan, Clog, Fault, Kill, KillSyncer, Partition, Pause, random_plan
+from atoll.chaos import ATTACKS, ChaosPlan, Clog, Fault, Hostile, Kill, KillSyncer, Partition, Pause, random_plan
 from atoll.config import Config, load
 from atoll.errors import AtollError
 from atoll.ids import SYNCER, Incarnation, LearnerId, Nanos, WorkerId, nanos
@@ -17,6 +17,8 @@ from atoll.sim.checkers import Liveness, Safety
 from atoll.sim.cluster import VirtualCluster
 
 OUTER_STEPS = 340
+HOSTILE_FROM = 1000
+"""From this seed on every odd one of four learners or more has a hostile learner among its faults."""
 PRESETS = ("decoupled",) * 4 + ("decoupled_ramp", "streaming", "diloco", "async_diloco", "fedavg", "ddp")
 
 
@@ -83,6 +85,12 @@ class Ambush:
         return self._rng.choice(kinds)()
 
 
+def hostile(rng: random.Random, learners: int) -> Hostile:
+    attack = rng.choice(ATTACKS)
+    size = rng.choice([0.5, 2.0, 10.0]) if attack == "dawdle" else rng.choice([1.0, 9.0, 1e4])
+    return Hostile(rng.random() * 60, rng.randrange(learners), attack, size, 20 + rng.expovariate(1 / 40.0))
+
+
 class Scenario:
     def __init__(
         self, seed: int, *,
@@ -93,6 +101,8 @@ class Scenario:
         self.seed = seed
         self.config = config_for(rng, seed)
         self.plan = random_plan(rng, self.config.learners, count=rng.randint(10, 18), span=110.0)
+        if seed >= HOSTILE_FROM and seed % 2 and self.config.learners >= 4:
+            self.plan = plan_of(*self.plan.faults, hostile(rng, self.config.learners))
         self.ambush = Ambush(rng, self.config.learners)
         safety = Safety(self.config)
         self.cluster = VirtualCluster(
