@@ -10,13 +10,16 @@ import msgspec
 from atoll.config import Config
 from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, WorkerId, seconds, worker_name
 from atoll.protocol.ledger import Fates
+from atoll.protocol.reasons import Why
 from atoll.protocol.vocabulary import (
+    AbortRound,
     Effect,
     Event,
     Finished,
     FixParticipants,
     Hello,
     Loaded,
+    Membership,
     Merge,
     Received,
     Recovered,
@@ -24,6 +27,7 @@ from atoll.protocol.vocabulary import (
     Report,
     Resume,
     Send,
+    Standing,
     StepDone,
     Stored,
 )  # fmt: skip
@@ -55,6 +59,8 @@ class RunView:
         self.began: Nanos | None = None
         self.now: Nanos = 0
         self.refused = 0
+        self.expelled: dict[LearnerId, str] = {}
+        self.rejected: list[str] = []
         self.up: Counter[LearnerId] = Counter()
         self.down: Counter[LearnerId] = Counter()
         self.outer_step: OuterStep = 0
@@ -98,6 +104,10 @@ class RunView:
         for effect in effects:
             if isinstance(effect, Refuse):
                 self.refused += 1
+            elif isinstance(effect, Membership) and effect.standing is Standing.EXPELLED:
+                self.expelled[effect.learner] = str(effect.reason)
+            elif isinstance(effect, AbortRound) and effect.reason.why is Why.MERGE_REJECTED:
+                self.rejected.append(str(effect.reason))
             elif isinstance(effect, FixParticipants):
                 self.outer_step = max(self.outer_step, effect.outer_step - 1)
             elif isinstance(effect, Finished):
@@ -233,6 +243,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     traffic: list[LearnerTraffic] = []
     refused: int = 0
     """Messages that the syncer refused."""
+    expelled: dict[str, str] = {}
+    """Learners that lost their place because they broke the rules too often, with the last reason."""
+    rejected_merges: list[str] = []
+    """Merges that were not stored because Theta would have jumped or held NaN, with their contributors."""
     faults: list[str] = []
     """Of the chaos plan, as they were carried out."""
     twin_loss: float | None = None
@@ -263,5 +277,6 @@ def summarise(
         clock=clock, seconds=round(seconds(view.lasted), 6), fragments=config.protocol.fragments, traffic=view.traffic(),
         rounds_merged=sum(count for n, count in view.participants.items() if n), token_shares=token_shares(tokens),
         tokens_trained=tokens.trained // max(1, config.protocol.fragments),
-        refused=view.refused, faults=list(faults), accuracy=accuracy, heldout=list(points), missing=list(missing),
+        refused=view.refused, expelled={str(m): why for m, why in sorted(view.expelled.items())},
+        rejected_merges=view.rejected, faults=list(faults), accuracy=accuracy, heldout=list(points), missing=list(missing),
     )  # fmt: skip

@@ -25,6 +25,7 @@ from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.validity import objection
 from atoll.protocol.vocabulary import (
     NO_VERSION,
+    AbortRound,
     Announce,
     Connected,
     ConnectionLost,
@@ -327,10 +328,16 @@ class SyncerProcess:
                 peer_log.info("%s", membership_line(effect))
             case FixParticipants():
                 self._progress.fixed(effect)
+            case AbortRound(reason=reason) if reason.why is Why.MERGE_REJECTED:
+                log.warning("%s; the step is gathered again", reason)
+                self._submit(effect, payload)
             case Finished():
                 self._finish()
             case _:
-                self._disk_thread.submit(self._execute, effect, payload).add_done_callback(self._check_future)
+                self._submit(effect, payload)
+
+    def _submit(self, effect: Effect, payload: Payload | None) -> None:
+        self._disk_thread.submit(self._execute, effect, payload).add_done_callback(self._check_future)
 
     def _execute(self, effect: Effect, payload: Payload | None) -> None:
         """In the disk's thread, in order. While the disk is full, nothing is announced and nothing is lost."""

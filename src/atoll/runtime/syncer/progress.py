@@ -21,6 +21,7 @@ WORDS: Final[Mapping[Standing, str]] = {
     Standing.SILENT: "is silent",
     Standing.LOST: "is lost",
     Standing.LEFT: "has left",
+    Standing.EXPELLED: "is expelled",
 }
 
 
