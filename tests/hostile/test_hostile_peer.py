@@ -15,6 +15,7 @@ import torch
 from thread_syncer import PATIENCE_SECONDS, Syncer, custom, model_of, train
 
 from atoll.executor.learner import TensorLearner
+from atoll.ids import SYNCER
 from atoll.protocol.interface import Payload
 from atoll.protocol.reasons import Why
 from atoll.protocol.vocabulary import Received, Recovered, RecoveryFailed, Send, StateTransfer
@@ -100,4 +101,4 @@ def test_bad_state_is_asked_for_once_and_its_victim_recovers_from_another(
     reasons = [body.reason.why for body in failed if isinstance(body, RecoveryFailed)]
     assert reasons == ([] if spoil is that_explodes_in_the_first_step else [Why.BAD_STATE])
     sources = [e.source for r in tape for e in r.effects if isinstance(e, Recovered) and e.learner == NEWCOMER]
-    assert sources[-JOINS:] == [HONEST] * JOINS
+    assert HOSTILE not in sources[1:] and set(sources[1:]) <= {HONEST, SYNCER}, "Theta, where the honest one was too slow"

@@ -221,7 +221,7 @@ def test_source_whose_state_turns_to_nan_within_a_round_is_remembered() -> None:
 def test_source_of_a_learner_that_trained_on_for_long_is_not_blamed_for_its_nan() -> None:
     s = with_ticket()
     s.loads(2, 4, source=0, held=(0, 1))
-    for _ in range(3):
+    for _ in range(5):
         s.steps(2)
     s.hello(2, reason=Reason(Why.POISONED, "tensor embed holds NaN or Inf"))
     assert s.machine.roster.admit(0).accusers == set()

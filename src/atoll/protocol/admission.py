@@ -170,8 +170,9 @@ class Admission:
             self._give_ticket(member)
 
     def _blame_source(self, member: Member, reason: Reason) -> None:
-        """A state that passed every check may still turn into NaN, or into outliers, within the first round."""
-        fresh = member.reported - member.loaded_at <= self._config.protocol.local_steps_per_round
+        """A state that passed every check may still turn into NaN, or into outliers, within the first rounds: NaN is noticed
+        where a fragment is staged, which takes up to H steps, and outliers when they were pulled."""
+        fresh = member.reported - member.loaded_at <= 2 * self._config.protocol.local_steps_per_round
         if member.source >= 0 and fresh and reason.why in (Why.POISONED, Why.OUTLIER):
             self._roster.admit(member.source).accusers.add(member.learner)
         member.source = -1
