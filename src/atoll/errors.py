@@ -2,11 +2,13 @@
 
 AtollError
 ├── UserError             the user's input: one sentence with the key, the value and the remedy     (exit 2)
+│   ├── NotAdmitted       the syncer refuses this learner for good: revoked, expelled, wrong token
 │   ├── ConfigError       a key of a recipe or of --set
 │   ├── PlanError         a chaos plan
 │   ├── DataError         a corpus or a tokenizer
 │   └── TapeError         a tape that cannot be read (names the record)
 ├── RunFailed             the run itself failed                                                     (exit 1)
+│   ├── PlaceLost         another process has this learner's place; it may ask for a new one
 │   ├── ReplayDiverged    the machine decided otherwise than on the tape; has the events before it
 │   └── InvariantViolated a checker found that the protocol broke its own rules
 ├── NotFinite             a tensor holds NaN or Inf: names the tensor
@@ -22,6 +24,10 @@ class AtollError(Exception):
 
 class UserError(AtollError):
     """The user's input is wrong; the message names the remedy."""
+
+
+class NotAdmitted(UserError):
+    pass
 
 
 class ConfigError(UserError):
@@ -41,6 +47,10 @@ class TapeError(UserError):
 
 
 class RunFailed(AtollError):
+    pass
+
+
+class PlaceLost(RunFailed):
     pass
 
 

@@ -93,6 +93,8 @@ def test_config_printed_for_a_preset_is_a_recipe_that_loads_as_itself(tmp_path: 
         (["snapshot", "ls", "missing"], "run missing: no run is there"),
         (["snapshot", "ls", "."], "run .: no run is there"),
         (["keys", "missing", "--add"], "missing"),
+        (["keys", "missing", "--revoke", "learner-0"], "DIR missing: there is no such folder"),
+        (["keys", ".", "--revoke", "no/such"], "--revoke no/such: is neither"),
         (["learner", "--syncer", "nonsense"], "must be host:port"),
         (["learner", "--syncer", "127.0.0.1:1", "--token", "missing"], "missing"),
         (["syncer", "--listen", "0.0.0.0:0"], "other machines can reach it"),
@@ -104,6 +106,12 @@ def test_bad_input_gets_one_sentence_and_exit_code_2(arguments: list[str], sente
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) <= 2
+
+
+def test_revoked_names_are_printed_and_listed_in_the_folder_of_the_keys(tmp_path: Path) -> None:
+    done = atoll("keys", ".", "--revoke", "learner-0", "--revoke", "site", cwd=tmp_path)
+    assert (done.returncode, done.stdout.splitlines()) == (0, ["revoked: certificate learner-0", "revoked: certificate site"])
+    assert (tmp_path / "revoked").read_text().splitlines() == ["certificate learner-0", "certificate site"]
 
 
 def test_help_of_every_command_names_its_options(tmp_path: Path) -> None:

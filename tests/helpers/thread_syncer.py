@@ -15,6 +15,8 @@ from atoll.config import Config, load
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.process import SyncerProcess
 from atoll.tape.format import Tape
+from atoll.transport import server_credentials
+from atoll.transport.keys import load_server
 
 PATIENCE_SECONDS = 60.0
 ONE_ROUND_A_STEP = {"local_steps_per_round": 2, "fragmentation": "sub_tensor", "fragments": 2, "overlap": 1, "codec_up": "fp32"}
@@ -31,10 +33,12 @@ def custom(preset: str = "decoupled", **sections: Any) -> Config:
 class Syncer:
     """One that listens in a thread of this process."""
 
-    def __init__(self, directory: Path, config: Config) -> None:
+    def __init__(self, directory: Path, config: Config, keys: Path | None = None) -> None:
         self.directory = directory
-        self.home = SyncerDirectory(directory, config, None)
-        self._process = SyncerProcess(self.home, "127.0.0.1:0")
+        self.home = SyncerDirectory(directory, config, None, keys=keys)
+        found = load_server(keys) if keys is not None else None
+        credentials = server_credentials(found.certificate, found.key, found.ca) if found is not None else None
+        self._process = SyncerProcess(self.home, "127.0.0.1:0", credentials)
         self._listens = threading.Event()
         write = self.home.write_address
 
@@ -52,9 +56,13 @@ class Syncer:
         self._loop.run_until_complete(self._process.run())
         self._loop.close()
 
+    @property
+    def address(self) -> str:
+        return self._process.address
+
     def join(self, model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> atoll.Learner:
         return atoll.join(
-            self._process.address, model, optimizer, token=self.directory / "token",
+            options.pop("address", self.address), model, optimizer, token=self.home.token_file,
             out=options.pop("out", None) or self.directory / f"learner-{id(model)}", **options,
         )  # fmt: skip
 

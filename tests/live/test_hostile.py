@@ -17,7 +17,6 @@ from typing import Any
 import harness
 import pytest
 from harness import judge, run, small
-from hostile import Siege, Vitals, now
 
 from atoll.config import Config
 from atoll.protocol.reasons import Why
@@ -35,6 +34,7 @@ from atoll.runtime.local.cluster import LocalCluster
 from atoll.sim.checkers import Safety
 from atoll.tape.format import Record, Tape
 from atoll.tape.weave import live_tapes
+from hostile import Siege, Vitals, now
 
 HONEST = 2
 
@@ -137,7 +137,7 @@ def refusals(directory: Path) -> tuple[Counter[str], dict[str, Any]]:
 
 
 def withstands(directory: Path, *, goal: int, total_steps: int, workers: int, seed: int) -> None:
-    config = small(HONEST, total_steps=total_steps, limits={"members_max": 24})
+    config = small(HONEST, total_steps=total_steps, limits={"members_max": 24, "places_per_token": 24})
     after = besiege(directory, config, goal, workers, seed)
     siege, vitals = after.siege, after.vitals
     kinds, honest = refusals(directory)

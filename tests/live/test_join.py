@@ -434,7 +434,7 @@ def test_folder_of_another_learner_is_refused_and_the_learner_in_it_trains_on(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with syncer.join(model, optimizer, out=tmp_path / "l") as learner:
         with (
-            pytest.raises(UserError, match="exists already"),
+            pytest.raises(UserError, match="another learner"),
             syncer.join(other, torch.optim.SGD(other.parameters()), out=tmp_path / "l"),
         ):
             pass

@@ -115,12 +115,12 @@ class Island:
         return (self.keys / "token").read_text().strip()
 
     def ask_for_place(
-        self, token: str | None = None, *, run: str = "", wants: int = -1, credentials: Any = "learner-0"
+        self, token: str | None = None, *, run: str = "", wants: int = -1, credentials: Any = "learner-0", seconds: float = 0.0
     ) -> Placement:
-        """As `atoll learner` does at first, once."""
+        """As `atoll learner` does at first: once, or for so many seconds."""
         if isinstance(credentials, str):
             credentials = shown_as(load_learner(self.keys, credentials))
-        address = Address(self.address, self.token if token is None else token, run, credentials, join_timeout_seconds=0.0)
+        address = Address(self.address, self.token if token is None else token, run, credentials, join_timeout_seconds=seconds)
         return asyncio.run(request_place(address, wants, random.Random(0)))
 
     def connect(self, placement: Placement, **changes: str) -> None:
@@ -156,7 +156,7 @@ def island(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Island]:
     make_keys(folder / "strangers")
     syncer = Process(
         "syncer", *TINY, "--listen", "127.0.0.1:0", "--keys", folder / "keys", "--dir", folder / "syncer",
-        "--tls-log",
+        "--tls-log", "--set", "limits.learners_per_certificate=8",
     )  # fmt: skip
     try:
         said = re.search(r"run (\w+) listens on (\S+),", syncer.until(" listens on "))
@@ -251,7 +251,7 @@ def test_learner_does_not_talk_to_a_syncer_of_another_authority(island: Island) 
 
 
 def test_older_incarnation_wrong_key_and_no_place_are_refused(island: Island) -> None:
-    first, second = island.ask_for_place(wants=7), island.ask_for_place(wants=7)
+    first, second = island.ask_for_place(wants=7), island.ask_for_place(wants=7, seconds=10.0)
     assert (first.incarnation, second.incarnation) == (0, 1)
     for placement, changes, reason in (
         (first, {}, "incarnation 0 of learner7 was replaced by 1"),

@@ -25,7 +25,7 @@ from atoll.cli.snapshot import snapshots
 from atoll.cli.strip import strip
 from atoll.cli.syncer import syncer
 from atoll.cli.train import train
-from atoll.errors import AtollError, UserError
+from atoll.errors import AtollError, NotAdmitted, UserError
 from atoll.runtime.local.failure import Failure, report_failure
 from atoll.version import __version__
 
@@ -59,15 +59,15 @@ def main() -> None:
     try:
         app()
     except AtollError as error:
-        _fail(str(error), users_fault=isinstance(error, UserError))
+        _fail(str(error), users_fault=isinstance(error, UserError), refused=isinstance(error, NotAdmitted))
     except OSError as error:
         _fail(_sentence(error), users_fault=error.errno in UNUSABLE and error.filename is not None)
 
 
-def _fail(message: str, *, users_fault: bool) -> NoReturn:
+def _fail(message: str, *, users_fault: bool, refused: bool = False) -> NoReturn:
     """One sentence for the user, the same as a value for a launcher, and the exit code."""
     err.print(f"atoll: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
-    report_failure(Failure(message, users_fault))
+    report_failure(Failure(message, users_fault, refused))
     sys.exit(2 if users_fault else 1)
 
 

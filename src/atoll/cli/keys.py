@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from atoll.cli.shared import out
+from atoll.errors import UserError
 
 
 def make_keys_command(directory: Path, learners: int, days: int, add: bool) -> list[Path]:
@@ -25,6 +26,12 @@ def make_token_command(directory: Path, run: str, hours: float) -> str:
     return JoinTokens.load(directory).make(run=run, expires=datetime.now(UTC) + timedelta(hours=hours))
 
 
+def revoke_command(directory: Path, names: list[str]) -> list[str]:
+    from atoll.transport.revoked import revoke
+
+    return [revoke(directory, name) for name in names]
+
+
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for certificates, keys and the join token.")],
     learners: Annotated[int, typer.Option("--learners", min=1, max=4096, help="Number of learner certificates to make.")] = 1,
@@ -33,10 +40,21 @@ def keys(
     token: Annotated[bool, typer.Option("--token", help="Only print a new join token of the authority in DIR.")] = False,
     run: Annotated[str, typer.Option("--run", help="With --token: the run that it is for. Default: any run.")] = "*",
     hours: Annotated[float, typer.Option("--hours", min=0.01, max=87600, help="With --token: hours that it is valid.")] = 24.0,
+    revoke: Annotated[
+        list[str] | None,
+        typer.Option("--revoke", metavar="NAME", help="Admit this certificate, or file with a token, no more. Repeatable."),
+    ] = None,
 ) -> None:
     """Make a certificate authority, certificates for the syncer and the learners, and a join token.
 
-    Copy to each machine only its own files: the syncer's, or one learner's and the token."""
+    Copy to each machine only its own files: the syncer's, or one learner's and the token. --revoke writes to the list `revoked`
+    in DIR; a syncer that runs with this folder reads it within seconds."""
+    if revoke:
+        if not directory.is_dir():
+            raise UserError(f"DIR {directory}: there is no such folder; name the one that the syncer has as --keys, or its --dir")
+        for line in revoke_command(directory, revoke):
+            out.print(f"revoked: {line}")
+        return
     if token:
         typer.echo(make_token_command(directory, run, hours))
         return

@@ -37,13 +37,17 @@ def run_syncer(
     from atoll.runtime.syncer.resume import load_resumable_state
     from atoll.store.snapshots import read_manifest
     from atoll.transport import server_credentials
-    from atoll.transport.keys import load_server
+    from atoll.transport.keys import load_server, token_warnings
 
     credentials = None
+
+    def key_warnings() -> list[str]:
+        return load_server(keys).warnings + token_warnings(keys) if keys is not None else []
+
+    for warning in key_warnings():
+        logging.getLogger("atoll.syncer").warning(warning)
     if keys is not None:
         found = load_server(keys)
-        for warning in found.warnings:
-            logging.getLogger("atoll.syncer").warning(warning)
         credentials = server_credentials(found.certificate, found.key, found.ca)
     if resume is not None and not (directory / TAPE_FILE).exists():  # started again it goes on from its tape, not from there
         _refuse_nothing_left(settings, resume, read_manifest(resume).snapshot)
@@ -52,7 +56,7 @@ def run_syncer(
     say = logging.getLogger("atoll.syncer").warning
     task = None if settings.model.name == CUSTOM else built(settings, allowed, say)
     home = SyncerDirectory(directory, settings, task, keys=keys, resume=resume)
-    process = SyncerProcess(home, listen, credentials)
+    process = SyncerProcess(home, listen, credentials, key_warnings)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()

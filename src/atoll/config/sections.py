@@ -255,6 +255,10 @@ class Limits(_Section, frozen=True):
     """Snapshots kept on disk, newest first."""
     serves_max: Positive = 4
     """Recoveries that one learner serves at a time."""
+    learners_per_certificate: Annotated[int, Meta(ge=1, le=4096)] = 1
+    """Places that one certificate may take. A place belongs to the certificate that first took it."""
+    places_per_token: Annotated[int, Meta(ge=0, le=4096)] = 0
+    """Places that learners with the same join token may take; 0: four times `learners`, at least 16."""
     members_max: Annotated[int, Meta(ge=1, le=4096)] = 1024
     """The most members. Every message has a vector clock with one entry per member, so cost grows with their number squared."""
 

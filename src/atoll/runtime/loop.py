@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
+from atoll.errors import UserError
 from atoll.ids import SECOND, Nanos
 from atoll.runtime.clock import Clock
 from atoll.transport import Link
+
+DAY_SECONDS = 86_400.0
 
 
 class DeadlineTimer:
@@ -34,6 +38,28 @@ class DeadlineTimer:
 
     def stop(self) -> None:
         self._set(None)
+
+
+class DailyWarnings:
+    """Logs sentences once a day: certificates expire while a run goes on. UserError: they cannot be used any more."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, log: logging.Logger, warnings: Callable[[], Iterable[str]]) -> None:
+        self._loop = loop
+        self._log = log
+        self._warnings = warnings
+        self._handle = loop.call_later(DAY_SECONDS, self._warn)
+
+    def _warn(self) -> None:
+        try:
+            found = list(self._warnings())
+        except UserError as error:
+            found = [str(error)]
+        for sentence in found:
+            self._log.warning("%s", sentence)
+        self._handle = self._loop.call_later(DAY_SECONDS, self._warn)
+
+    def stop(self) -> None:
+        self._handle.cancel()
 
 
 class MessageQueue:

@@ -1,4 +1,4 @@
-"""One syncer per directory. No torch here: a second syncer is refused before it loads anything."""
+"""One syncer, or one learner, per directory. No torch here: a second one is refused before it loads anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOCK_FILE: Final = "lock"
 
 
 @contextlib.contextmanager
-def lock_directory(directory: Path) -> Iterator[None]:
+def lock_directory(directory: Path, who: str = "syncer", option: str = "--dir") -> Iterator[None]:
     """The kernel releases the lock when the process ends, in whatever way; the file stays."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -23,23 +23,23 @@ def lock_directory(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(f"directory {directory}: cannot be used ({error.strerror}); choose a folder of your own") from None
     with lock as file:
-        _take(file, directory)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
+        _take(file, directory, who, option)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without the number, which is for people
+            os.ftruncate(file.fileno(), 0)
+            os.write(file.fileno(), str(os.getpid()).encode())
         yield
 
 
-def refuse_locked(directory: Path) -> None:
+def refuse_locked(directory: Path, who: str = "syncer", option: str = "--dir") -> None:
     """Refuses at once what `lock_directory` would refuse after minutes of loading. Writes nothing."""
     with contextlib.suppress(OSError), (directory / LOCK_FILE).open("r", encoding="ascii") as file:
-        _take(file, directory)
+        _take(file, directory, who, option)
 
 
-def _take(file: IO[str], directory: Path) -> None:
+def _take(file: IO[str], directory: Path, who: str, option: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
-        held = f"another syncer (pid {file.read(20).strip() or '?'}) uses it"
-        raise UserError(f"directory {directory}: {held}; stop that one, or give another --dir") from None
+        held = f"another {who} (pid {file.read(20).strip() or '?'}) uses it"
+        raise UserError(f"directory {directory}: {held}; stop that one, or give another {option}") from None

@@ -17,8 +17,10 @@ from atoll.transport.dial import Backoff, call, dial, upload
 from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import Server
+from atoll.transport.wire import CERTIFICATE_KEY
 
 __all__ = [
+    "CERTIFICATE_KEY",
     "Backoff",
     "Buffers",
     "ClientCredentials",

@@ -42,11 +42,13 @@ HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
 class Refused(AtollError):
     """The other side refused."""
 
-    def __init__(self, reason: str, retry: bool = False) -> None:
+    def __init__(self, reason: str, retry: bool = False, rejoin: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.retry = retry
         """The caller may try again later."""
+        self.rejoin = rejoin
+        """The same call is refused for good, but the caller may ask for a new place."""
 
 
 class LinkFailed(AtollError, ConnectionError):

@@ -43,8 +43,11 @@ TOKENS_MAX: Final = 4096
 SKEW: Final = timedelta(minutes=5)
 """Clocks differ: a certificate made now must be valid on a machine whose clock is behind."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
+NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
+"""A certificate's name."""
 _RESERVED = {"ca", "syncer", "token"}
+WARN_BEFORE: Final = timedelta(days=7)
+"""Certificates and tokens that end sooner are warned of."""
 _PRIVATE, _PUBLIC = 0o600, 0o644
 
 # ---------------------------------------------------------------- making certificates
@@ -109,7 +112,7 @@ def _check_names(names: Sequence[str]) -> None:
     if len(names) > LEARNERS_MAX:
         raise UserError(f"{len(names)} learners; a CA makes at most {LEARNERS_MAX} at a time")
     for name in names:
-        if not _NAME.fullmatch(name) or name.lower() in _RESERVED:
+        if not NAME.fullmatch(name) or name.lower() in _RESERVED:
             raise UserError(
                 f"learner name {name!r}: it becomes a file name; use up to 48 letters, digits, '.', '_' and '-', "
                 f"and not {', '.join(sorted(_RESERVED))}"
@@ -238,7 +241,8 @@ def _load(paths: KeyPaths, role: str, now: datetime | None) -> Credentials:
         raise UserError(f"{paths.certificate} is for {', '.join(roles) or 'nobody'}, not for {role}; choose another")
     mode = paths.key.stat().st_mode & 0o777
     readable = [f"{paths.key} can be read by others (mode {mode:o}); chmod 600 it"] if mode & 0o077 else []
-    return Credentials(pem, key_pem, ca_pem, readable)
+    ends = [(paths.ca, signers[0].not_valid_after_utc), (paths.certificate, certificate.not_valid_after_utc)]
+    return Credentials(pem, key_pem, ca_pem, readable + [expiry_warning(path, end) for path, end in ends if soon(end, now)])
 
 
 def _read(path: Path) -> bytes:
@@ -282,6 +286,14 @@ def _check_time(certificate: x509.Certificate, path: Path, now: datetime) -> Non
         raise UserError(f"{path} is not valid before {_utc(certificate.not_valid_before_utc)}; check this machine's clock")
 
 
+def soon(end: datetime, now: datetime | None = None) -> bool:
+    return end - (now or datetime.now(UTC)) < WARN_BEFORE
+
+
+def expiry_warning(what: object, end: datetime) -> str:
+    return f"{what} expires at {_utc(end)}: make a new one with `atoll keys` before, or no connection can be opened with it"
+
+
 def _roles(certificate: x509.Certificate) -> list[str]:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -318,7 +330,7 @@ class _Body(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     nonce: bytes
 
 
-_PREFIX: Final = "atoll1."
+TOKEN_PREFIX: Final = "atoll1."
 _MAC_BYTES: Final = 32
 _TOKEN_MAX: Final = 1024
 ANY_RUN: Final = "*"
@@ -336,7 +348,7 @@ def make_token(secret: bytes, *, run: str = ANY_RUN, expires: datetime | None = 
         raise UserError(f"a token's expiry {_utc(expires)} is in the past; choose a later time")
     until = None if expires is None else int(expires.timestamp())
     body = msgspec.msgpack.encode(_Body(run, until, secrets.token_bytes(16)))
-    return _PREFIX + _text(body + _mac(secret, b"join", body))
+    return TOKEN_PREFIX + _text(body + _mac(secret, b"join", body))
 
 
 def _text(raw: bytes) -> str:
@@ -345,9 +357,9 @@ def _text(raw: bytes) -> str:
 
 def check_token(secret: bytes, token: str, run: str, now: datetime | None = None) -> str | None:
     """None if the token admits to this run, else the reason. Tokens come from strangers, so no input may raise."""
-    if len(token) > _TOKEN_MAX or not token.startswith(_PREFIX):
+    if len(token) > _TOKEN_MAX or not token.startswith(TOKEN_PREFIX):
         return "wrong token"
-    text = token.removeprefix(_PREFIX)
+    text = token.removeprefix(TOKEN_PREFIX)
     try:
         raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
     except ValueError:  # binascii.Error is one; non-ASCII text raises another
@@ -364,6 +376,24 @@ def check_token(secret: bytes, token: str, run: str, now: datetime | None = None
     if claim.expires is not None and (now or datetime.now(UTC)).timestamp() >= claim.expires:
         return f"token expired at {_utc(datetime.fromtimestamp(claim.expires, UTC))}"
     return None if claim.run in (ANY_RUN, run) else f"token is for run {claim.run}"
+
+
+def token_expiry(token: str) -> datetime | None:
+    """When it ends, by its own words: for its holder, who cannot check the signature. None: never, or it is no token."""
+    text = token.removeprefix(TOKEN_PREFIX)
+    try:
+        raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        expires = msgspec.msgpack.decode(raw[:-_MAC_BYTES], type=_Body).expires
+        return None if expires is None else datetime.fromtimestamp(expires, UTC)
+    except (ValueError, OverflowError, OSError):  # msgspec's errors are ValueErrors
+        return None
+
+
+def token_warnings(directory: Path) -> list[str]:
+    """Of the token files that are here."""
+    paths = sorted(path for path in directory.glob("token*") if path.suffix != ".key")
+    ends = [(path, token_expiry(read_token(path).reveal())) for path in paths]
+    return [expiry_warning(path, end) for path, end in ends if end is not None and soon(end)]
 
 
 class JoinTokens:
@@ -406,6 +436,16 @@ def session_key(run_secret: bytes, learner: LearnerId, incarnation: Incarnation)
 
 def session_ok(run_secret: bytes, learner: LearnerId, incarnation: Incarnation, shown: str) -> bool:
     return hmac.compare_digest(session_key(run_secret, learner, incarnation).encode(), shown.encode("utf8", "replace"))
+
+
+def place_key(run_secret: bytes, learner: LearnerId, since: Incarnation) -> str:
+    """What the processes of a place without a certificate show when they come back. It stays the same until the place is given to
+    another process: `since` is the incarnation with which that one came."""
+    return _mac(run_secret, b"place", b"%d %d" % (learner, since)).hex()
+
+
+def place_ok(run_secret: bytes, learner: LearnerId, since: Incarnation, shown: str) -> bool:
+    return hmac.compare_digest(place_key(run_secret, learner, since).encode(), shown.encode("utf8", "replace"))
 
 
 # ---------------------------------------------------------------- addresses

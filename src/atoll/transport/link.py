@@ -27,6 +27,8 @@ from atoll.transport.wire import FrameStream, StreamBroken
 
 CLOSE_SECONDS: Final = 1.0
 REASON_CHARACTERS_MAX: Final = 1000
+FRAME_REFUSED, MESSAGE_REFUSED = 1, 2
+"""Numbers of a close frame: of a frame that no peer sends, or that broke on the way; of a message that the handler refuses."""
 SILENT_PULSES_MAX: Final = 3
 """Pulse intervals in a row without data; a dead link is noticed after two to four of them."""
 
@@ -94,6 +96,8 @@ class Link:
         self._close_timeout = CLOSE_SECONDS
         self._peer_reason = ""
         """From the peer's close frame."""
+        self.refused_by_peer = False
+        """The peer closed the link because of a message's content. A frame that broke on the way is another matter."""
 
     def __repr__(self) -> str:
         return f"<link to {self.peer}{f', ended: {self._reason}' if self._reason else ''}>"
@@ -123,10 +127,10 @@ class Link:
         """We closed the link and may have dropped messages that the peer had sent before."""
         return self._close_frame is not None
 
-    def close(self, reason: str, timeout: float = CLOSE_SECONDS) -> None:
+    def close(self, reason: str, timeout: float = CLOSE_SECONDS, *, refused: bool = False) -> None:
         """Drops the queue and sends the peer the reason. To leave without losing messages, `drain` first and give a timeout
-        that lets the drained bytes arrive."""
-        self._in_loop(self._end, reason, pack(BYE, body=(_encoded(reason),)), timeout)
+        that lets the drained bytes arrive. `refused`: a message of the peer is the reason, and it is told so."""
+        self._in_loop(self._end, reason, pack(BYE, MESSAGE_REFUSED if refused else 0, body=(_encoded(reason),)), timeout)
 
     async def drain(self) -> None:
         """Waits until gRPC accepted everything sent so far, or the link is closed."""
@@ -207,7 +211,7 @@ class Link:
     def _refuse(self, violation: Violation) -> None:
         if self._reason is None:
             self.refused[violation.kind] += 1
-            self._end(f"the peer broke the rules: {violation}", pack(BYE, 1, body=(_encoded(str(violation)),)))
+            self._end(f"the peer broke the rules: {violation}", pack(BYE, FRAME_REFUSED, body=(_encoded(str(violation)),)))
 
     # The talk stream
 
@@ -245,7 +249,9 @@ class Link:
         frame = unpack(data)
         if frame.kind == BYE:
             words = bytes(frame.body[: 4 * REASON_CHARACTERS_MAX]).decode("utf8", "replace")
-            self._peer_reason = f"refused: {words}" if frame.number else f"the peer closed: {words}"
+            self.refused_by_peer = frame.number == MESSAGE_REFUSED
+            plain = words if self.refused_by_peer else f"the peer closed: {words}"
+            self._peer_reason = f"refused: {words}" if frame.number == FRAME_REFUSED else plain
             return True
         if frame.kind == PULSE and not frame.body:
             return False

@@ -136,7 +136,8 @@ def metadata_of(context: Context) -> dict[str, str]:
 
 async def refuse(context: Context, refused: Refused) -> NoReturn:
     code = grpc.StatusCode.RESOURCE_EXHAUSTED if refused.retry else grpc.StatusCode.PERMISSION_DENIED
-    await context.abort(code, refused.reason, ((REFUSED_KEY, "later" if refused.retry else "final"),))
+    mark = "later" if refused.retry else "rejoin" if refused.rejoin else "final"
+    await context.abort(code, refused.reason, ((REFUSED_KEY, mark),))
 
 
 def failure(error: BaseException, address: str) -> Refused | LinkFailed:
@@ -145,7 +146,7 @@ def failure(error: BaseException, address: str) -> Refused | LinkFailed:
     if isinstance(cause, grpc.aio.AioRpcError):
         mark = dict(cause.trailing_metadata() or ()).get(REFUSED_KEY)
         if mark is not None:
-            return Refused(cause.details() or "no reason given", mark == "later")
+            return Refused(cause.details() or "no reason given", retry=mark == "later", rejoin=mark == "rejoin")
     return LinkFailed(f"{address} cannot be reached ({describe_error(error)})")
 
 

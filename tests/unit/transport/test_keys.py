@@ -41,6 +41,8 @@ from atoll.transport.keys import (
     session_key,
     session_ok,
     split_address,
+    token_expiry,
+    token_warnings,
 )
 
 NOW = datetime(2030, 5, 17, 12, 0, 0, tzinfo=UTC)
@@ -186,11 +188,30 @@ def test_learners_are_added_to_an_existing_authority(tmp_path: Path) -> None:
     add_learner(tmp_path / "k", "late", days=1000, now=NOW + timedelta(days=CA_DAYS - 2))
     cert = certificate(tmp_path / "k" / "late.pem")
     assert cert.not_valid_after_utc == NOW + timedelta(days=CA_DAYS), "nothing outlives its CA"
-    assert load_learner(tmp_path / "k", "late", now=NOW + timedelta(days=CA_DAYS - 1)).warnings == []
+    warned = load_learner(tmp_path / "k", "late", now=NOW + timedelta(days=CA_DAYS - 1)).warnings
+    assert [words.partition(" expires at ")[0] for words in warned] == [str(tmp_path / "k" / f) for f in ("ca.pem", "late.pem")]
     with pytest.raises(UserError, match="exists and is not overwritten"):
         add_learner(tmp_path / "k", "late", now=NOW)
     with pytest.raises(UserError, match=r"ca\.pem expired"):
         add_learner(tmp_path / "k", now=NOW + timedelta(days=CA_DAYS + 1))
+
+
+def test_expiry_of_certificates_and_tokens_is_warned_of_a_week_ahead(tmp_path: Path) -> None:
+    now = datetime.now(UTC)
+    make_keys(tmp_path, learners=1, days=8)
+    for load in (load_server, load_learner):
+        assert load(tmp_path, now=now + timedelta(hours=12)).warnings == []
+        (warned,) = load(tmp_path, now=now + timedelta(days=1, hours=1)).warnings
+        assert " expires at " in warned and "atoll keys" in warned
+    assert token_warnings(tmp_path) == []
+    (tmp_path / "token-9").write_text(JoinTokens.load(tmp_path).make(expires=now + timedelta(hours=2)))
+    (warned,) = token_warnings(tmp_path)
+    assert warned.startswith(f"{tmp_path / 'token-9'} expires at ")
+
+
+@pytest.mark.parametrize("token", ["", "atoll1.", "atoll1.AAAA", "x" * 99, "atoll1." + "A" * 80, make_token(b"s" * 32)])
+def test_expiry_of_what_is_no_token_or_never_ends_is_none(token: str) -> None:
+    assert token_expiry(token) is None
 
 
 def test_adding_needs_the_authority_and_its_own_key(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset, default_collate
 
 from atoll.config import Config, from_builtins
-from atoll.errors import AtollError, ConfigError, DataError, RunFailed, UserError
+from atoll.errors import AtollError, ConfigError, DataError, PlaceLost, RunFailed, UserError
 from atoll.executor.environment import tape_header
 from atoll.executor.learner import TensorLearner
 from atoll.executor.peer_state import state_bytes_max
@@ -37,13 +38,14 @@ from atoll.protocol.vocabulary import InnerStep, StepDone
 from atoll.runtime.join import checks
 from atoll.runtime.join.executor import UserExecutor, task_of
 from atoll.runtime.join.upload import agree_on_model
-from atoll.runtime.learner.address import Address, address_of, open_tape, own_directory, request_place
+from atoll.runtime.learner.address import Address, address_of, open_tape, request_place
 from atoll.runtime.learner.live import LiveLearner
+from atoll.runtime.learner.place import kept_place, moved_out, own_directory
 from atoll.runtime.learner.snapshots import LearnerSnapshots
 from atoll.runtime.loop import LoopThread
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import TapeWriter
-from atoll.tasks.task import layout_for
+from atoll.tasks.task import Task, layout_for
 from atoll.tensors.access import named_tensors
 from atoll.tensors.inventory import frozen_digest, frozen_parameters
 from atoll.workload.data.deal import Deal
@@ -93,6 +95,9 @@ class Learner:
         self._frozen: dict[str, Tensor] = {}
         self._device: torch.device
         self._at_exit = contextlib.ExitStack()
+        self._place = contextlib.ExitStack()
+        self._loop: LoopThread
+        self._task: Task
         self._live: LiveLearner
         self.config: Config
         self._current: InnerStep | None = None
@@ -194,7 +199,11 @@ class Learner:
 
     def _take_next(self) -> None:
         """Waits only if the preset requires it; that time is not part of the step."""
-        self._current = self._live.next_step()
+        try:
+            self._current = self._live.next_step()
+        except PlaceLost as lost:
+            self._rejoin(lost)
+            self._current = self._live.next_step()
         self._began = time.monotonic_ns()
         if self._current is not None:
             self._outer_step = self._current.outer_step
@@ -280,38 +289,56 @@ class Learner:
         self._frozen = frozen_parameters(self._model)
         frozen = frozen_digest(self._model)  # before the request: a large model takes longer than a place stays reserved
         with contextlib.ExitStack() as stack:
-            loop = LoopThread()
-            stack.callback(loop.stop)
-            placement: Placement = loop.run(request_place(self._address, self._wants, random.Random()))
+            self._loop = LoopThread()
+            stack.callback(self._loop.stop)
+            kept = kept_place(self._out)
+            placement: Placement = self._loop.run(request_place(self._address, self._wants, random.Random(), kept))
             self.config = from_builtins(placement.config)
             checks.refuse_unfit_run(self.config)
             layout = layout_for(self.config, self._model)
+            self._task = task_of(self.config, layout)
             self._tensors = named_tensors(self._model)
             self._device = checks.device_of(self._tensors)
-            loop.run(agree_on_model(self._address, placement, layout, self._tensors, frozen))
-            directory = own_directory(self._out, placement)
-            snapshots = LearnerSnapshots(directory, placement.run, self.config)
-            stack.callback(snapshots.close)
-            inner = TensorLearner(
-                task_of(self.config, layout), placement.learner, snapshots, model=self._model,
-                optimizer=self._optimizer, device=self._device,
-            )  # fmt: skip
-            stack.callback(inner.close)
-            executor = UserExecutor(inner)
-            tape = _new_tape(directory, placement, self.config, self._device)
-            self._live = LiveLearner(
-                self._address, placement, executor, tape=tape, loop=loop.loop, state_bytes_max=state_bytes_max(layout.fragments)
-            )
-            snapshots.on_written = self._live.dispatch
-            self._live.start()
-            stack.callback(self._live.close)
+            self._loop.run(agree_on_model(self._address, placement, layout, self._tensors, frozen))
+            stack.callback(lambda: self._place.close())
+            self._begin(placement)
             stack.push(self._leave_on_exit)
-            log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
             self._take_next()
             stack.callback(self._optimizer.register_step_pre_hook(self._step_begins).remove)
             stack.callback(self._optimizer.register_step_post_hook(self._step_ended).remove)
             self._at_exit = stack.pop_all()
         return self
+
+    def _begin(self, placement: Placement) -> None:
+        """Connects as this learner, for as long as it has the place."""
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(own_directory(self._out, placement))
+            snapshots = LearnerSnapshots(directory, placement.run, self.config)
+            stack.callback(snapshots.close)
+            inner = TensorLearner(
+                self._task, placement.learner, snapshots, model=self._model, optimizer=self._optimizer, device=self._device
+            )
+            stack.callback(inner.close)
+            tape = _new_tape(directory, placement, self.config, self._device)
+            self._live = LiveLearner(
+                self._address, placement, UserExecutor(inner), tape=tape, loop=self._loop.loop,
+                state_bytes_max=state_bytes_max(self._task.layout.fragments),
+            )  # fmt: skip
+            snapshots.on_written = self._live.dispatch
+            self._live.start()
+            stack.callback(self._live.close)
+            self._place = stack.pop_all()
+        log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
+
+    def _rejoin(self, lost: PlaceLost) -> None:
+        """Another process was given this learner's place while it was away: it goes on in a new one, from a peer's state."""
+        log.warning("%s; this loop asks for another place", lost)
+        before = self._live.placement
+        self._place.close()
+        self._address = replace(self._address, run=before.run)
+        placement: Placement = self._loop.run(request_place(self._address, -1, random.Random()))
+        self._out = moved_out(self._out, before, placement)
+        self._begin(placement)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._at_exit.__exit__(kind, error, trace)

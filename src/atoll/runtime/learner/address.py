@@ -7,13 +7,15 @@ import logging
 import os
 import random
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from atoll.config.codecs import codec_digests
-from atoll.errors import UserError
+from atoll.errors import NotAdmitted, UserError
+from atoll.runtime.learner.place import NO_PLACE, KeptPlace
 from atoll.runtime.log import PacedLog, rate_limited
 from atoll.runtime.syncer.places import JoinRequest, Placement
 from atoll.tape.format import Header
@@ -28,7 +30,17 @@ from atoll.transport import (
     client_credentials,
     server_credentials,
 )
-from atoll.transport.keys import LEARNER_NAME, SYNCER_NAME, is_loopback, load_learner, read_token, split_address
+from atoll.transport.keys import (
+    LEARNER_NAME,
+    SYNCER_NAME,
+    expiry_warning,
+    is_loopback,
+    load_learner,
+    read_token,
+    soon,
+    split_address,
+    token_expiry,
+)
 
 log = logging.getLogger("atoll.learner")
 tape_log = rate_limited("atoll.tape")  # a disk that is all but full takes some records and refuses others
@@ -56,21 +68,24 @@ class Address:
     """How long to try to join."""
     reconnect_timeout_seconds: float = 3600.0
     """How long to go on training without a connection to the syncer."""
+    warnings: Callable[[], Sequence[str]] = tuple
+    """Sentences about its certificates, once a day: these may expire while it trains."""
 
 
-async def request_place(address: Address, wants: int, rng: random.Random) -> Placement:
+async def request_place(address: Address, wants: int, rng: random.Random, kept: KeptPlace = NO_PLACE) -> Placement:
     """Tries until the syncer answers. A final refusal is an error for the user."""
     backoff, line, began = Backoff(rng), PacedLog(WAIT_LINE_SECONDS), time.monotonic()
     log.info("joining the run at %s", address.syncer)
     metadata = {"token": address.token} | ({"run": address.run} if address.run else {})
-    request = msgspec.msgpack.encode(JoinRequest(wants=wants, codecs=codec_digests()))
+    asked = JoinRequest(wants=wants, codecs=codec_digests(), place=kept.learner, place_key=kept.key)
+    request = msgspec.msgpack.encode(asked)
     while True:
         try:
             reply = await call(address.syncer, "Join", metadata, request, address.credentials)
             return msgspec.msgpack.decode(reply, type=Placement)
         except Refused as refusal:
             if not refusal.retry:
-                raise UserError(f"syncer {address.syncer}: refuses this learner: {refusal.reason}") from None
+                raise not_admitted(address, refusal.reason) from None
             why = refusal.reason
         except LinkFailed as error:
             why = str(error)
@@ -83,13 +98,8 @@ async def request_place(address: Address, wants: int, rng: random.Random) -> Pla
         await asyncio.sleep(backoff.next())
 
 
-def own_directory(out: Path | None, placement: Placement) -> Path:
-    directory = out or Path("runs") / f"{placement.run}-learner{placement.learner}"
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {directory}: the directory cannot be made ({error.strerror}); choose another") from None
-    return directory
+def not_admitted(address: Address, reason: str) -> NotAdmitted:
+    return NotAdmitted(f"syncer {address.syncer}: refuses this learner: {reason}")
 
 
 def open_tape(directory: Path, placement: Placement, header: Header) -> LossyTapeWriter:
@@ -119,9 +129,9 @@ def address_of(
     if listen and is_loopback(listen) and not is_loopback(syncer) and not advertise:
         log.warning("%slisten %s: peers on other machines cannot reach it, so none recovers from this learner", dash, listen)
     found = load_learner(keys, name) if keys is not None else None
-    for warning in found.warnings if found is not None else ():
-        log.warning(warning)
     shown = _token(token, keys, dash)
+    for warning in _warnings(keys, name, shown):
+        log.warning(warning)
     if found is None:
         return Address(syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise, connections=connections)
     return Address(
@@ -129,7 +139,14 @@ def address_of(
         credentials=client_credentials(found.ca, found.certificate, found.key, SYNCER_NAME),
         peer_credentials=client_credentials(found.ca, found.certificate, found.key, LEARNER_NAME),
         server_credentials=server_credentials(found.certificate, found.key, found.ca),
+        warnings=lambda: _warnings(keys, name, ""),
     )  # fmt: skip
+
+
+def _warnings(keys: Path | None, name: str | None, token: str) -> list[str]:
+    found = load_learner(keys, name).warnings if keys is not None else []
+    ends = token_expiry(token)
+    return [*found, expiry_warning("the join token", ends)] if ends is not None and soon(ends) else found
 
 
 def _token(token: str | Path | None, keys: Path | None, dash: str) -> str:

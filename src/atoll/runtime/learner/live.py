@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from atoll.config import from_builtins
-from atoll.errors import DataError, RunFailed
+from atoll.errors import DataError, PlaceLost, RunFailed
 from atoll.executor.peer_state import wrong_anchor
 from atoll.ids import SYNCER, worker_name
 from atoll.protocol.causality import may_overtake
@@ -46,11 +46,11 @@ from atoll.protocol.vocabulary import (
 from atoll.runtime import payload as wire
 from atoll.runtime.clock import Clock
 from atoll.runtime.driver import Driver
-from atoll.runtime.learner.address import WAIT_LINE_SECONDS, Address
+from atoll.runtime.learner.address import WAIT_LINE_SECONDS, Address, not_admitted
 from atoll.runtime.learner.peers import STATE_BYTES_MAX, Peers
 from atoll.runtime.learner.sender import GOODBYE_SECONDS, Sender
 from atoll.runtime.log import PacedLog
-from atoll.runtime.loop import DeadlineTimer, MessageQueue
+from atoll.runtime.loop import DailyWarnings, DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import TapeWriter
 from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, dial
@@ -59,6 +59,9 @@ log = logging.getLogger("atoll.learner")
 
 STABLE_SECONDS = 0.5
 """A connection that broke sooner was cut because of its messages, and the next one will be too."""
+REFUSALS_MAX = 5
+REFUSED_SECONDS = 60.0
+"""A learner ends after so many connections in a row that the syncer closed, each sooner than this, because of its messages."""
 
 
 class LiveLearner:
@@ -92,7 +95,8 @@ class LiveLearner:
         self._condition = threading.Condition()
         self._connection_task: asyncio.Task[None] | None = None
         self._next: InnerStep | None = None
-        self._wait_reason = ""
+        self._expiry: DailyWarnings | None = None
+        self._wait_reason = self._close_reason = ""
         self._over = False
         self._error: Exception | None = None
 
@@ -210,6 +214,7 @@ class LiveLearner:
 
     async def _start(self) -> None:
         await self._peers.start()
+        self._expiry = DailyWarnings(self._loop, log, self._address.warnings)
         self._connection_task = self._loop.create_task(self._keep_connected())
         self._connection_task.add_done_callback(self._connection_task_ended)
 
@@ -221,17 +226,19 @@ class LiveLearner:
     async def _keep_connected(self) -> None:
         """Dials, and dials again when the connection is lost; the learner trains on meanwhile."""
         backoff, line = Backoff(self._rng), PacedLog(WAIT_LINE_SECONDS)
-        away_since = self._loop.time()
+        away_since, refusals = self._loop.time(), 0
         while not self._over:
             self._link_down.clear()
             try:
-                await dial(
+                link = await dial(
                     self._address.syncer, self, peer="syncer", metadata=self._metadata(), limits=self._limits,
                     credentials=self._address.credentials,
                 )  # fmt: skip
             except Refused as refusal:
+                if refusal.rejoin:
+                    raise PlaceLost(f"the syncer refuses this learner: {refusal.reason}") from None
                 if not refusal.retry:
-                    raise RunFailed(f"the syncer refuses this learner: {refusal.reason}") from None
+                    raise not_admitted(self._address, refusal.reason) from None
                 why = refusal.reason
             except LinkFailed as error:
                 why = str(error)
@@ -239,6 +246,9 @@ class LiveLearner:
                 since = self._loop.time()
                 await self._link_down.wait()
                 away_since = self._loop.time()
+                refusals = refusals + 1 if link.refused_by_peer and away_since - since < REFUSED_SECONDS else 0
+                if refusals == REFUSALS_MAX:
+                    raise not_admitted(self._address, f"{self._close_reason} (as {refusals} connections in a row)")
                 if away_since - since > STABLE_SECONDS:
                     backoff.reset()
                 elif not self._over:  # cut at once: do not flood a syncer that refuses this learner's messages
@@ -279,7 +289,7 @@ class LiveLearner:
     def _connection_lost(self, link: Link, reason: str) -> None:
         if link is not self._link:
             return
-        self._link = None
+        self._link, self._close_reason = None, reason
         if not self._over:
             log.warning("the connection to the syncer is closed, training goes on: %s", reason)
             try:
@@ -333,6 +343,8 @@ class LiveLearner:
         self._over = True
         self._link_down.set()
         self._timer.stop()
+        if self._expiry is not None:
+            self._expiry.stop()
         if self._connection_task is not None:
             self._connection_task.cancel()
             await asyncio.gather(self._connection_task, return_exceptions=True)

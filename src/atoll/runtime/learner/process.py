@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import random
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
@@ -17,15 +18,16 @@ import msgspec
 import torch
 
 from atoll.config import CUSTOM, Config, from_builtins
-from atoll.errors import UserError
+from atoll.errors import PlaceLost, UserError
 from atoll.executor.environment import tape_header, use_threads
 from atoll.executor.learner import TensorLearner
 from atoll.executor.peer_state import state_bytes_max
 from atoll.executor.virtual_run import checked_device
 from atoll.ids import SECOND
 from atoll.protocol.vocabulary import Resumed, StepDone
-from atoll.runtime.learner.address import Address, open_tape, own_directory, request_place
+from atoll.runtime.learner.address import Address, open_tape, request_place
 from atoll.runtime.learner.live import LiveLearner
+from atoll.runtime.learner.place import kept_place, moved_out, own_directory
 from atoll.runtime.learner.snapshots import LearnerSnapshots, learner_state_of
 from atoll.runtime.loop import LoopThread
 from atoll.runtime.syncer.places import Placement
@@ -59,28 +61,43 @@ def run_worker(options: WorkerOptions) -> None:
     device = checked_device(options.device)
     loop = LoopThread()
     try:
-        placement: Placement = loop.run(request_place(options.address, options.wants, random.Random()))
-        config = from_builtins(placement.config)
-        log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
-        task = task_for_placement(config, placement, options.allowed)
-        directory = own_directory(options.out, placement)
-        snapshots = LearnerSnapshots(directory, placement.run, config, options.resume)
+        placement: Placement = loop.run(request_place(options.address, options.wants, random.Random(), kept_place(options.out)))
+        task = task_for_placement(from_builtins(placement.config), placement, options.allowed)
+        slowdown = Slowdown(options.obey_stdin)
+        while (lost := _train_at(placement, options, task, device, loop, slowdown)) is not None:
+            log.warning("%s; this process asks for another place", lost)
+            before, address = placement, replace(options.address, run=placement.run)
+            placement = loop.run(request_place(address, -1, random.Random()))
+            options = replace(options, address=address, out=moved_out(options.out, before, placement), resume=None)
+    finally:
+        loop.stop()
+
+
+def _train_at(
+    placement: Placement, options: WorkerOptions, task: Task, device: torch.device, loop: LoopThread, slowdown: Slowdown
+) -> PlaceLost | None:
+    """Until the run is over, or until another process was given this place while this one was away."""
+    log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(own_directory(options.out, placement))
+        snapshots = LearnerSnapshots(directory, placement.run, task.config, options.resume)
+        stack.callback(snapshots.close)
         executor = TensorLearner(task, placement.learner, snapshots, device=device)
-        header = _header(placement, config, task, device)
-        tape = open_tape(directory, placement, header)
+        stack.callback(executor.close)
+        tape = open_tape(directory, placement, _header(placement, task.config, task, device))
         resumed = Resumed(*learner_state_of(options.resume)) if options.resume is not None else None
         live = LiveLearner(
             options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop,
             state_bytes_max=state_bytes_max(task.layout.fragments),
         )  # fmt: skip
+        stack.callback(live.close)
         snapshots.on_written = live.dispatch
+        slowdown.when_orphaned(lambda: live.leave("its launcher is gone"))
         try:
-            _train(live, executor, Slowdown(options.obey_stdin, lambda: live.leave("its launcher is gone")))
-        finally:
-            live.close()
-            snapshots.close()
-    finally:
-        loop.stop()
+            _train(live, executor, slowdown)
+        except PlaceLost as lost:
+            return lost
+    return None
 
 
 def task_for_placement(config: Config, placement: Placement, allowed: Collection[str]) -> Task:
@@ -110,10 +127,11 @@ def _header(placement: Placement, config: Config, task: Task, device: torch.devi
 class Slowdown:
     """The launcher's chaos plan slows a learner: every step takes `factor` times as long."""
 
-    def __init__(self, obey_stdin: bool, orphaned: Callable[[], None]) -> None:
+    def __init__(self, obey_stdin: bool) -> None:
         self.factor = 1.0
         self._never = threading.Event()
-        self._orphaned = orphaned
+        self._is_orphaned = threading.Event()
+        self._when_orphaned: Callable[[], None] = lambda: None
         if obey_stdin:
             threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
@@ -122,7 +140,14 @@ class Slowdown:
             word, _, value = line.partition(" ")
             if word == "slow":
                 self.factor = float(value)
-        self._orphaned()
+        self._is_orphaned.set()
+        self._when_orphaned()
+
+    def when_orphaned(self, leave: Callable[[], None]) -> None:
+        """The launcher is gone, now or later."""
+        self._when_orphaned = leave
+        if self._is_orphaned.is_set():
+            leave()
 
     def delay(self, nanos: int) -> None:
         if self.factor > 1.0:

@@ -54,10 +54,12 @@ class _Worker:
     died: int = 0
     back_at: float | None = None
     """When it is to be started again."""
+    refused: bool = False
+    """It ended because the syncer refuses it for good."""
     slowed: list[float] = field(default_factory=list)
 
     def start(self, fork_server: ForkServer) -> None:
-        self.back_at = None
+        self.back_at, self.refused = None, False
         self.child = fork_server.spawn(self.argv, self.log)
 
     def signal(self, number: int) -> None:
@@ -239,15 +241,24 @@ class LocalCluster:
                 w.start(self._fork_server)
             return
         code = w.code()
-        if code is None or code == 0:
+        if code is None or code == 0 or w.refused:
             return
         w.died += 1
         failure = w.failure()
+        if failure is not None and failure.refused:
+            return self._refused(w, failure)
         if w.died > RESTARTS_MAX or (failure is not None and failure.users_fault):
             raise error_of(w.worker, code, failure, w.log)
         why = failure.message if failure is not None else last_lines(w.log)
         self._say(f"warning: {worker_name(w.worker)} {how_it_ended(code)} and is started again: {why}")
         w.back_at = now + 1.0
+
+    def _refused(self, w: _Worker, failure: Failure) -> None:
+        """The run goes on without a learner that the syncer has put out, as long as there is another."""
+        w.refused = True
+        if all(other.refused for other in self._workers.values() if other.worker != SYNCER):
+            raise UserError(failure.message)
+        self._say(f"warning: {worker_name(w.worker)} has ended: {failure.message}")
 
     def _syncer_is_done(self) -> bool:
         w = self._workers[SYNCER]

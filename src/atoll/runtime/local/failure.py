@@ -19,6 +19,8 @@ class Failure(msgspec.Struct, frozen=True):
     message: str
     users_fault: bool
     """The input is wrong, so starting the process again cannot help."""
+    refused: bool = False
+    """The syncer refuses this learner for good. That is its own failure, and not the run's."""
 
 
 def report_failure(failure: Failure) -> None:

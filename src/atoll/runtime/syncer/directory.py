@@ -8,6 +8,7 @@ everything that a restarted syncer needs.
     model.upload      the model that the first learner uploaded
     places.jsonl      the incarnations given out so far        run.secret, token.key, token   private
     address           where it listens
+    revoked           tokens that no longer admit (beside --keys if given)
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from atoll.errors import DataError, UserError
 from atoll.executor.environment import tape_header
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import SYNCER, Nanos
+from atoll.protocol.membership import EXPELLED
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
 from atoll.runtime.clock import Clock, wall
-from atoll.runtime.syncer.places import Places, new_run_id, write_private
+from atoll.runtime.syncer.places import PlaceLimits, Places, new_run_id, write_private
 from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other_data, resume_warnings
 from atoll.runtime.syncer.snapshots import SyncerSnapshots
 from atoll.store.durable import DurableVersions
@@ -44,6 +46,7 @@ from atoll.tasks.task import Task, initial_versions
 from atoll.tensors.layout import Layout
 from atoll.tensors.outer import initial_state, outer_rule
 from atoll.transport.keys import JoinTokens, make_token, random_token_secret
+from atoll.transport.revoked import Revoked
 
 log = logging.getLogger("atoll.syncer")
 
@@ -77,8 +80,12 @@ class SyncerDirectory:
             self._reopen()
         else:
             self._create(resume, list(plan))
-        members_max, now = config.limits.members_max, time.monotonic()
-        self.places = Places(directory, self.run, self._tokens(keys), members_max, self._is_connected, now)
+        tokens = self._tokens(keys)
+        self.revoked = Revoked(self.token_file.parent)
+        if self.revoked.flaws:
+            raise UserError(self.revoked.flaws[0])
+        limits, now = PlaceLimits.of(config), time.monotonic()
+        self.places = Places(directory, self.run, tokens, limits, self._is_connected, self._is_expelled, self.revoked, now)
 
     # ------------------------------------------------------------ opening
 
@@ -197,6 +204,10 @@ class SyncerDirectory:
     def _is_connected(self, learner: int) -> bool:
         member = self.machine.roster.get(learner)
         return member is not None and member.connected
+
+    def _is_expelled(self, learner: int) -> bool:
+        member = self.machine.roster.get(learner)
+        return member is not None and member.standing == EXPELLED
 
     def anchor_digests(self, learner: int) -> dict[int, dict[int, str]]:
         """Digests of the versions that a learner may hold now: those that it reported, and those on their way to it. From the

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -51,17 +52,19 @@ from atoll.protocol.vocabulary import (
 from atoll.runtime import payload as wire
 from atoll.runtime.driver import Driver
 from atoll.runtime.log import rate_limited
-from atoll.runtime.loop import DeadlineTimer, MessageQueue
+from atoll.runtime.loop import DailyWarnings, DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.directory import SyncerDirectory
-from atoll.runtime.syncer.places import PROTOCOL, JoinRequest, Placement, peer_log
+from atoll.runtime.syncer.places import PROTOCOL, Caller, JoinRequest, Placement, peer_log
 from atoll.runtime.syncer.progress import SyncerProgress, membership_line, refusals_line
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.weights import THETA_FILE
-from atoll.transport import Link, LinkLimits, Refused, Server, ServerCredentials
+from atoll.transport import CERTIFICATE_KEY, Link, LinkLimits, Refused, Server, ServerCredentials
 
 log = logging.getLogger("atoll.syncer")
 rate_limited("grpc._cython.cygrpc")  # it logs a traceback for each write to a peer that does not read
 
+REVOKED_SECONDS = 2.0
+"""Between two looks at the list of revoked keys, for the connections that are open; a new one is checked as it comes."""
 RETRY_SECONDS = 1.0
 """Time between attempts to write to a full disk."""
 UPLOAD_BYTES_MAX = 1 << 38
@@ -74,16 +77,24 @@ NOTIFY_SECONDS = 10
 
 
 class SyncerProcess:
-    def __init__(self, directory: SyncerDirectory, listen: str, credentials: ServerCredentials | None = None) -> None:
+    def __init__(
+        self, directory: SyncerDirectory, listen: str, credentials: ServerCredentials | None = None,
+        key_warnings: Callable[[], Iterable[str]] = tuple,
+    ) -> None:  # fmt: skip
+        """`key_warnings` says, every day, which of its own keys expire soon."""
         self._directory = directory
+        self._key_warnings = key_warnings
+        self._revoked_seen = 0
         self._config: Config = directory.config
         self._listen = listen
         self._links: dict[LearnerId, _Peer] = {}
-        self._advertised: dict[LearnerId, str] = {}
+        self._shown: dict[LearnerId, dict[str, str]] = {}
+        """What each learner showed when it connected last."""
         self._payloads: OrderedDict[tuple[int, OuterStep, bool], wire.Buffers | None] = OrderedDict()
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
         limits = LinkLimits(assembling_max=4 + 2 * self._config.protocol.overlap, queue_bytes_max=1 << 44)
         self._server = Server(self, self._admit, limits, credentials)
+        directory.places.certified = credentials is not None
         self._server.on_call("Join", self._join)
         self._server.on_upload("Upload", self._upload_model, self._upload_bytes_max)
         self._over: asyncio.Future[None]
@@ -102,6 +113,7 @@ class SyncerProcess:
             must_sync=lambda event: isinstance(event, Started | Stored), on_tape_error=self._tape_failed, failed=self.fail,
         )  # fmt: skip
         self._loop = loop
+        self._expiry = DailyWarnings(loop, log, self._key_warnings)
         self._warm_up()
         self.address = await self._server.start(self._listen)
         self._directory.write_address(self.address)
@@ -110,6 +122,7 @@ class SyncerProcess:
             self._driver.dispatch(event)
         if self._directory.machine.finished:
             self._finish()
+        self._check_revoked()
         try:
             await self._over
         finally:
@@ -124,6 +137,7 @@ class SyncerProcess:
 
     async def _shut_down(self) -> None:
         self._timer.stop()
+        self._expiry.stop()
         if refused := self._directory.places.refused + self._server.refused:
             log.info("%s", refusals_line(refused))
         await self._server.stop(2.0)
@@ -148,7 +162,7 @@ class SyncerProcess:
 
     def _join(self, metadata: object, request: bytes) -> bytes:
         assert isinstance(metadata, dict)
-        self._directory.places.check_token(metadata)
+        token = self._directory.places.check_token(metadata)
         try:
             asked = msgspec.msgpack.decode(request, type=JoinRequest)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -158,13 +172,14 @@ class SyncerProcess:
         if self._directory.machine.finished:
             raise Refused("the run is over", retry=False)
         self._refuse_without_codecs(asked)
-        placed, key = self._directory.places.place(asked.wants, self._loop.time())
+        caller = Caller(metadata.get(CERTIFICATE_KEY, ""), token, asked.place, asked.place_key)
+        placed, key, place_key = self._directory.places.place(asked.wants, self._loop.time(), caller)
         peer_log.info("%s gets a place as incarnation %d", worker_name(placed.learner), placed.incarnation)
         return msgspec.msgpack.encode(Placement(
             learner=placed.learner, incarnation=placed.incarnation, key=key, run=self._directory.run, epoch=self._directory.epoch,
             config=msgspec.to_builtins(self._config), data_fingerprint=self._directory.data_fingerprint,
             layout=self._directory.layout_digest, needs_model=self._directory.layout is None,
-            tokenizer=self._directory.tokenizer_fingerprint,
+            tokenizer=self._directory.tokenizer_fingerprint, place_key=place_key,
         ))  # fmt: skip
 
     def _refuse_without_codecs(self, asked: JoinRequest) -> None:
@@ -211,8 +226,24 @@ class SyncerProcess:
             raise Refused("no learner has uploaded the model yet", retry=True)
         if self._storage_blocked:
             raise Refused("the syncer's disk is full", retry=True)
-        self._advertised[placed.learner] = metadata.get("advertise", "")
+        self._shown[placed.learner] = metadata
         return f"{placed.learner}.{placed.incarnation}"
+
+    def _check_revoked(self) -> None:
+        """Closes the connections of learners whose certificate or token was revoked meanwhile."""
+        revoked = self._directory.revoked
+        revoked.refresh()
+        if revoked.changes > self._revoked_seen:
+            self._revoked_seen = revoked.changes
+            for flaw in revoked.flaws:
+                log.error("%s", flaw)
+            for peer in list(self._links.values()):
+                try:
+                    self._directory.places.admit(self._shown[peer.learner])
+                except Refused as refusal:
+                    peer.cut(f"refused: {refusal.reason}")
+        if not self._over.done():
+            self._loop.call_later(REVOKED_SECONDS, self._check_revoked)
 
     # ------------------------------------------------------------ links
 
@@ -394,7 +425,8 @@ class SyncerProcess:
         address, key, digests = "", "", None
         body = envelope.body
         if isinstance(body, Ticket):
-            address, key = self._advertised.get(body.peer, ""), self._directory.places.ticket_key(body.ticket, envelope.receiver)
+            address = self._shown.get(body.peer, {}).get("advertise", "")
+            key = self._directory.places.ticket_key(body.ticket, envelope.receiver)
             digests = self._directory.anchor_digests(body.peer)
         elif isinstance(body, Serve):
             key = self._directory.places.ticket_key(body.ticket, body.newcomer)
@@ -459,7 +491,7 @@ class _Peer:
 
     def cut(self, reason: str) -> None:
         self.is_cut = True
-        self.link.close(reason)
+        self.link.close(reason, refused=True)
 
 
 def _read(body: Message, data: memoryview) -> tuple[Payload, Reason | None]:
