@@ -39,6 +39,7 @@ types: $(INSTALLED)
 	$(BIN)/mypy
 
 soak: $(INSTALLED)
+	$(BIN)/python bench/histories.py --count 10000
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m soak
 
 bench: $(INSTALLED)

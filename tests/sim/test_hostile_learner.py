@@ -14,7 +14,7 @@ import pytest
 import torch
 from small_runs import Run, configured, run
 
-from atoll.chaos import ATTACKS, Attack, ChaosPlan, Hostile
+from atoll.chaos import ATTACKS, Attack, ChaosPlan, Hostile, KillSyncer
 from atoll.config import load
 from atoll.ids import SYNCER, Nanos, WorkerId
 from atoll.protocol.reasons import Why
@@ -110,3 +110,12 @@ def theta_norm(done: Run) -> float:
 def test_poison_is_refused_from_the_first_contribution_on(attack: Attack, size: float) -> None:
     """With the plain mean: the checks alone keep Theta where honest learners take it."""
     assert theta_norm(trained("mean", attack, size)) == pytest.approx(theta_norm(trained("mean", None, 1.0)), rel=0.1)
+
+
+def test_a_syncer_that_was_killed_judges_as_before() -> None:
+    """What is usual is on its tape: the first contribution after its return is judged like the last one before."""
+    config = configured("decoupled", learners=5, total_steps=40, protocol={"merge": "mean", "embedding_merge": "mean"})
+    attack = Hostile(12.0, HOSTILE, "scale", 1e4)
+    done = run(config, (KillSyncer(10.0, 2.0), attack))
+    assert {(effect.peer, effect.reason.why) for effect in done.effects(Refuse)} == {(HOSTILE, Why.OUTLIER)}
+    assert theta_norm(done) == pytest.approx(theta_norm(run(config, (KillSyncer(10.0, 2.0),))), rel=0.1)

@@ -15,10 +15,12 @@ import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from atoll.chaos import Hostile
 from atoll.config import from_builtins
 from atoll.errors import DataError, PlaceLost, RunFailed
+from atoll.executor.hostile import Attacker
 from atoll.executor.peer_state import wrong_anchor
-from atoll.ids import SYNCER, worker_name
+from atoll.ids import SYNCER, seconds, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.learner import LearnerMachine
@@ -94,6 +96,8 @@ class LiveLearner:
         self._limits = LinkLimits(connections=address.connections, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
         self._condition = threading.Condition()
         self._connection_task: asyncio.Task[None] | None = None
+        self._attacker: Attacker | None = None
+        self._held = threading.Event()
         self._next: InnerStep | None = None
         self._expiry: DailyWarnings | None = None
         self._wait_reason = self._close_reason = ""
@@ -195,9 +199,16 @@ class LiveLearner:
                 for event in self._executor.execute(effect, payload):
                     self._driver.dispatch(event)
 
+    def attack(self, fault: Hostile | None) -> None:
+        """For chaos plans: from now on this learner attacks the syncer; None ends it."""
+        self._attacker = Attacker(self.config, fault) if fault is not None else None
+
     def _send(self, send: Send) -> None:
         envelope = send.envelope
-        payload = self._executor.payload_for(send)
+        payload, held = self._executor.payload_for(send), 0.0
+        if self._attacker is not None and envelope.receiver == SYNCER:
+            envelope, payload = self._attacker.sent(envelope, payload)
+            held = seconds(self._attacker.delay(envelope))
         head = wire.to_head(envelope)
         link, overtakes = self._link, may_overtake(envelope)
         if envelope.receiver != SYNCER:
@@ -206,9 +217,12 @@ class LiveLearner:
 
 
             def job() -> None:
+                if held:
+                    self._held.wait(held)
                 link.send(head, wire.to_buffers(payload) if payload is not None else None, may_overtake=overtakes)
 
-            self._sender.put(job, waits_for_device=wire.waits_for_device(payload), control=payload is None, overtakes=overtakes)
+            waits = bool(held) or wire.waits_for_device(payload)
+            self._sender.put(job, waits_for_device=waits, control=payload is None, overtakes=overtakes)
 
     # ------------------------------------------------------------ the loop's thread
 

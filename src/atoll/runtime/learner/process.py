@@ -17,6 +17,7 @@ from types import FrameType
 import msgspec
 import torch
 
+from atoll.chaos import Hostile
 from atoll.config import CUSTOM, Config, from_builtins
 from atoll.errors import PlaceLost, UserError
 from atoll.executor.environment import tape_header, use_threads
@@ -52,7 +53,7 @@ class WorkerOptions:
     resume: Path | None = None
     """This learner's part of a snapshot."""
     obey_stdin: bool = False
-    """A launcher holds the other end: it sends `slow FACTOR`, and the learner leaves when the pipe closes."""
+    """A launcher holds the other end: it sends `slow FACTOR` and `attack JSON`; the learner leaves when the pipe closes."""
 
 
 def run_worker(options: WorkerOptions) -> None:
@@ -63,8 +64,8 @@ def run_worker(options: WorkerOptions) -> None:
     try:
         placement: Placement = loop.run(request_place(options.address, options.wants, random.Random(), kept_place(options.out)))
         task = task_for_placement(from_builtins(placement.config), placement, options.allowed)
-        slowdown = Slowdown(options.obey_stdin)
-        while (lost := _train_at(placement, options, task, device, loop, slowdown)) is not None:
+        launcher = Launcher(options.obey_stdin)
+        while (lost := _train_at(placement, options, task, device, loop, launcher)) is not None:
             log.warning("%s; this process asks for another place", lost)
             before, address = placement, replace(options.address, run=placement.run)
             placement = loop.run(request_place(address, -1, random.Random()))
@@ -74,7 +75,7 @@ def run_worker(options: WorkerOptions) -> None:
 
 
 def _train_at(
-    placement: Placement, options: WorkerOptions, task: Task, device: torch.device, loop: LoopThread, slowdown: Slowdown
+    placement: Placement, options: WorkerOptions, task: Task, device: torch.device, loop: LoopThread, launcher: Launcher
 ) -> PlaceLost | None:
     """Until the run is over, or until another process was given this place while this one was away."""
     log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
@@ -92,9 +93,10 @@ def _train_at(
         )  # fmt: skip
         stack.callback(live.close)
         snapshots.on_written = live.dispatch
-        slowdown.when_orphaned(lambda: live.leave("its launcher is gone"))
+        launcher.when_orphaned(lambda: live.leave("its launcher is gone"))
+        launcher.when_attacking(live.attack)
         try:
-            _train(live, executor, slowdown)
+            _train(live, executor, launcher)
         except PlaceLost as lost:
             return lost
     return None
@@ -124,14 +126,15 @@ def _header(placement: Placement, config: Config, task: Task, device: torch.devi
     )  # fmt: skip
 
 
-class Slowdown:
-    """The launcher's chaos plan slows a learner: every step takes `factor` times as long."""
+class Launcher:
+    """What the launcher's chaos plan asks of a learner: every step takes `factor` times as long, or it attacks the syncer."""
 
     def __init__(self, obey_stdin: bool) -> None:
         self.factor = 1.0
         self._never = threading.Event()
         self._is_orphaned = threading.Event()
         self._when_orphaned: Callable[[], None] = lambda: None
+        self._when_attacking: Callable[[Hostile | None], None] = lambda _: None
         if obey_stdin:
             threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
@@ -140,6 +143,8 @@ class Slowdown:
             word, _, value = line.partition(" ")
             if word == "slow":
                 self.factor = float(value)
+            elif word == "attack":
+                self._when_attacking(msgspec.json.decode(value, type=Hostile | None))
         self._is_orphaned.set()
         self._when_orphaned()
 
@@ -149,12 +154,15 @@ class Slowdown:
         if self._is_orphaned.is_set():
             leave()
 
+    def when_attacking(self, attack: Callable[[Hostile | None], None]) -> None:
+        self._when_attacking = attack
+
     def delay(self, nanos: int) -> None:
         if self.factor > 1.0:
             self._never.wait((self.factor - 1.0) * nanos / SECOND)
 
 
-def _train(live: LiveLearner, executor: TensorLearner, slowdown: Slowdown) -> None:
+def _train(live: LiveLearner, executor: TensorLearner, launcher: Launcher) -> None:
     """Report, adopt what is due, inner step, repeat. The machine does the first two between steps."""
 
     def asked(number: int, frame: FrameType | None) -> None:
@@ -168,7 +176,7 @@ def _train(live: LiveLearner, executor: TensorLearner, slowdown: Slowdown) -> No
         began = time.monotonic_ns()
         (done,) = executor.execute(step, None)
         assert isinstance(done, StepDone)
-        slowdown.delay(time.monotonic_ns() - began)
+        launcher.delay(time.monotonic_ns() - began)
         live.step_done(msgspec.structs.replace(done, nanos=time.monotonic_ns() - began))
         if time.monotonic() - logged_at > LOG_EVERY_SECONDS:
             logged_at = time.monotonic()

@@ -17,12 +17,27 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Kill, KillSyncer, Partition, Pause, Scavenge, Slow, describe_fault
+import msgspec
+
+from atoll.chaos import (
+    ChaosPlan,
+    Clog,
+    Corrupt,
+    Fault,
+    Hostile,
+    Kill,
+    KillSyncer,
+    Partition,
+    Pause,
+    Scavenge,
+    Slow,
+    describe_fault,
+)  # fmt: skip
 from atoll.config import Config, to_toml
 from atoll.errors import AtollError, RunFailed, UserError
 from atoll.extend import loaded_plugins
 from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
-from atoll.protocol.vocabulary import Finished, FixParticipants
+from atoll.protocol.vocabulary import Finished, FixParticipants, Membership, Standing
 from atoll.runtime.local.failure import Failure
 from atoll.runtime.local.fault_proxies import FaultProxies
 from atoll.runtime.local.forkserver import Child, ForkServer
@@ -111,6 +126,7 @@ class LocalCluster:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._clock0: float | None = None
+        self._expelled: set[LearnerId] = set()
         self._finished = False
         self._pause = threading.Event()
         self._address = ""
@@ -209,6 +225,10 @@ class LocalCluster:
             if self._clock0 is None and any(isinstance(e, FixParticipants) for e in record.effects):
                 self._begin_plan()
             self._finished = self._finished or any(isinstance(e, Finished) for e in record.effects)
+            for effect in record.effects:
+                if isinstance(effect, Membership) and effect.standing is Standing.EXPELLED:
+                    self._expelled.add(effect.learner)
+                    self._say(f"{worker_name(effect.learner)} is expelled: {effect.reason}")
             self._watch(record)
         now = time.monotonic()
         while self._agenda and self._agenda[0][0] <= now:
@@ -236,6 +256,8 @@ class LocalCluster:
     def _tend(self, w: _Worker, now: float) -> None:
         if self._finished and w.worker != SYNCER:
             return  # a learner that is started now would only hear that the run is finished
+        if w.worker in self._expelled:
+            return  # the syncer would not admit it again
         if w.back_at is not None:
             if now >= w.back_at:
                 w.start(self._fork_server)
@@ -307,6 +329,9 @@ class LocalCluster:
                 self._at(began + lasts, lambda: self._slow(learner, -factor))
             case Partition() | Clog() | Corrupt():
                 self._fault_proxies.inject(fault)
+            case Hostile(learner=learner, lasts=lasts):
+                self._attack(learner, fault)
+                self._at(began + lasts, lambda: self._attack(learner, None))
             case Scavenge(learner=learner, lasts=lasts):
                 w = self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
                 w.start(self._fork_server)
@@ -320,6 +345,11 @@ class LocalCluster:
             w.child.wait()
         w.slowed.clear()
         w.back_at = time.monotonic() + lasts
+
+    def _attack(self, learner: LearnerId, fault: Hostile | None) -> None:
+        child = self._workers[learner].child
+        if child is not None:
+            child.say(f"attack {msgspec.json.encode(fault).decode()}\n")
 
     def _slow(self, learner: LearnerId, factor: float) -> None:
         """A negative factor ends the slowness of that factor."""

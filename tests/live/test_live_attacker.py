@@ -1,0 +1,24 @@
+"""A learner of a live run attacks: the others train on, Theta stays sound, and the refusals name the attacker alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness import effects_of, judge, run, small
+
+from atoll.chaos import Hostile
+from atoll.protocol.vocabulary import Merge, Refuse
+from atoll.runtime.local.summary import verdict
+
+
+def test_poison_of_one_of_five_is_refused_and_the_others_train(tmp_path: Path) -> None:
+    config = small(5, total_steps=120)
+    run(tmp_path, config, Hostile(0.0, 4, "noise", 1e4))
+    judge(tmp_path, config)
+    summary = verdict(config, tmp_path)
+    assert summary.loss_final is not None and summary.loss_first is not None
+    assert summary.loss_final < 0.8 * summary.loss_first
+    assert {effect.peer for effect in effects_of(tmp_path, Refuse)} == {4}
+    assert set(summary.expelled) == {"4"}, "and at last it lost its place"
+    merged = [{share.learner for share in effect.shares} for effect in effects_of(tmp_path, Merge)]
+    assert all({0, 1, 2, 3} & learners for learners in merged)
