@@ -15,7 +15,7 @@ from atoll.config import Config
 from atoll.executor.null import wire_bits
 from atoll.ids import seconds
 from atoll.sim.cluster import VirtualCluster
-from atoll.sim.estimates.decoupled import _Watch as AdoptionWatch
+from atoll.sim.estimates.decoupled import AdoptionWatch
 from atoll.sim.estimates.failures import FailureModel, SlicedLearner, Stretch
 from atoll.sim.estimates.goodput import simulate
 from atoll.sim.estimates.utilisation import Compute, Exchange, utilisation

@@ -53,7 +53,7 @@ def settings_for(preset: str, layers: Mapping[str, Any]) -> Config:
 def measure_decoupled(settings: Config) -> DecoupledEstimate:
     """Run and measure; `settings_for` makes the settings."""
     interval = settings.protocol.local_steps_per_round
-    watch = _Watch(settings.total_steps - MEASURED * interval)
+    watch = AdoptionWatch(settings.total_steps - MEASURED * interval)
     VirtualCluster(settings, observers=[watch]).run()
     kept = watch.interval(settings.learners * settings.protocol.fragments)
     return DecoupledEstimate(
@@ -67,7 +67,7 @@ def at_bandwidth(settings: Config, up_gbit: float, down_gbit: float) -> Config:
     return msgspec.structs.replace(settings, cluster=cluster)
 
 
-class _Watch:
+class AdoptionWatch:
     """Observes every event. Adoptions count from the outer step `since` on."""
 
     def __init__(self, since: OuterStep) -> None:
