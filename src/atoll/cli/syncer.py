@@ -36,7 +36,7 @@ def run_syncer(
     from atoll.runtime.syncer.process import SyncerProcess
     from atoll.runtime.syncer.resume import load_resumable_state
     from atoll.store.snapshots import read_manifest
-    from atoll.transport import server_credentials
+    from atoll.transport import raise_open_files_limit, server_credentials
     from atoll.transport.keys import load_server, token_warnings
 
     credentials = None
@@ -52,6 +52,7 @@ def run_syncer(
     if resume is not None and not (directory / TAPE_FILE).exists():  # started again it goes on from its tape, not from there
         _refuse_nothing_left(settings, resume, read_manifest(resume).snapshot)
         load_resumable_state(resume, settings)
+    raise_open_files_limit()
     use_threads(threads)
     say = logging.getLogger("atoll.syncer").warning
     task = None if settings.model.name == CUSTOM else built(settings, allowed, say)

@@ -14,15 +14,19 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 from atoll.transport.credentials import ClientCredentials, ServerCredentials, client_credentials, server_credentials
 from atoll.transport.dial import Backoff, call, dial, upload
+from atoll.transport.door import PEER_CONNECTIONS, Caps
 from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import Server
+from atoll.transport.sockets import open_files_limit, raise_open_files_limit
 from atoll.transport.wire import CERTIFICATE_KEY
 
 __all__ = [
     "CERTIFICATE_KEY",
+    "PEER_CONNECTIONS",
     "Backoff",
     "Buffers",
+    "Caps",
     "ClientCredentials",
     "Handler",
     "Link",
@@ -34,6 +38,8 @@ __all__ = [
     "call",
     "client_credentials",
     "dial",
+    "open_files_limit",
+    "raise_open_files_limit",
     "server_credentials",
     "upload",
 ]

@@ -152,7 +152,14 @@ async def _send_upload(stream: GrpcStream, transfer: Transfer, deadline: asyncio
     try:
         while transfer.taken < transfer.total and not answer.done():
             offset = transfer.taken
-            await stream.write(pack(CHUNK, 0, offset, transfer.total, transfer.take(LinkLimits.chunk_bytes)))
+            frame = pack(CHUNK, 0, offset, transfer.total, transfer.take(LinkLimits.chunk_bytes))
+            writing = asyncio.create_task(stream.write(frame))
+            try:  # a server that refuses does not read, and the write would wait for it
+                await asyncio.wait({writing, answer}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                if not writing.done():
+                    writing.cancel()
+            await asyncio.gather(writing, return_exceptions=answer.done())
             deadline.reschedule(asyncio.get_running_loop().time() + timeout)
         if not answer.done():
             await stream.finish()

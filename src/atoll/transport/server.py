@@ -2,6 +2,9 @@
 
 The streams arrive on different connections. A random session number, drawn by the client for every attempt, matches them. A
 bulk stream must also repeat the metadata of its talk stream, so an attacker who guesses the number still needs the token.
+
+No message of a stream is read before its metadata was checked. A connection without an admitted stream is closed by the door
+(`door.py`) after a few seconds, and earlier where there are too many of them.
 """
 
 from __future__ import annotations
@@ -9,15 +12,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 from atoll.transport.credentials import ServerCredentials
+from atoll.transport.door import Caps, Door, endpoint_of_peer
 from atoll.transport.frames import ANSWER, CHUNK, READY, REFUSAL, WELCOME, LinkLimits, Refused, Violation, pack, unpack
 from atoll.transport.link import CLOSE_SECONDS, Handler, Link
+from atoll.transport.sockets import AcceptedSockets, open_files_limit
 from atoll.transport.wire import Context, GrpcStream, Listener, Metadata, StreamBroken, metadata_of, refuse
+
+log = logging.getLogger("atoll.door")
 
 SESSION_KEY: Final = "atoll-session"
 COUNT_KEY: Final = "atoll-connections"
@@ -25,6 +34,13 @@ INDEX_KEY: Final = "atoll-connection"
 NONCE_CHARACTERS: Final = 32
 CONNECTIONS_MAX: Final = 16
 OPENING_SECONDS: Final = 10.0
+CALL_SECONDS: Final = 10.0
+"""From a call's admission to the last byte of its message."""
+LOOK_SECONDS: Final = 0.5
+LOOK_CROWDED_SECONDS: Final = 0.15
+"""How often the door looks at the connections. gRPC accepts at most about 4,000 a second: under 1,024 open files it is never full
+for longer than that."""
+DOOR_LINE_SECONDS: Final = 10.0
 
 Answer: TypeAlias = Awaitable[bytes] | bytes
 
@@ -33,9 +49,11 @@ Answer: TypeAlias = Awaitable[bytes] | bytes
 class _Session:
     """A link whose bulk streams are not all connected yet."""
 
+    peer: str
     metadata: dict[str, str]
     bulks: dict[int, GrpcStream] = field(default_factory=dict)
-    complete: asyncio.Event = field(default_factory=asyncio.Event)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    is_replaced: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
     link: Link | None = None
 
@@ -47,8 +65,10 @@ class Server:
         admit: Callable[[Mapping[str, str]], str],
         limits: LinkLimits | None = None,
         credentials: ServerCredentials | None = None,
+        caps: Caps | None = None,
     ) -> None:
-        """`admit` reads a client's metadata and returns the peer's name, or raises Refused."""
+        """`admit` reads a client's metadata and returns the peer's name, or raises Refused. `caps` follow by default from the
+        limit of open files."""
         self.refused: Counter[str] = Counter()
         """Violations by clients, by kind. "duplicate" counts frames that were dropped without harm."""
         self._handler = handler
@@ -58,9 +78,15 @@ class Server:
         self._payload_bytes_max = self._limits.payload_bytes_max
         self._sessions: dict[str, _Session] = {}
         self._links: set[Link] = set()
-        self._calls: dict[str, Callable[[Metadata, bytes], Answer]] = {}
+        self._calls: dict[str, tuple[Callable[[Metadata, bytes], Answer], Callable[[Metadata], object]]] = {}
         self._uploads: dict[str, tuple[Callable[[Metadata, bytearray], Answer], Callable[[Metadata], int]]] = {}
         self._listener: Listener | None = None
+        self._door = Door(caps or Caps.from_open_files(open_files_limit()))
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def caps(self) -> Caps:
+        return self._door.caps
 
     @property
     def payload_bytes_max(self) -> int:
@@ -72,9 +98,11 @@ class Server:
         for link in self._links:
             link.payload_bytes_max = value
 
-    def on_call(self, name: str, function: Callable[[Mapping[str, str], bytes], Answer]) -> None:
-        """Call before `start`."""
-        self._calls[name] = function
+    def on_call(
+        self, name: str, function: Callable[[Mapping[str, str], bytes], Answer], admit: Callable[[Mapping[str, str]], object],
+    ) -> None:  # fmt: skip
+        """Call before `start`. `admit` sees the metadata before a byte of the message is read, and may raise Refused."""
+        self._calls[name] = (function, admit)
 
     def on_upload(
         self, name: str, function: Callable[[Mapping[str, str], bytearray], Answer],
@@ -86,13 +114,12 @@ class Server:
 
     async def start(self, address: str) -> str:
         """Listens, and returns the address with the port that was bound."""
-        self._listener = Listener(self._limits)
-        self._listener.serve(
-            {"Talk": self._talk, "Bulk": self._bulk},
-            {name: self._caller(function) for name, function in self._calls.items()},
-            {name: self._uploader(function, bytes_max) for name, (function, bytes_max) in self._uploads.items()},
-        )
+        self._listener = Listener(self._limits, self._door.caps.connections, self._door.caps.admission_seconds)
+        calls = {name: self._caller(*call) for name, call in self._calls.items()}
+        uploads = {name: self._uploader(*upload) for name, upload in self._uploads.items()}
+        self._listener.serve({"Talk": self._talk, "Bulk": self._bulk}, calls | uploads)
         port = await self._listener.start(address, self._credentials)
+        self._looking = asyncio.create_task(self._keep_door(AcceptedSockets(port)))
         return f"{address.rpartition(':')[0]}:{port}"
 
     async def stop(self, grace: float) -> None:
@@ -107,24 +134,56 @@ class Server:
         if self._listener is not None:
             listener, self._listener = self._listener, None
             await listener.stop(grace)
+        if self._looking is not None:
+            self._looking.cancel()
+            ending.append(self._looking)
         await asyncio.gather(*ending, return_exceptions=True)
+
+    # The door
+
+    async def _keep_door(self, sockets: AcceptedSockets) -> None:
+        """Looks from another thread: under attack it makes hundreds of system calls, between which the loop goes on."""
+        loop, closed, next_line = asyncio.get_running_loop(), 0, 0.0
+
+        def look() -> None:
+            with contextlib.suppress(OSError):  # no descriptor is left to look with: gRPC's own limits hold meanwhile
+                self._door.update(sockets.scan(), loop.time())
+                self._door.close_excess(loop.time(), sockets.close)
+
+        while True:
+            await asyncio.to_thread(look)
+            total = self._door.closed.total()
+            if total > closed and loop.time() >= next_line:
+                log.warning("closed %d connections that were not admitted: %s", total - closed, dict(+self._door.closed))
+                closed, next_line = total, loop.time() + DOOR_LINE_SECONDS
+            await asyncio.sleep(LOOK_CROWDED_SECONDS if self._door.is_crowded else LOOK_SECONDS)
+
+    def _admitted(self, context: Context) -> AbstractContextManager[None]:
+        endpoint = endpoint_of_peer(context.peer())
+        return nullcontext() if endpoint is None else self._door.admitted(endpoint, asyncio.get_running_loop().time)
 
     # Streams
 
     async def _talk(self, _: object, context: Context) -> None:
         try:
-            nonce, session, peer, count = self._new_session(metadata_of(context))
+            nonce, session, count = self._new_session(metadata_of(context))
         except Refused as refusal:
             self.refused["admit"] += 1
             await refuse(context, refusal)
+        with self._admitted(context):
+            await self._talk_in(session, nonce, count, context)
+
+    async def _talk_in(self, session: _Session, nonce: str, count: int, context: Context) -> None:
         talk = GrpcStream(context)
         try:
             await talk.write(pack(WELCOME))
             async with asyncio.timeout(OPENING_SECONDS):
-                while len(session.bulks) < count:
-                    session.complete.clear()
-                    await session.complete.wait()
-            await self._hold(session, Link(peer, self._handler, self._limits, self.refused), talk)
+                while len(session.bulks) < count and not session.is_replaced:
+                    session.changed.clear()
+                    await session.changed.wait()
+            if session.is_replaced:
+                await refuse(context, Refused("replaced by a newer attempt of the same peer", retry=True))
+            await self._hold(session, Link(session.peer, self._handler, self._limits, self.refused), talk)
         except TimeoutError:
             self.refused["session"] += 1
             await refuse(context, Refused(f"only {len(session.bulks)} of {count} bulk connections arrived", retry=True))
@@ -134,15 +193,19 @@ class Server:
             del self._sessions[nonce]
             session.over.set()
 
-    def _new_session(self, metadata: dict[str, str]) -> tuple[str, _Session, str, int]:
+    def _new_session(self, metadata: dict[str, str]) -> tuple[str, _Session, int]:
         nonce, count = metadata.get(SESSION_KEY, ""), metadata.get(COUNT_KEY, "")
         if len(nonce) != NONCE_CHARACTERS or nonce in self._sessions:
             raise Refused("the session number is malformed or already in use")
         if not count.isdecimal() or len(count) > 4 or not 1 <= int(count) <= CONNECTIONS_MAX:
             raise Refused(f"a link has 1 to {CONNECTIONS_MAX} bulk connections, not {count[:20]!r}")
         peer = self._admit(metadata)
-        session = self._sessions[nonce] = _Session(_session_metadata(metadata))
-        return nonce, session, peer, int(count)
+        for other in self._sessions.values():  # one attempt at a time: an admitted peer must not hold every connection there is
+            if other.peer == peer and other.link is None:
+                other.is_replaced = True
+                other.changed.set()
+        session = self._sessions[nonce] = _Session(peer, _session_metadata(metadata))
+        return nonce, session, int(count)
 
     async def _hold(self, session: _Session, link: Link, talk: GrpcStream) -> None:
         """Registers the link before the client learns that it is ready, so that `stop` at that moment still closes it."""
@@ -167,21 +230,35 @@ class Server:
             self.refused["session"] += 1
             await refuse(context, Refused("this bulk connection belongs to no session"))
         session.bulks[int(index)] = GrpcStream(context)
-        session.complete.set()
+        session.changed.set()
         try:
-            await session.over.wait()
+            with self._admitted(context):
+                await session.over.wait()
         finally:
             if session.link is not None:
                 session.link.connection_lost("a bulk connection was cancelled")
 
     # Calls
 
-    def _caller(self, function: Callable[[Metadata, bytes], Answer]) -> Callable[[bytes, Context], Awaitable[bytes]]:
-        async def answer(request: bytes, context: Context) -> bytes:
+    def _caller(
+        self, function: Callable[[Metadata, bytes], Answer], admit: Callable[[Metadata], object]
+    ) -> Callable[[object, Context], Awaitable[None]]:
+        async def answer(_: object, context: Context) -> None:
+            metadata, stream = metadata_of(context), GrpcStream(context)
             try:
-                return await _resolve(function(metadata_of(context), request))
+                admit(metadata)
+                with self._admitted(context):
+                    async with asyncio.timeout(CALL_SECONDS):
+                        request = await stream.read()
+                    if request is not None:
+                        await stream.write(await _resolve(function(metadata, request)))
+            except TimeoutError:
+                self.refused["call"] += 1
+                await refuse(context, Refused(f"the call did not arrive within {CALL_SECONDS:g} s", retry=True))
             except Refused as refusal:
                 await refuse(context, refusal)
+            except StreamBroken:
+                return
 
         return answer
 
@@ -189,24 +266,29 @@ class Server:
         self, function: Callable[[Metadata, bytearray], Answer], bytes_max: Callable[[Metadata], int]
     ) -> Callable[[object, Context], Awaitable[None]]:
         async def answer(_: object, context: Context) -> None:
-            stream = GrpcStream(context)
+            metadata, stream = metadata_of(context), GrpcStream(context)
             with contextlib.suppress(StreamBroken, TimeoutError):
-                await stream.write(await self._take_upload(stream, metadata_of(context), function, bytes_max))
-                # A refused client is still sending. If its stream ended now, its next write would fail before it reads the
-                # reason, so it gets a moment to stop by itself.
-                async with asyncio.timeout(CLOSE_SECONDS):
-                    while await stream.read() is not None:
-                        pass
+                try:
+                    room = bytes_max(metadata)
+                except Refused as refusal:
+                    await stream.write(_refusal(refusal))
+                    await asyncio.sleep(CLOSE_SECONDS)  # reads nothing: a client without a place may send what it likes
+                    return
+                with self._admitted(context):
+                    await stream.write(await self._take_upload(stream, metadata, function, room))
+                    # A refused client is still sending. If its stream ended now, its next write would fail before it reads the
+                    # reason, so it gets a moment to stop by itself.
+                    async with asyncio.timeout(CLOSE_SECONDS):
+                        while await stream.read() is not None:
+                            pass
 
         return answer
 
     async def _take_upload(
-        self, stream: GrpcStream, metadata: Metadata, function: Callable[[Metadata, bytearray], Answer],
-        bytes_max: Callable[[Metadata], int],
-    ) -> bytes:  # fmt: skip
+        self, stream: GrpcStream, metadata: Metadata, function: Callable[[Metadata, bytearray], Answer], room: int
+    ) -> bytes:
         whole = bytearray()
         try:
-            room = bytes_max(metadata)
             while room and (data := await stream.read()) is not None:
                 _append(whole, data, room)
             return pack(ANSWER, body=(await _resolve(function(metadata, whole)),))
@@ -214,7 +296,11 @@ class Server:
             self.refused[violation.kind] += 1
             return pack(REFUSAL, body=(str(violation).encode(),))
         except Refused as refusal:
-            return pack(REFUSAL, int(refusal.retry), body=(refusal.reason.encode(),))
+            return _refusal(refusal)
+
+
+def _refusal(refusal: Refused) -> bytes:
+    return pack(REFUSAL, int(refusal.retry), body=(refusal.reason.encode(),))
 
 
 def _append(whole: bytearray, data: bytes, bytes_max: int) -> None:

@@ -30,6 +30,9 @@ CERTIFICATE_KEY: Final = ":certificate"
 """The common name of a client's certificate, for `admit`. A client cannot send a key that begins with a colon."""
 SLACK_BYTES: Final = 64 << 10
 
+STREAMS_MAX: Final = 2
+"""Streams at a time on one connection. An honest client has one; a second may begin while the first ends."""
+
 LAST_RESORT_MS: Final = 600_000
 """An HTTP/2 answer may queue behind a full socket buffer: 4 MB, Linux's default, takes 600 s on a link of 56 kbit/s."""
 
@@ -124,6 +127,8 @@ class Context(Protocol):
 
     def auth_context(self) -> Mapping[str, Sequence[bytes]]: ...
 
+    def peer(self) -> str: ...
+
     async def abort(self, code: Any, details: str, trailing_metadata: Sequence[tuple[str, str]]) -> NoReturn: ...
 
 
@@ -175,27 +180,27 @@ class Channel:
 RpcError: Final[type[Exception]] = grpc.aio.AioRpcError
 
 StreamHandler: TypeAlias = Callable[[Any, Context], Awaitable[None]]
-CallHandler: TypeAlias = Callable[[bytes, Context], Awaitable[bytes]]
 
 
 class Listener:
     """A gRPC server that is not started yet."""
 
-    def __init__(self, limits: LinkLimits) -> None:
-        self._server: Any = grpc.aio.server(options=[*options(limits), ("grpc.so_reuseport", 0)])
+    def __init__(self, limits: LinkLimits, connections_max: int, handshake_seconds: float) -> None:
+        bounds = [
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_allowed_incoming_connections", connections_max),
+            ("grpc.server_handshake_timeout_ms", round(handshake_seconds * 1000)),
+            ("grpc.max_concurrent_streams", STREAMS_MAX),
+            ("grpc.enable_channelz", 0),  # a record of every connection that nobody reads: a tenth of the cost of one
+        ]
+        self._server: Any = grpc.aio.server(options=[*options(limits), *bounds])
 
-    def serve(
-        self, streams: Mapping[str, StreamHandler], calls: Mapping[str, CallHandler], uploads: Mapping[str, StreamHandler]
-    ) -> None:
-        talking = {name: grpc.stream_stream_rpc_method_handler(function) for name, function in streams.items()}
-        calling = {name: grpc.unary_unary_rpc_method_handler(function) for name, function in calls.items()}
-        calling |= {name: grpc.stream_stream_rpc_method_handler(function) for name, function in uploads.items()}
-        self._server.add_generic_rpc_handlers(
-            (
-                grpc.method_handlers_generic_handler(LINK_SERVICE, talking),
-                grpc.method_handlers_generic_handler(CALL_SERVICE, calling),
-            )
-        )
+    def serve(self, streams: Mapping[str, StreamHandler], calls: Mapping[str, StreamHandler]) -> None:
+        """A call is a stream here, of one message each way: gRPC would read the whole message of a unary call into memory before
+        any function of ours sees its metadata."""
+        for service, handlers in ((LINK_SERVICE, streams), (CALL_SERVICE, calls)):
+            methods = {name: grpc.stream_stream_rpc_method_handler(function) for name, function in handlers.items()}
+            self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
 
     async def start(self, address: str, credentials: ServerCredentials | None) -> int:
         try:

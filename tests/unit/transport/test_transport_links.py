@@ -308,8 +308,8 @@ def test_calls_and_uploads() -> None:
             taken.append(data)
             return b"%d" % len(data)
 
-        server.on_call("later", later)
-        server.on_call("no", refuse)
+        server.on_call("later", later, lambda _: None)
+        server.on_call("no", refuse, lambda _: None)
         server.on_upload("take", take, 3 << 20)
         address = await server.start("127.0.0.1:0")
         assert await call(address, "later", {"name": "n"}, b"!", None, 5) == b"n!"

@@ -20,7 +20,18 @@ from atoll.protocol.vocabulary import ConnectionLost, Event, StateRequest, State
 from atoll.runtime import payload as wire
 from atoll.runtime.loop import MessageQueue
 from atoll.runtime.syncer.places import Placement
-from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, Server, dial
+from atoll.transport import (
+    PEER_CONNECTIONS,
+    Backoff,
+    Caps,
+    Link,
+    LinkFailed,
+    LinkLimits,
+    Refused,
+    Server,
+    dial,
+    open_files_limit,
+)
 
 if TYPE_CHECKING:
     from atoll.runtime.learner.address import Address
@@ -58,7 +69,8 @@ class Peers:
         if self._address.listen:
             # a newcomer sends a request of a few bytes and receives a whole state
             limits = LinkLimits(payload_bytes_max=1 << 20, queue_bytes_max=STATE_BYTES_MAX)
-            self._server = Server(self, self._admit, limits, self._address.server_credentials)
+            caps = Caps.from_open_files(open_files_limit(), PEER_CONNECTIONS)
+            self._server = Server(self, self._admit, limits, self._address.server_credentials, caps)
             bound = await self._server.start(self._address.listen)
             self.advertised = self._address.advertise or bound
 

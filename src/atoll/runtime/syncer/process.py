@@ -95,7 +95,7 @@ class SyncerProcess:
         limits = LinkLimits(assembling_max=4 + 2 * self._config.protocol.overlap, queue_bytes_max=1 << 44)
         self._server = Server(self, self._admit, limits, credentials)
         directory.places.certified = credentials is not None
-        self._server.on_call("Join", self._join)
+        self._server.on_call("Join", self._join, directory.places.check_token)
         self._server.on_upload("Upload", self._upload_model, self._upload_bytes_max)
         self._over: asyncio.Future[None]
         self._storage_blocked = False
@@ -134,6 +134,10 @@ class SyncerProcess:
         if not self._directory.machine.finished:
             wait = f"the first step waits up to {config.limits.start_wait_seconds:.0f} s for all of them"
             log.info("waiting for %d learners (%s); join token: %s", config.learners, wait, self._directory.token_file)
+        caps = self._server.caps
+        if 2 * config.learners > caps.connections - caps.unadmitted:
+            fit, enough = (caps.connections - caps.unadmitted) // 2, "raise the hard limit of open files (ulimit -Hn)"
+            log.warning("learners = %d: only %d fit under the limit of open files; %s", config.learners, fit, enough)
 
     async def _shut_down(self) -> None:
         self._timer.stop()

@@ -1,0 +1,184 @@
+"""Who may stay connected to a listening process: a table of its connections, and which of them are closed.
+
+A connection is *admitted* while one of its streams is: a link's, or a call or an upload that showed a token or a key. All
+others are bounded in number, in total and for each address, and in time. Admitted connections are not counted by address:
+a whole site of honest learners may share one.
+
+When there are too many, one of the address that has most of them is closed, so an attacker pushes out its own connections.
+Those that have sent nothing go first, oldest first: an honest client speaks as soon as it is connected. Among those that have
+spoken the choice is random. Oldest first would close every client whose handshake takes longer than the table takes to turn
+over; a random choice leaves each attempt a chance.
+
+The table does not know how connections are found and closed; `sockets.py` does. One thread updates it and closes, another admits.
+A connection that is admitted while it is being closed is lost, and its client tries again.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import random
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final, Protocol, TypeAlias
+from urllib.parse import unquote
+
+ADMISSION_SECONDS: Final = 10.0
+"""From the connection to its first admitted stream: TLS takes two round trips and a token one more."""
+FILES_RESERVED: Final = 128
+"""Descriptors for the tape, version files, snapshots, gRPC's own and those of Python. A syncer at work has about 40."""
+UNADMITTED_MOST: Final = 1024
+"""At 20 kB of memory each in gRPC, and two dozen more while it negotiates TLS."""
+PEER_CONNECTIONS: Final = 128
+"""For a learner, which serves a few recovering peers: its process belongs to a user, who needs descriptors too."""
+
+MAPPED: Final = "::ffff:"
+
+Endpoint: TypeAlias = tuple[str, int]
+"""A client's address and port."""
+
+
+@dataclass(frozen=True)
+class Caps:
+    """The most connections of one listening process."""
+
+    connections: int
+    """In all. gRPC accepts and closes what is beyond."""
+    unadmitted: int
+    unadmitted_per_address: int
+    admission_seconds: float = ADMISSION_SECONDS
+
+    @staticmethod
+    def from_open_files(limit: int, most: int = 1 << 16) -> Caps:
+        """From the limit of open files that the process has."""
+        connections = min(most, max(limit // 2, limit - FILES_RESERVED))
+        unadmitted = max(2, min(connections // 4, UNADMITTED_MOST))
+        return Caps(connections, unadmitted, unadmitted // 2)
+
+
+class _Connection:
+    __slots__ = ("endpoint", "group", "has_spoken", "since")
+
+    def __init__(self, endpoint: Endpoint, since: float) -> None:
+        self.endpoint = endpoint
+        self.group = address_group(endpoint[0])
+        self.since = since
+        """When it was accepted, or when its last admitted stream ended."""
+        self.has_spoken = False
+
+
+class Closer(Protocol):
+    def __call__(self, endpoint: Endpoint, *, if_silent: bool) -> bool:
+        """Close the connection, or with `if_silent` do so only if its client has sent nothing. True if it is closed."""
+
+
+class Door:
+    def __init__(self, caps: Caps, rng: random.Random | None = None) -> None:
+        self.caps = caps
+        self.closed: Counter[str] = Counter()
+        """Connections closed here: "late", "address" (too many of one), "full"."""
+        self._rng = rng or random.Random()
+        self._connections: dict[Endpoint, _Connection] = {}
+        self._admitted: Counter[Endpoint] = Counter()
+        self._closing: set[Endpoint] = set()
+        """Closed, but still open where connections are found."""
+
+    @contextmanager
+    def admitted(self, endpoint: Endpoint, now: Callable[[], float]) -> Iterator[None]:
+        """While this lasts, the connection stays. It may not have been seen yet."""
+        self._admitted[endpoint] += 1
+        try:
+            yield
+        finally:
+            self._admitted[endpoint] -= 1
+            if not self._admitted[endpoint]:
+                del self._admitted[endpoint]
+                if endpoint in self._connections:
+                    self._connections[endpoint].since = now()
+
+    def update(self, found: Iterable[Endpoint], now: float) -> None:
+        """The connections that are open now."""
+        open_ = set(found)
+        self._closing &= open_
+        before = self._connections
+        self._connections = {each: before.get(each) or _Connection(each, now) for each in open_ - self._closing}
+
+    @property
+    def unadmitted(self) -> int:
+        return sum(endpoint not in self._admitted for endpoint in self._connections)
+
+    @property
+    def is_crowded(self) -> bool:
+        """So many wait for admission that they have to be looked at often."""
+        return 2 * self.unadmitted > self.caps.unadmitted_per_address
+
+    def close_excess(self, now: float, close: Closer) -> None:
+        groups: dict[str, list[_Connection]] = defaultdict(list)
+        late: list[_Connection] = []
+        for endpoint, connection in self._connections.items():
+            if endpoint not in self._admitted:
+                is_late = now - connection.since >= self.caps.admission_seconds
+                (late if is_late else groups[connection.group]).append(connection)
+        self.closed["late"] += len(late)
+        for connection in late:
+            self._close(connection, close)
+        keep = self._sizes_to_keep({group: len(members) for group, members in groups.items()})
+        for group, members in groups.items():
+            if len(members) > keep[group]:
+                self._thin_out(members, len(members) - keep[group], close)
+
+    def _sizes_to_keep(self, sizes: dict[str, int]) -> dict[str, int]:
+        """Of each address at most its share, and in all at most the total, taken from the largest first."""
+        keep = {group: min(size, self.caps.unadmitted_per_address) for group, size in sizes.items()}
+        self.closed["address"] += sum(sizes.values()) - sum(keep.values())
+        excess = sum(keep.values()) - self.caps.unadmitted
+        if excess > 0:
+            self.closed["full"] += excess
+            level = max(keep.values())
+            while excess > 0:
+                largest = [group for group, size in keep.items() if size == level]
+                for group in largest[:excess]:
+                    keep[group] -= 1
+                excess -= len(largest)
+                level -= 1
+        return keep
+
+    def _thin_out(self, members: list[_Connection], excess: int, close: Closer) -> None:
+        for connection in sorted(members, key=lambda c: c.since):
+            if not excess:
+                return
+            if not connection.has_spoken:
+                connection.has_spoken = not close(connection.endpoint, if_silent=True)
+                if not connection.has_spoken:
+                    excess -= 1
+                    self._forget(connection)
+        for connection in self._rng.sample([c for c in members if c.has_spoken], excess):
+            self._close(connection, close)
+
+    def _close(self, connection: _Connection, close: Closer) -> None:
+        close(connection.endpoint, if_silent=False)
+        self._forget(connection)
+
+    def _forget(self, connection: _Connection) -> None:
+        del self._connections[connection.endpoint]
+        self._closing.add(connection.endpoint)
+
+
+def address_group(host: str) -> str:
+    """What counts as one address: an IPv4 address, or the /64 that a single IPv6 site has at least."""
+    return str(ipaddress.ip_network((host, 64), strict=False)) if ":" in host else host
+
+
+def endpoint_of(host: str, port: int) -> Endpoint:
+    """A socket that listens on IPv6 sees an IPv4 client under a mapped address."""
+    if host.startswith(MAPPED) and "." in host:
+        return host.removeprefix(MAPPED), port
+    return (str(ipaddress.IPv6Address(host.partition("%")[0])) if ":" in host else host), port
+
+
+def endpoint_of_peer(peer: str) -> Endpoint | None:
+    """From gRPC's words for a client, "ipv4:10.0.0.5:4711" or "ipv6:%5B::1%5D:4711"; None for anything else."""
+    kind, _, rest = peer.partition(":")
+    host, _, port = unquote(rest).rpartition(":")
+    return endpoint_of(host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") else None
