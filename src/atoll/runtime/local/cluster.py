@@ -37,7 +37,7 @@ from atoll.config import Config, to_toml
 from atoll.errors import AtollError, RunFailed, UserError
 from atoll.extend import loaded_plugins
 from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
-from atoll.protocol.vocabulary import Finished, FixParticipants, Membership, Standing
+from atoll.protocol.vocabulary import Finished, FixParticipants
 from atoll.runtime.local.failure import Failure
 from atoll.runtime.local.fault_proxies import FaultProxies
 from atoll.runtime.local.forkserver import Child, ForkServer
@@ -126,7 +126,6 @@ class LocalCluster:
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._clock0: float | None = None
-        self._expelled: set[LearnerId] = set()
         self._finished = False
         self._pause = threading.Event()
         self._address = ""
@@ -225,10 +224,6 @@ class LocalCluster:
             if self._clock0 is None and any(isinstance(e, FixParticipants) for e in record.effects):
                 self._begin_plan()
             self._finished = self._finished or any(isinstance(e, Finished) for e in record.effects)
-            for effect in record.effects:
-                if isinstance(effect, Membership) and effect.standing is Standing.EXPELLED:
-                    self._expelled.add(effect.learner)
-                    self._say(f"{worker_name(effect.learner)} is expelled: {effect.reason}")
             self._watch(record)
         now = time.monotonic()
         while self._agenda and self._agenda[0][0] <= now:
@@ -256,8 +251,6 @@ class LocalCluster:
     def _tend(self, w: _Worker, now: float) -> None:
         if self._finished and w.worker != SYNCER:
             return  # a learner that is started now would only hear that the run is finished
-        if w.worker in self._expelled:
-            return  # the syncer would not admit it again
         if w.back_at is not None:
             if now >= w.back_at:
                 w.start(self._fork_server)
