@@ -43,6 +43,13 @@ def learner(
     ] = 1,
     insecure: InsecureOption = False,
     device: Annotated[str, typer.Option("--device", help="Where it trains: cpu, cuda, cuda:1, ...")] = "cpu",
+    allow_data: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--allow-data", metavar="FOLDER",
+            help="A folder that the syncer's recipe may name data in. Repeatable. Default: the working directory.",
+        ),
+    ] = None,
     allow_model: AllowOption = None,
     allow_plugin: PluginOption = None,
     out_dir: Annotated[
@@ -70,4 +77,9 @@ def learner(
     address = address_of(
         syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"
     )
-    run_worker(WorkerOptions(address, wants, out_dir, device, threads, allow_model or [], resume, obey_stdin))
+    run_worker(
+        WorkerOptions(
+            address, wants, out_dir, device, threads, allow_model or [], resume, data_folders=allow_data or [],
+            obey_stdin=obey_stdin,
+        )
+    )  # fmt: skip

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -36,6 +36,7 @@ from atoll.store.tokenizer_file import tokenizer_setting
 from atoll.tape.format import Header
 from atoll.tasks.registry import task_for
 from atoll.tasks.task import Task
+from atoll.workload.data.allowed import allowed_folders, refuse_outside
 
 log = logging.getLogger("atoll.learner")
 
@@ -52,6 +53,8 @@ class WorkerOptions:
     allowed: Collection[str] = ()
     resume: Path | None = None
     """This learner's part of a snapshot."""
+    data_folders: Sequence[Path] = ()
+    """The folders that it reads data from; empty: the working directory."""
     obey_stdin: bool = False
     """A launcher holds the other end: it sends `slow FACTOR` and `attack JSON`; the learner leaves when the pipe closes."""
 
@@ -60,10 +63,13 @@ def run_worker(options: WorkerOptions) -> None:
     """Returns when the run is over or this learner was asked to leave."""
     use_threads(options.threads)
     device = checked_device(options.device)
+    folders = allowed_folders(options.data_folders)
     loop = LoopThread()
     try:
         placement: Placement = loop.run(request_place(options.address, options.wants, random.Random(), kept_place(options.out)))
-        task = task_for_placement(from_builtins(placement.config), placement, options.allowed)
+        config = from_builtins(placement.config)
+        refuse_outside(config.data, folders)
+        task = task_for_placement(config, placement, options.allowed)
         launcher = Launcher(options.obey_stdin)
         while (lost := _train_at(placement, options, task, device, loop, launcher)) is not None:
             log.warning("%s; this process asks for another place", lost)

@@ -135,7 +135,8 @@ class LocalCluster:
         own_code += [word for name in loaded_plugins() for word in ("--allow-plugin", name)]
         self._workers: dict[WorkerId, _Worker] = {}
         self._syncer_options = ["--dir", str(directory / "syncer"), *common, *own_code, *_resume_syncer(resume)]
-        self._learner_options = [*common, *own_code, "--device", device]
+        # The recipe is that of this user, on this machine: it may name any path.
+        self._learner_options = [*common, *own_code, "--device", device, "--allow-data", "/"]
         self._evaluator_argv = ["eval", str(directory), "--follow", "--obey-stdin", *own_code, "--device", device]
         self._resume = resume
 

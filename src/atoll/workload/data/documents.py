@@ -145,7 +145,7 @@ def find_sources(wanted: str, key: str) -> FoundFiles:
 
     A path that exists is taken literally, even with commas or wildcards in it.
     """
-    parts = [wanted] if _exists(wanted) else [part.strip() for part in wanted.split(",")]
+    parts = [wanted] if exists(wanted) else [part.strip() for part in wanted.split(",")]
     found: dict[Path, Source] = {}
     duplicates: list[Path] = []
     ignored: dict[Path, Path] = {}
@@ -162,7 +162,8 @@ def find_sources(wanted: str, key: str) -> FoundFiles:
     return FoundFiles(list(found.values()), duplicates, [path for same, path in ignored.items() if same not in found])
 
 
-def _exists(part: str) -> bool:
+def exists(part: str) -> bool:
+    """Whether it is read as one path, whatever characters it has."""
     try:
         return bool(part) and Path(part).expanduser().exists()
     except (OSError, ValueError, RuntimeError):  # too long, with a NUL, or the home of an unknown user
@@ -172,7 +173,7 @@ def _exists(part: str) -> bool:
 def _matching(part: str, key: str) -> FoundFiles:
     if not part:
         raise DataError(f"{key}: a name is missing; give a path, a glob, or several separated by commas")
-    if _exists(part):
+    if exists(part):
         path = Path(part).expanduser()
         if path.is_file():
             return FoundFiles([Source(path, path.name)], [], [])
