@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, get_args
 
 import msgspec
 
-from atoll.errors import PlanError
+from atoll.errors import UNDECODABLE, PlanError
 from atoll.ids import SYNCER, LearnerId, WorkerId, worker_name
 
 
@@ -159,7 +159,7 @@ def load_plan(text: str, learners: int) -> ChaosPlan:
         plan = msgspec.toml.decode(path.read_bytes(), type=ChaosPlan)
     except FileNotFoundError:
         raise PlanError(f"chaos plan {text}: no such file; give a TOML file or random:SEED:COUNT:SECONDS") from None
-    except (msgspec.DecodeError, OSError, UnicodeDecodeError) as error:
+    except (*UNDECODABLE, ValueError, OSError) as error:
         kinds = ", ".join((*KINDS, "scavenge", "hostile"))
         raise PlanError(f"chaos plan {text}: {error}; each [[faults]] needs fault, one of {kinds}, and at") from None
     check_plan(plan, learners)

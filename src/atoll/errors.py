@@ -17,6 +17,13 @@ AtollError
 
 from __future__ import annotations
 
+from typing import Final
+
+import msgspec
+
+UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What a decoder raises for bytes that are not what they should be: another type, text that is no UTF-8, nested too deeply."""
+
 
 class AtollError(Exception):
     """Every exception that Atoll raises on purpose."""

@@ -21,7 +21,7 @@ def read_toml(path: Path, what: str = "recipe") -> dict[str, Any]:
         raise ConfigError(f"{what} {path}: cannot be read ({error.strerror or error})") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{what} {path}: cannot be read as UTF-8 text ({error})") from None
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # the parser lets through what Python says of endless numbers and lists
         raise ConfigError(f"{what} {path}: not valid TOML: {error}") from None
 
 
@@ -37,7 +37,7 @@ def parse_assignment(text: str) -> dict[str, Any]:
         raise ConfigError(f"--set {text!r}: must be key=value, such as protocol.overlap=2")
     try:
         found = tomllib.loads(f"v = {value}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         found = {"v": value.strip()}  # a bare word is a string: --set protocol.merge=mean
     if len(found) > 1:  # more lines, with more keys or sections in them
         raise ConfigError(f"--set {text!r}: sets more than {key}; give one --set for each key")

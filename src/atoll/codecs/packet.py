@@ -116,7 +116,8 @@ def _tensor(view: memoryview, at: int, dtype: torch.dtype, count: int) -> Tensor
 
 
 def _refuse_bad_content(name: str, numel: int, codes: Tensor, scales: Tensor | None) -> None:
-    """For any bytes that pass, the decoded values are finite and all indices are inside the tensor."""
+    """For any bytes that pass, codes and scales are finite and all indices are inside the tensor. A scale near the largest float
+    still decodes to Inf where an honest packet has no such code: whoever decodes a peer's packet looks at the result."""
     for part in (codes, scales):
         if part is not None and part.is_floating_point() and part.numel():
             low, high = torch.aminmax(part)

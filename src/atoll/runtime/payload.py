@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs import Packet
-from atoll.errors import DataError
+from atoll.errors import UNDECODABLE, DataError
 from atoll.executor.cuda.learner import StagedSend
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Envelope, Message, StateTransfer
@@ -55,7 +55,7 @@ def to_head(envelope: Envelope, address: str = "", key: str = "", digests: dict[
 def from_head(head: bytes) -> WireMessage:
     try:
         return _decode(head)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (*UNDECODABLE, ValueError) as error:
         raise DataError(f"this is not a message: {error}") from None
 
 

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs import Packet
-from atoll.errors import DataError, UserError
+from atoll.errors import UNDECODABLE, DataError, UserError
 from atoll.ids import FragmentId, OuterStep
 from atoll.store import tensor_files as state
 from atoll.store.tensor_files import PARTIAL, ByteChunk, StorageFailed, TensorEntry, free_bytes
@@ -114,7 +114,7 @@ def _read_metadata(stream: io.RawIOBase, size: int, path: Path) -> tuple[_Metada
         raise DataError(f"{path} is damaged, or not a version of a fragment: the SHA-256 of its metadata is wrong")
     try:
         metadata = msgspec.json.decode(text, type=_Metadata)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise DataError(f"{path} was not written by this Atoll: {error}") from None
     if metadata.format != FORMAT or set(metadata.digests) != set(entries):
         raise DataError(f"{path} has format {metadata.format!r}; this Atoll reads {FORMAT!r}")

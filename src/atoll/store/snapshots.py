@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import msgspec
 
-from atoll.errors import DataError
+from atoll.errors import UNDECODABLE, DataError
 from atoll.ids import LearnerId, OuterStep
 from atoll.store.durable import FOLDER, DurableVersions, check_version, version_sha256
 from atoll.store.tensor_files import (
@@ -46,6 +46,8 @@ MACHINE_FILE: Final = "machine.json"
 MANIFEST: Final = "manifest.json"
 STATE: Final = "state.safetensors"
 MANIFEST_BYTES_MAX: Final = 2**26
+NAME_MAX: Final = 200
+"""Characters of a file's name in a manifest. Longer ones no file system has."""
 _LEFT: Final = re.compile(r"(\d+)\.(open|old)")
 
 
@@ -293,18 +295,19 @@ def read_manifest(directory: Path) -> Manifest:
     text = read_with(path, lambda stream, size: stream.read(min(size, MANIFEST_BYTES_MAX)))
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
-    except msgspec.MsgspecError as error:
+    except UNDECODABLE as error:
         raise DataError(f"{path} is damaged: {error}") from None
     for name in manifest.files:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
-            raise DataError(f"{path} names {name!r}, which is not inside its directory")
+        if not 0 < len(name) <= NAME_MAX or "\0" in name or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise DataError(f"{path} names {name[:NAME_MAX]!r}, which is not a file inside its directory")
     return manifest
 
 
 def _read_machine_state(directory: Path, manifest: Manifest) -> bytes:
     path = directory / MACHINE_FILE
-    machine_state: bytes = read_with(path, lambda stream, size: stream.read())
-    if hashlib.sha256(machine_state).hexdigest() != _entry(directory, manifest, MACHINE_FILE).sha256:
+    entry = _entry(directory, manifest, MACHINE_FILE)
+    machine_state: bytes = read_with(path, lambda stream, size: stream.read(entry.bytes) if size == entry.bytes else b"")
+    if hashlib.sha256(machine_state).hexdigest() != entry.sha256:
         raise DataError(f"{path} is damaged: its SHA-256 is wrong")
     return machine_state
 

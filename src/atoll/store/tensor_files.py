@@ -32,7 +32,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from atoll.errors import ConfigError, DataError, RunFailed
+from atoll.errors import UNDECODABLE, ConfigError, DataError, RunFailed
 
 FORMAT: Final = "atoll-state-1"
 HEADER_MAX: Final = 64 * 2**20
@@ -123,7 +123,7 @@ def rebuild(structure: bytes, tensors: dict[str, Tensor], what: str) -> Any:
     """The value that was flattened; DataError for bytes that `flatten` did not make."""
     try:
         return _rebuild_node(msgspec.msgpack.decode(structure), tensors, 0)
-    except (msgspec.MsgspecError, _Malformed, RecursionError, UnicodeDecodeError, TypeError) as error:
+    except (*UNDECODABLE, _Malformed, TypeError) as error:
         raise DataError(f"{what}: its structure is damaged: {error}") from None
 
 
@@ -212,7 +212,7 @@ def read_header(stream: io.RawIOBase, size: int, what: str) -> tuple[dict[str, T
         parts = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(parts.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
         entries = {name: msgspec.json.decode(raw, type=TensorEntry) for name, raw in parts.items()}
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise DataError(f"{what}: the header is not a safetensors header: {error}") from None
     ordered = dict(sorted(entries.items(), key=lambda item: item[1].data_offsets))
     at = 0

@@ -12,7 +12,7 @@ from typing import Final, Literal, Protocol
 import msgspec
 
 from atoll.config import Config, Data
-from atoll.errors import DataError, UserError
+from atoll.errors import UNDECODABLE, DataError, UserError
 from atoll.workload.data.tokenizer import BpeTokenizer, ByteTokenizer, JsonTokenizer, Tokenizer
 
 FILE: Final = "text.json"
@@ -68,7 +68,7 @@ def _in(folder: Path) -> tuple[Path, RunTokenizer] | None:
         return None
     try:
         return path, msgspec.json.decode(path.read_bytes(), type=RunTokenizer)
-    except (msgspec.MsgspecError, OSError) as error:
+    except (*UNDECODABLE, OSError) as error:
         raise DataError(f"{path} is not what a run keeps of its text: {error}") from None
 
 

@@ -21,7 +21,7 @@ from typing import IO, Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from atoll.errors import TapeError
+from atoll.errors import UNDECODABLE, TapeError
 from atoll.ids import Nanos, WorkerId
 from atoll.protocol.vocabulary import Effect, Event
 
@@ -114,8 +114,6 @@ def read_line(file: IO[bytes], path: Path) -> bytes:
 
 _encode = msgspec.json.Encoder().encode
 _decode_record = msgspec.json.Decoder(Record).decode
-UNDECODABLE = (msgspec.MsgspecError, RecursionError, UnicodeDecodeError)
-"""What the decoder raises for bytes that are not what they should be, or nested too deeply."""
 _PREFIX = len(b'{"c":"00000000",')
 
 

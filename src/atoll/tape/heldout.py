@@ -11,6 +11,7 @@ from typing import Final
 
 import msgspec
 
+from atoll.errors import UNDECODABLE
 from atoll.ids import OuterStep
 
 HELDOUT_FILE: Final = "heldout.jsonl"
@@ -33,7 +34,7 @@ def points_in(directory: Path) -> list[HeldoutPoint]:
     that was killed while writing is skipped."""
     path, found = directory / HELDOUT_FILE, {}
     for line in path.read_bytes().splitlines() if path.exists() else ():
-        with suppress(msgspec.MsgspecError):
+        with suppress(*UNDECODABLE):
             point = msgspec.json.decode(line, type=HeldoutPoint)
             found[point.outer_step] = point
     return [found[step] for step in sorted(found)]

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from atoll.config import CUSTOM, Config, load, read_toml
-from atoll.errors import ConfigError, DataError, UserError
+from atoll.errors import UNDECODABLE, ConfigError, DataError, UserError
 from atoll.ids import OuterStep
 from atoll.store.durable import FOLDER, DurableVersions
 from atoll.store.tokenizer_file import read_tokenizer_file, tokenizer_of, tokenizer_setting
@@ -131,7 +131,7 @@ def _summary_of(run: Path) -> _Summary | None:
         return None
     try:
         return msgspec.json.decode(path.read_bytes(), type=_Summary)
-    except (msgspec.MsgspecError, OSError) as error:
+    except (*UNDECODABLE, OSError) as error:
         raise DataError(f"{path} is not a run's summary: {error}") from None
 
 

@@ -26,12 +26,12 @@ from typing import Final, NamedTuple
 
 import msgspec
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from atoll.errors import UserError
+from atoll.errors import UNDECODABLE, UserError
 from atoll.ids import Incarnation, LearnerId
 
 SYNCER_NAME: Final = "atoll-syncer"
@@ -256,15 +256,18 @@ def _read(path: Path) -> bytes:
 
 def _parse_certificates(pem: bytes, path: Path) -> list[x509.Certificate]:
     try:
-        return x509.load_pem_x509_certificates(pem)
-    except ValueError:
+        found = x509.load_pem_x509_certificates(pem)
+        for certificate in found:  # its parts are parsed when they are asked for
+            certificate.public_key(), certificate.not_valid_before_utc, certificate.not_valid_after_utc
+        return found
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         raise UserError(f"{path} is not a PEM certificate; copy it again, or make new keys") from None
 
 
 def _parse_key(pem: bytes, path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError):  # TypeError: an encrypted key; a syncer that restarts unattended cannot type a password
+    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: an encrypted key; nobody is there to type a password
         raise UserError(f"{path} is not an unencrypted PEM private key; copy it again, or make new keys") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UserError(f"{path} is not an elliptic-curve key; make keys with `atoll keys`")
@@ -371,10 +374,10 @@ def check_token(secret: bytes, token: str, run: str, now: datetime | None = None
         return "wrong token"
     try:
         claim = msgspec.msgpack.decode(body, type=_Body)
-    except msgspec.DecodeError:  # our signature, another version's format
+    except UNDECODABLE:  # our signature, another version's format
         return "wrong token"
     if claim.expires is not None and (now or datetime.now(UTC)).timestamp() >= claim.expires:
-        return f"token expired at {_utc(datetime.fromtimestamp(claim.expires, UTC))}"
+        return f"token expired at {_utc(datetime.fromtimestamp(max(0, claim.expires), UTC))}"  # no date is before 1970
     return None if claim.run in (ANY_RUN, run) else f"token is for run {claim.run}"
 
 

@@ -190,7 +190,9 @@ def test_damage_is_found_and_named(run: Run, name: str) -> None:
     assert [str(p) for p in verify(run.directory, 10)] == [f"{path} is missing"] and newest_usable(run.directory) is None
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b'{"snapshot": 1}', b"\xff\xfe"])
+@pytest.mark.parametrize(
+    "text", [b"", b"{", b'{"snapshot": 1}', b"\xff\xfe", b'{"run": "\xff"}', b'{"config": ' + b"[" * 100_000]
+)
 def test_damaged_manifest_is_named(run: Run, text: bytes) -> None:
     run.snapshot(10)
     (snapshot_dir(run.syncer, 10) / "manifest.json").write_bytes(text)
@@ -199,11 +201,14 @@ def test_damaged_manifest_is_named(run: Run, text: bytes) -> None:
     assert "snapshots/10/manifest.json is damaged" in str(problem)
 
 
-def test_manifest_cannot_reach_outside(run: Run) -> None:
+@pytest.mark.parametrize("name", ["../../lock", "/etc/passwd", "", "x" * 5000, "a/" * 3000, "a\0b"])
+def test_manifest_names_files_inside_its_directory_or_is_refused(run: Run, name: str) -> None:
     run.snapshot(10)
     path = snapshot_dir(run.syncer, 10) / "manifest.json"
-    path.write_bytes(path.read_bytes().replace(b"machine.json", b"../../lock"))
-    assert "not inside" in str(verify(run.directory, 10)[0])
+    manifest = json.loads(path.read_bytes())
+    manifest["files"][name] = manifest["files"].pop("machine.json")
+    path.write_text(json.dumps(manifest))
+    assert "not a file inside" in str(verify(run.directory, 10)[0]) and newest_usable(run.directory) is None
 
 
 # ---------------------------------------------------------------- crashes

@@ -12,7 +12,7 @@ from typing import Final
 import msgspec
 
 from atoll.config import Config, from_builtins, load
-from atoll.errors import AtollError, DataError, UserError
+from atoll.errors import UNDECODABLE, AtollError, DataError, UserError
 from atoll.runtime.doctor.health import HealthReport, Remedy
 from atoll.store.durable import check_version, version_files
 from atoll.store.model_upload import unpack_model
@@ -115,7 +115,7 @@ def _place(line: bytes) -> tuple[int, int] | None:
     try:
         place = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
         learner, incarnation = (msgspec.json.decode(place[name], type=int) for name in ("learner", "incarnation"))
-    except (msgspec.MsgspecError, KeyError, RecursionError, UnicodeDecodeError):
+    except (*UNDECODABLE, KeyError):
         return None
     return (learner, incarnation) if min(learner, incarnation) >= 0 else None
 

@@ -12,7 +12,7 @@ import msgspec
 
 from atoll.config import Config
 from atoll.config.resuming import refuse_changed
-from atoll.errors import AtollError
+from atoll.errors import UNDECODABLE, AtollError, DataError
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import LearnerState, StateWritten
@@ -89,4 +89,7 @@ def sealed_snapshots(directory: Path, run: str) -> set[OuterStep]:
 def learner_state_of(part: Path) -> tuple[OuterStep, LearnerState]:
     """The outer step and the state of a learner, from its part of a snapshot."""
     found = load_learner_part(part)
-    return found.manifest.snapshot, msgspec.json.decode(found.machine_state, type=LearnerState)
+    try:
+        return found.manifest.snapshot, msgspec.json.decode(found.machine_state, type=LearnerState)
+    except UNDECODABLE as error:
+        raise DataError(f"snapshot {part}: the learner's state cannot be read ({error}); choose another snapshot") from None

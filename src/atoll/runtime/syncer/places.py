@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from atoll.config import Config
-from atoll.errors import DataError
+from atoll.errors import UNDECODABLE, DataError
 from atoll.ids import Incarnation, LearnerId, worker_name
 from atoll.runtime.log import rate_limited
 from atoll.transport import CERTIFICATE_KEY, Refused
@@ -294,7 +294,7 @@ def _placed(line: bytes, file: Path, number: int) -> Placed:
     """An unreadable line is an error: to skip it could give its incarnation out twice."""
     try:
         return msgspec.json.decode(line, type=Placed)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         right = 'must be such as {"learner":0,"incarnation":0}'
         raise DataError(f"{file}, line {number}: is not a place ({error}); {right}") from None
 

@@ -17,7 +17,7 @@ import msgspec
 
 from atoll.config import Config
 from atoll.config.codecs import codec_digests, codec_spec
-from atoll.errors import DataError, RunFailed
+from atoll.errors import UNDECODABLE, DataError, RunFailed
 from atoll.ids import SYNCER, LearnerId, OuterStep, nanos, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Finding, Payload
@@ -169,7 +169,7 @@ class SyncerProcess:
         token = self._directory.places.check_token(metadata)
         try:
             asked = msgspec.msgpack.decode(request, type=JoinRequest)
-        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        except (*UNDECODABLE, ValueError) as error:
             raise Refused(f"this is not a join request: {error}"[:FLAW_MAX], retry=False) from None
         if asked.protocol != PROTOCOL:
             raise Refused(f"this syncer speaks protocol {PROTOCOL}, not {asked.protocol}: install the same atoll", retry=False)
@@ -297,7 +297,7 @@ class SyncerProcess:
             return  # sent before the peer knew that its connection is cut
         try:
             envelope = self._validated(peer, head, data is not None)
-        except (DataError, RecursionError) as error:
+        except DataError as error:
             peer_log.warning("%s: refused: %s", worker_name(peer.learner), error)
             self._directory.places.refused["message"] += 1
             peer.cut(f"refused: {error}")

@@ -11,7 +11,7 @@ import msgspec
 
 from atoll.config import Config
 from atoll.config.resuming import refuse_changed, refuse_changed_data, reshuffled
-from atoll.errors import ConfigError, TapeError, UserError
+from atoll.errors import UNDECODABLE, ConfigError, DataError, TapeError, UserError
 from atoll.ids import LearnerId
 from atoll.protocol.vocabulary import SyncerState
 from atoll.store.snapshots import Manifest, load_syncer, read_manifest
@@ -27,7 +27,10 @@ def load_resumable_state(part: Path, config: Config) -> SyncerState:
     found = load_syncer(part)
     if found.manifest.config:
         refuse_changed(found.manifest.config, config)
-    syncer_state = msgspec.json.decode(found.machine_state, type=SyncerState)
+    try:
+        syncer_state = msgspec.json.decode(found.machine_state, type=SyncerState)
+    except UNDECODABLE as error:
+        raise DataError(f"snapshot {part}: the syncer's state cannot be read ({error}); choose another snapshot") from None
     if len(syncer_state.kept) != config.protocol.fragments:
         raise UserError(
             f"snapshot {part}: has {len(syncer_state.kept)} fragments and the recipe {config.protocol.fragments}; "
