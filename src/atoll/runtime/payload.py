@@ -23,6 +23,7 @@ from torch import Tensor
 from atoll.codecs import Packet
 from atoll.errors import UNDECODABLE, DataError
 from atoll.executor.cuda.learner import StagedSend
+from atoll.ids import OuterStep
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Envelope, Message, StateTransfer
 from atoll.store.tensor_files import pack_state, unpack_state
@@ -36,20 +37,25 @@ _PACKET, _PLAIN = 1, 2
 class WireMessage(msgspec.Struct, frozen=True, array_like=True):
     """An envelope on the wire. Beside a Ticket or a Serve it carries the peer's address and the ticket's key: these belong to
     the transport, not to the protocol, and are never on a tape. Beside a Ticket also the digests of the versions that the peer
-    may hold, by fragment and outer step: the newcomer checks the peer's anchors against them."""
+    may hold, by fragment and outer step: the newcomer checks the peer's anchors against them. `kept` are the snapshots that the
+    syncer keeps: a learner keeps its parts of these."""
 
     envelope: Envelope
     address: str = ""
     key: str = ""
     digests: dict[int, dict[int, str]] = {}
+    kept: tuple[OuterStep, ...] = ()
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(WireMessage).decode
 
 
-def to_head(envelope: Envelope, address: str = "", key: str = "", digests: dict[int, dict[int, str]] | None = None) -> bytes:
-    return _encode(WireMessage(envelope, address, key, digests or {}))
+def to_head(
+    envelope: Envelope, address: str = "", key: str = "", digests: dict[int, dict[int, str]] | None = None,
+    kept: tuple[OuterStep, ...] = (),
+) -> bytes:  # fmt: skip
+    return _encode(WireMessage(envelope, address, key, digests or {}, kept))
 
 
 def from_head(head: bytes) -> WireMessage:

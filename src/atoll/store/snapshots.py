@@ -207,8 +207,8 @@ def write_learner(
     root: Path, snapshot: OuterStep, state: Any, machine_state: bytes, keep: int,
     *, run: str = "", config: Mapping[str, Any] | None = None, protect: Iterable[OuterStep] = (),
 ) -> None:  # fmt: skip
-    """Write a learner's part and read it back; it is whole when this returns. A learner does not learn which snapshots the
-    syncer sealed. `protect` names those that it must keep: otherwise abandoned ones would displace the last usable one."""
+    """Write a learner's part and read it back; it is whole when this returns. `protect` names the snapshots that
+    the syncer keeps: otherwise abandoned ones would displace the last usable one."""
     target = _open_dir(root, snapshot)
     with _removed_on_failure(target):
         _clear(root)
@@ -254,6 +254,11 @@ def list_snapshots(run_dir: Path) -> list[SnapshotInfo]:
         learners, left_out = (manifest.learners, manifest.left_out) if manifest else ((), ())
         infos.append(SnapshotInfo(step, complete, learners, tuple(present), size, left_out))
     return infos
+
+
+def sealed_steps(root: Path) -> tuple[OuterStep, ...]:
+    """By the names of a syncer's folders, oldest first."""
+    return tuple(_named(root))
 
 
 def newest_usable(run_dir: Path, *, need_learners: bool = True) -> SnapshotInfo | None:

@@ -28,16 +28,16 @@ THETA = torch.zeros(4)
 
 
 class Stores:
-    """A syncer's and one learner's. `beside`: in one run's folder, as on one machine."""
+    """A syncer's and one learner's. The learner may be on another machine: it knows what the syncer says."""
 
-    def __init__(self, run: Path, *, beside: bool = True, name: str = "a7") -> None:
+    def __init__(self, run: Path) -> None:
         self.run = run
         self.config: Config = load(preset_name="decoupled", overrides={"protocol": {"fragments": 1}})
-        self.home = learner_root(run, 0) if beside else run / "elsewhere"
+        self.home = learner_root(run, 0)
         self.home.mkdir(parents=True)
         disk = DurableVersions.create(syncer_root(run), [Version(THETA, torch.empty(0), None, None, THETA, None)])
         self.syncer = SyncerSnapshots(syncer_root(run), disk, "a7", self.config)
-        self.learner = LearnerSnapshots(self.home, name, self.config)
+        self.learner = LearnerSnapshots(self.home, "a7", self.config)
         self.written: queue.Queue[StateWritten] = queue.Queue()
         self.learner.on_written = self.written.put
 
@@ -45,6 +45,7 @@ class Stores:
         self.syncer.begin(step, SyncerState(step, ((0,),), (), (), ()))
         self.records(step)
         self.syncer.seal(step, (0,) if sealed else (), sealed)
+        self.learner.keep(self.syncer.kept)  # as the next message says
 
     def records(self, step: int) -> StateWritten:
         said = self.learner.put_learner(step, 0, LearnerState((0,), step, step, (), 0, 0), {"x": THETA})
@@ -139,21 +140,26 @@ def test_learner_keeps_its_part_of_what_the_syncer_keeps_and_a_few_more(stores: 
     assert stores.kept() == [140, 180, 360, 380, 400, 420]
 
 
-@pytest.mark.parametrize(("beside", "name"), [(False, "a7"), (True, "another run")])
-def test_learner_that_sees_no_syncers_folder_keeps_the_newest(tmp_path: Path, beside: bool, name: str) -> None:
-    stores = Stores(tmp_path / "run", beside=beside, name=name)
-    stores.snapshot(20, sealed=True)
-    for step in range(40, 140, 20):
-        stores.snapshot(step, sealed=False)
-    assert stores.kept() == [60, 80, 100, 120]
-    stores.learner.close()
+def test_restarted_syncer_still_names_what_it_keeps(stores: Stores) -> None:
+    for step in (20, 40):
+        stores.snapshot(step, sealed=True)
+    disk = DurableVersions.open(syncer_root(stores.run))
+    assert SyncerSnapshots(syncer_root(stores.run), disk, "a7", stores.config).kept == (20, 40)
 
 
-def test_damaged_manifest_of_the_syncer_costs_no_part_of_this_learner(stores: Stores) -> None:
+def test_syncer_whose_disk_is_full_costs_no_part_of_its_last_good_snapshot(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its learners go on writing theirs: the markers are the machine's, and the files are not."""
     stores.snapshot(20, sealed=True)
-    (snapshot_dir(syncer_root(stores.run), 20) / "manifest.json").write_text("{")
-    stores.snapshot(40, sealed=False)
-    assert stores.kept() == [20, 40]
+    for step in range(40, 200, 20):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", full)
+            stores.syncer.begin(step, SyncerState(step, ((0,),), (), (), ()))
+        stores.records(step)
+        stores.syncer.seal(step, (0,), True)
+        stores.learner.keep(stores.syncer.kept)
+    assert 20 in stores.kept() and newest_usable(stores.run) is not None
 
 
 def test_part_of_a_run_with_other_batches_is_no_learners_state(stores: Stores, tmp_path: Path) -> None:

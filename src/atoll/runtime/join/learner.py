@@ -324,7 +324,7 @@ class Learner:
                 self._address, placement, UserExecutor(inner), tape=tape, loop=self._loop.loop,
                 state_bytes_max=state_bytes_max(self._task.layout.fragments),
             )  # fmt: skip
-            snapshots.on_written = self._live.dispatch
+            snapshots.on_written, self._live.on_kept = self._live.dispatch, snapshots.keep
             self._live.start()
             stack.callback(self._live.close)
             self._place = stack.pop_all()

@@ -20,7 +20,7 @@ from atoll.config import from_builtins
 from atoll.errors import DataError, PlaceLost, RunFailed
 from atoll.executor.hostile import Attacker
 from atoll.executor.peer_state import wrong_anchor
-from atoll.ids import SYNCER, seconds, worker_name
+from atoll.ids import SYNCER, OuterStep, seconds, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.learner import LearnerMachine
@@ -93,6 +93,8 @@ class LiveLearner:
         self._rng = random.Random(f"{placement.run} {placement.learner} {placement.incarnation}")
         self._peers = Peers(self, address, placement, self._rng, state_bytes_max)
         self._digests: dict[int, dict[int, str]] = {}
+        self.on_kept: Callable[[tuple[OuterStep, ...]], None] = lambda kept: None
+        """Is told which snapshots the syncer keeps."""
         self._limits = LinkLimits(connections=address.connections, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
         self._condition = threading.Condition()
         self._connection_task: asyncio.Task[None] | None = None
@@ -315,6 +317,7 @@ class LiveLearner:
     async def _take(self, link: Link, head: bytes, data: memoryview | None) -> None:
         message = wire.from_head(head)
         body = message.envelope.body
+        self.on_kept(message.kept)
         if isinstance(body, Ticket):
             self._digests = message.digests
             self._peers.add_ticket(body.peer, message.address, body.ticket, message.key, body.patience)

@@ -98,7 +98,7 @@ def _train_at(
             state_bytes_max=state_bytes_max(task.layout.fragments),
         )  # fmt: skip
         stack.callback(live.close)
-        snapshots.on_written = live.dispatch
+        snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep
         launcher.when_orphaned(lambda: live.leave("its launcher is gone"))
         launcher.when_attacking(live.attack)
         try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import LearnerState, StateWritten
 from atoll.runtime.syncer.snapshots import log
-from atoll.store.snapshots import load_learner_part, read_manifest, syncer_root, write_learner
+from atoll.store.snapshots import load_learner_part, read_manifest, write_learner
 
 FLAW_MAX = 300
 """Characters of what went wrong, for the syncer's log."""
@@ -36,7 +35,13 @@ class LearnerSnapshots:
             refuse_changed(was, config)  # the syncer checks only its own part, and does not see this one
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._writing: Future[None] | None = None
+        self._kept: tuple[OuterStep, ...] = ()
         self.on_written: Callable[[StateWritten], None] = lambda written: None
+
+    def keep(self, kept: tuple[OuterStep, ...]) -> None:
+        """The syncer keeps these. This learner's parts of them are never pruned, however many snapshots were abandoned since;
+        the syncer's own limit bounds them."""
+        self._kept = kept
 
     def put_learner(
         self, snapshot: OuterStep, learner: LearnerId, learner_state: LearnerState, state: Any
@@ -52,7 +57,7 @@ class LearnerSnapshots:
             keep = self._config.limits.snapshots_kept + 1  # the syncer may abandon the newest
             write_learner(
                 self._directory, snapshot, state, msgspec.json.encode(learner_state), keep, run=self._run,
-                config=msgspec.to_builtins(self._config), protect=sealed_snapshots(self._directory, self._run),
+                config=msgspec.to_builtins(self._config), protect=self._kept,
             )  # fmt: skip
         except (AtollError, OSError) as error:
             return _given_up(snapshot, str(error))
@@ -69,21 +74,6 @@ class LearnerSnapshots:
 def _given_up(snapshot: OuterStep, why: str) -> StateWritten:
     log.error("snapshot %d: this learner's part is given up: %s", snapshot, why)
     return StateWritten(snapshot, Reason(Why.NOT_WRITTEN, why[:FLAW_MAX]))
-
-
-def sealed_snapshots(directory: Path, run: str) -> set[OuterStep]:
-    """The snapshots that the syncer keeps, for a learner in the same run folder. Its parts of those are never pruned, however
-    many snapshots were abandoned since; the syncer's own limit bounds them. A learner elsewhere does not see them and keeps its
-    newest parts; without its part it joins a resumed run as a newcomer."""
-    if directory.absolute().parent.name != "learners":
-        return set()
-    sealed = set()
-    for path in (syncer_root(directory.absolute().parents[1]) / "snapshots").glob("[0-9]*/manifest.json"):
-        with suppress(AtollError):  # being removed, or damaged: a run cannot resume from it
-            manifest = read_manifest(path.parent)
-            if manifest.run == run and path.parent.name == str(manifest.snapshot):
-                sealed.add(manifest.snapshot)
-    return sealed
 
 
 def learner_state_of(part: Path) -> tuple[OuterStep, LearnerState]:

@@ -25,7 +25,7 @@ from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
 from atoll.executor.environment import tape_header
 from atoll.executor.syncer import TensorSyncer
-from atoll.ids import SYNCER, Nanos
+from atoll.ids import SYNCER, Nanos, OuterStep
 from atoll.protocol.membership import EXPELLED
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
@@ -69,6 +69,7 @@ class SyncerDirectory:
         self.tokenizer_fingerprint = task.tokenizer.fingerprint if task and task.tokenizer else ""
         self.layout: Layout | None = task.layout if task else None
         self.executor: TensorSyncer | None = None
+        self._snapshots: SyncerSnapshots | None = None
         self._locks = contextlib.ExitStack()
         self._locks.enter_context(lock_directory(directory))
         self._restored: SyncerState | None = None
@@ -179,8 +180,8 @@ class SyncerDirectory:
     def _build_executor(self, disk: DurableVersions) -> None:
         assert self.layout is not None
         self.disk = disk
-        snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
-        self.executor = TensorSyncer(self.config, self.layout.fragments, disk, snapshots)
+        self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
+        self.executor = TensorSyncer(self.config, self.layout.fragments, disk, self._snapshots)
 
     def _tokens(self, keys: Path | None) -> JoinTokens:
         """The secret of `atoll keys`, or the run's own."""
@@ -220,6 +221,10 @@ class SyncerDirectory:
                     with contextlib.suppress(DataError):
                         found.setdefault(p, {})[version] = self.disk.announced_digest(p, version)
         return found
+
+    @property
+    def snapshots_kept(self) -> tuple[OuterStep, ...]:
+        return self._snapshots.kept if self._snapshots is not None else ()
 
     @property
     def layout_digest(self) -> str:

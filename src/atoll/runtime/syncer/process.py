@@ -435,7 +435,8 @@ class SyncerProcess:
         elif isinstance(body, Serve):
             key = self._directory.places.ticket_key(body.ticket, body.newcomer)
         data = self._payload(send, body) if isinstance(body, Announce) else None
-        peer.link.send(wire.to_head(envelope, address, key, digests), data, may_overtake=may_overtake(envelope))
+        head = wire.to_head(envelope, address, key, digests, self._directory.snapshots_kept)
+        peer.link.send(head, data, may_overtake=may_overtake(envelope))
 
     def _incarnation_of(self, learner: LearnerId) -> int:
         member = self._directory.machine.roster.get(learner)

@@ -13,7 +13,7 @@ from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Envelope, SyncerState
 from atoll.store.durable import DurableVersions
-from atoll.store.snapshots import add_syncer_file, begin_syncer, seal_syncer
+from atoll.store.snapshots import add_syncer_file, begin_syncer, seal_syncer, sealed_steps
 
 log = logging.getLogger("atoll.snapshots")
 
@@ -30,6 +30,8 @@ class SyncerSnapshots:
         self._disk = disk
         self._run = run
         self._config = config
+        self.kept = sealed_steps(directory)
+        """Snapshots that can be resumed from. Learners are told, and keep their parts of them."""
         self._in_flight: list[bytes] = []
         self._in_flight_bytes = 0
 
@@ -66,6 +68,7 @@ class SyncerSnapshots:
             sealed = seal_syncer(
                 self._directory, snapshot, learners, complete, keep, run=self._run, config=config, left_out=left_out
             )
+            self.kept = sealed_steps(self._directory)
             log.info("snapshot %d %s", snapshot, _outcome(sealed, learners, left_out))
         except (AtollError, OSError) as error:
             log.error("snapshot %d is given up: %s", snapshot, error)
