@@ -36,11 +36,12 @@ def doctor(
             out.print(f"note: {note}", soft_wrap=True)
         for problem in report.problems:
             err.print(f"problem: {problem}", style="red", soft_wrap=True)
-        read = ", ".join(f"{number:,} {what}" for what, number in report.checked.items())
-        out.print(f"{report.run}: {'healthy' if report.healthy else _count(len(report.problems))} ({read})", soft_wrap=True)
+        read = ", ".join(_count(number, what) for what, number in report.checked.items())
+        verdict = "healthy" if report.healthy else _count(len(report.problems), "problems")
+        out.print(f"{report.run}: {verdict} ({read})", soft_wrap=True)
     if not report.healthy:
         raise typer.Exit(1)
 
 
-def _count(problems: int) -> str:
-    return f"{problems} problem{'s' * (problems != 1)}"
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what.removesuffix('s') if number == 1 else what}"

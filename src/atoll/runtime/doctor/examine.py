@@ -6,6 +6,7 @@ Reading changes nothing. A syncer may run meanwhile; repairs need its directory 
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 from atoll.errors import UserError
@@ -19,7 +20,7 @@ from atoll.runtime.doctor.files import (
 )
 from atoll.runtime.doctor.health import HealthReport, Remedy
 from atoll.runtime.doctor.tapes import SyncerTape, report_learner_tape
-from atoll.store.lock import lock_directory, refuse_locked
+from atoll.store.lock import LOCK_FILE, lock_directory, refuse_locked
 from atoll.tape.cut import cut_tape, examine_tape
 from atoll.tape.folder import RunFolder, find_run
 
@@ -43,6 +44,7 @@ def examine(path: Path, keys: Path | None = None) -> HealthReport:
         report.problem("tape", run.tape, "is missing", "put a copy of it back, or resume from a snapshot (atoll train --resume)")
     _check_learners(run, header.run if header is not None else "", report)
     check_versions(run.home, report)
+    check_versions(run.home / "start", report)
     check_snapshots(run, report)
     check_places(run.home, report)
     check_config(run, header, report)
@@ -62,7 +64,8 @@ def repair(path: Path, keys: Path | None, *, permissions: bool, tapes: bool) -> 
     """Carries out the remedies asked for, and examines the run again."""
     run = find_run(path)
     done: list[str] = []
-    with lock_directory(run.home):
+    ever_locked = (run.home / LOCK_FILE).exists()  # a virtual run has no syncer that could hold it
+    with lock_directory(run.home) if ever_locked else nullcontext():
         for finding in examine(path, keys).problems:
             where = Path(finding.path)
             if permissions and finding.remedy is Remedy.REPAIR:
