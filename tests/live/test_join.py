@@ -337,9 +337,9 @@ def test_syncer_killed_while_it_takes_a_model_asks_the_next_learner_again(
     uploaded: list[bytes] = []
     take_model = SyncerDirectory.take_model
 
-    def recorded(self: SyncerDirectory, payload: memoryview) -> None:
-        uploaded.append(bytes(payload))
-        take_model(self, payload)
+    def recorded(self: SyncerDirectory, received: Path) -> None:
+        uploaded.append(received.read_bytes())
+        take_model(self, received)
 
     monkeypatch.setattr(SyncerDirectory, "take_model", recorded)
     syncer = start(config)
@@ -349,18 +349,20 @@ def test_syncer_killed_while_it_takes_a_model_asks_the_next_learner_again(
     monkeypatch.undo()
     home = SyncerDirectory(tmp_path / "killed", config, None)
 
-    def full(path: Path, chunks: Any) -> None:
+    def full(received: Path, path: Path) -> None:
         raise StorageFailed(f"{path}: no space left")
 
-    monkeypatch.setattr(home_module, "write_file", full)
+    received = tmp_path / "received"
+    received.write_bytes(uploaded[0])
+    monkeypatch.setattr(home_module, "publish_file", full)
     with pytest.raises(StorageFailed):
-        home.take_model(memoryview(uploaded[0]))
+        home.take_model(received)
     home.close(complete=False)
     cut(home)
     monkeypatch.undo()
     again = SyncerDirectory(tmp_path / "killed", config, None)
     assert again.layout is None
-    again.take_model(memoryview(uploaded[0]))
+    again.take_model(received)
     again.close(complete=False)
     cut(again)
     third = SyncerDirectory(tmp_path / "killed", config, None)

@@ -255,6 +255,8 @@ class Limits(_Section, frozen=True):
     """Snapshots kept on disk, newest first."""
     serves_max: Positive = 4
     """Recoveries that one learner serves at a time."""
+    upload_bytes_max: Annotated[int, Meta(ge=1 << 10, le=1 << 44)] = 1 << 36
+    """The largest custom model that a learner may upload to the syncer, in bytes: four for each parameter."""
     learners_per_certificate: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Places that one certificate may take. A place belongs to the certificate that first took it."""
     places_per_token: Annotated[int, Meta(ge=0, le=4096)] = 0

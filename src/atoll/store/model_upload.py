@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import astuple, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from atoll.config import Config
 from atoll.errors import DataError
-from atoll.store.tensor_files import pack_state, unpack_state
+from atoll.store.tensor_files import pack_state, read_state, unpack_state
 from atoll.tensors.inventory import FROZEN_SEPARATOR, with_frozen
 from atoll.tensors.layout import Fragment, Layout, Slot, fingerprint_of
 
@@ -43,7 +44,15 @@ def _plain(slot: Slot) -> list[Any]:
 
 def unpack_model(config: Config, data: memoryview) -> tuple[Layout, list[Tensor], list[Tensor]]:
     """DataError names what is wrong with the upload."""
-    found = unpack_state(data, "uploaded model")
+    return _checked(config, unpack_state(data, "uploaded model"))
+
+
+def read_model(config: Config, path: Path) -> tuple[Layout, list[Tensor], list[Tensor]]:
+    """The same from a file, whose bytes are never all in memory beside the tensors."""
+    return _checked(config, read_state(path))
+
+
+def _checked(config: Config, found: Any) -> tuple[Layout, list[Tensor], list[Tensor]]:
     try:
         pattern, slots, params, buffers = (found[key] for key in ("pattern", "slots", "params", "buffers"))
         fragments = [_fragment(p, [_slot(row) for row in rows]) for p, rows in enumerate(slots)]

@@ -353,13 +353,17 @@ def read_with(path: Path, use: Callable[[io.RawIOBase, int], Any]) -> Any:
 
 def write_file(path: Path, chunks: Sequence[ByteChunk]) -> None:
     """All or nothing, and on the disk when it returns."""
-    temporary = stage(path, chunks)
+    publish_file(stage(path, chunks), path)
+
+
+def publish_file(synced: Path, path: Path) -> None:
+    """Give a file that was synced its final name, durably. It is deleted if that fails."""
     try:
-        os.replace(temporary, path)
+        os.replace(synced, path)
         sync_directory(path.parent)
     except OSError as error:
-        discard(temporary)
-        raise storage_failed(path, sum(map(len, chunks)), error) from error
+        discard(synced)
+        raise storage_failed(path, 0, error) from error
 
 
 def stage(path: Path, chunks: Sequence[ByteChunk]) -> Path:

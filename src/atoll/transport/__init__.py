@@ -19,6 +19,7 @@ from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import Server
 from atoll.transport.sockets import open_files_limit, raise_open_files_limit
+from atoll.transport.uploads import Sink
 from atoll.transport.wire import CERTIFICATE_KEY
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Refused",
     "Server",
     "ServerCredentials",
+    "Sink",
     "call",
     "client_credentials",
     "dial",

@@ -147,19 +147,16 @@ async def upload(
 
 
 async def _send_upload(stream: GrpcStream, transfer: Transfer, deadline: asyncio.Timeout, timeout: float) -> bytes | None:
-    """An answer before the last chunk is a refusal; the rest is then not sent."""
+    """Nothing is sent before a welcome, which may be the answer already. An answer before the last chunk is a refusal; the rest
+    is then not sent."""
+    first = await stream.read()
+    if first is None or unpack(first).kind != WELCOME:
+        return first
     answer = asyncio.create_task(stream.read())
     try:
         while transfer.taken < transfer.total and not answer.done():
             offset = transfer.taken
-            frame = pack(CHUNK, 0, offset, transfer.total, transfer.take(LinkLimits.chunk_bytes))
-            writing = asyncio.create_task(stream.write(frame))
-            try:  # a server that refuses does not read, and the write would wait for it
-                await asyncio.wait({writing, answer}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if not writing.done():
-                    writing.cancel()
-            await asyncio.gather(writing, return_exceptions=answer.done())
+            await stream.write(pack(CHUNK, 0, offset, transfer.total, transfer.take(LinkLimits.chunk_bytes)))
             deadline.reschedule(asyncio.get_running_loop().time() + timeout)
         if not answer.done():
             await stream.finish()

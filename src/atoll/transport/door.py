@@ -1,8 +1,8 @@
 """Who may stay connected to a listening process: a table of its connections, and which of them are closed.
 
 A connection is *admitted* while one of its streams is: a link's, or a call or an upload that showed a token or a key. All
-others are bounded in number, in total and for each address, and in time. Admitted connections are not counted by address:
-a whole site of honest learners may share one.
+others are bounded in number, in total and for each address, in time, and in what they may send. Admitted connections are not
+counted by address: a whole site of honest learners may share one.
 
 When there are too many, one of the address that has most of them is closed, so an attacker pushes out its own connections.
 Those that have sent nothing go first, oldest first: an honest client speaks as soon as it is connected. Among those that have
@@ -18,10 +18,10 @@ from __future__ import annotations
 import ipaddress
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Final, Protocol, TypeAlias
+from typing import Final, TypeAlias
 from urllib.parse import unquote
 
 ADMISSION_SECONDS: Final = 10.0
@@ -29,7 +29,10 @@ ADMISSION_SECONDS: Final = 10.0
 FILES_RESERVED: Final = 128
 """Descriptors for the tape, version files, snapshots, gRPC's own and those of Python. A syncer at work has about 40."""
 UNADMITTED_MOST: Final = 1024
-"""At 20 kB of memory each in gRPC, and two dozen more while it negotiates TLS."""
+"""At 20 kB of memory each in gRPC, 50 kB while it negotiates TLS, and what they have sent."""
+EARLY_BYTES_MAX: Final = 64 << 10
+"""What a client may send before it is admitted: a TLS handshake with certificates and a stream's metadata take some 10 kB. gRPC
+grants every connection a window of 4 MiB at once, so this is what bounds the memory that outsiders can hold."""
 PEER_CONNECTIONS: Final = 128
 """For a learner, which serves a few recovering peers: its process belongs to a user, who needs descriptors too."""
 
@@ -58,26 +61,22 @@ class Caps:
 
 
 class _Connection:
-    __slots__ = ("endpoint", "group", "has_spoken", "since")
+    __slots__ = ("bytes_before", "endpoint", "group", "since")
 
     def __init__(self, endpoint: Endpoint, since: float) -> None:
         self.endpoint = endpoint
         self.group = address_group(endpoint[0])
         self.since = since
         """When it was accepted, or when its last admitted stream ended."""
-        self.has_spoken = False
-
-
-class Closer(Protocol):
-    def __call__(self, endpoint: Endpoint, *, if_silent: bool) -> bool:
-        """Close the connection, or with `if_silent` do so only if its client has sent nothing. True if it is closed."""
+        self.bytes_before: int | None = 0
+        """Of those received, how many came before `since`; None if that has to be looked up."""
 
 
 class Door:
     def __init__(self, caps: Caps, rng: random.Random | None = None) -> None:
         self.caps = caps
         self.closed: Counter[str] = Counter()
-        """Connections closed here: "late", "address" (too many of one), "full"."""
+        """Connections closed here: "late", "bytes" (too many), "address" (too many of one), "full"."""
         self._rng = rng or random.Random()
         self._connections: dict[Endpoint, _Connection] = {}
         self._admitted: Counter[Endpoint] = Counter()
@@ -94,8 +93,8 @@ class Door:
             self._admitted[endpoint] -= 1
             if not self._admitted[endpoint]:
                 del self._admitted[endpoint]
-                if endpoint in self._connections:
-                    self._connections[endpoint].since = now()
+                if (connection := self._connections.get(endpoint)) is not None:
+                    connection.since, connection.bytes_before = now(), None
 
     def update(self, found: Iterable[Endpoint], now: float) -> None:
         """The connections that are open now."""
@@ -105,28 +104,34 @@ class Door:
         self._connections = {each: before.get(each) or _Connection(each, now) for each in open_ - self._closing}
 
     @property
-    def unadmitted(self) -> int:
-        return sum(endpoint not in self._admitted for endpoint in self._connections)
+    def unadmitted(self) -> list[Endpoint]:
+        return [endpoint for endpoint in self._connections if endpoint not in self._admitted]
 
-    @property
-    def is_crowded(self) -> bool:
-        """So many wait for admission that they have to be looked at often."""
-        return 2 * self.unadmitted > self.caps.unadmitted_per_address
-
-    def close_excess(self, now: float, close: Closer) -> None:
+    def to_close(self, now: float, received: Mapping[Endpoint, int]) -> list[Endpoint]:
+        """Which connections to close now; they leave the table. `received`: how many bytes came on each that is not admitted."""
         groups: dict[str, list[_Connection]] = defaultdict(list)
-        late: list[_Connection] = []
-        for endpoint, connection in self._connections.items():
-            if endpoint not in self._admitted:
-                is_late = now - connection.since >= self.caps.admission_seconds
-                (late if is_late else groups[connection.group]).append(connection)
-        self.closed["late"] += len(late)
-        for connection in late:
-            self._close(connection, close)
+        chosen: list[_Connection] = []
+        for endpoint, count in received.items():
+            if endpoint in self._admitted or (connection := self._connections.get(endpoint)) is None:
+                continue
+            if connection.bytes_before is None:
+                connection.bytes_before = count
+            if count - connection.bytes_before > EARLY_BYTES_MAX:
+                self.closed["bytes"] += 1
+                chosen.append(connection)
+            elif now - connection.since >= self.caps.admission_seconds:
+                self.closed["late"] += 1
+                chosen.append(connection)
+            else:
+                groups[connection.group].append(connection)
         keep = self._sizes_to_keep({group: len(members) for group, members in groups.items()})
         for group, members in groups.items():
             if len(members) > keep[group]:
-                self._thin_out(members, len(members) - keep[group], close)
+                chosen += self._excess(members, len(members) - keep[group], received)
+        for connection in chosen:
+            del self._connections[connection.endpoint]
+            self._closing.add(connection.endpoint)
+        return [connection.endpoint for connection in chosen]
 
     def _sizes_to_keep(self, sizes: dict[str, int]) -> dict[str, int]:
         """Of each address at most its share, and in all at most the total, taken from the largest first."""
@@ -144,25 +149,10 @@ class Door:
                 level -= 1
         return keep
 
-    def _thin_out(self, members: list[_Connection], excess: int, close: Closer) -> None:
-        for connection in sorted(members, key=lambda c: c.since):
-            if not excess:
-                return
-            if not connection.has_spoken:
-                connection.has_spoken = not close(connection.endpoint, if_silent=True)
-                if not connection.has_spoken:
-                    excess -= 1
-                    self._forget(connection)
-        for connection in self._rng.sample([c for c in members if c.has_spoken], excess):
-            self._close(connection, close)
-
-    def _close(self, connection: _Connection, close: Closer) -> None:
-        close(connection.endpoint, if_silent=False)
-        self._forget(connection)
-
-    def _forget(self, connection: _Connection) -> None:
-        del self._connections[connection.endpoint]
-        self._closing.add(connection.endpoint)
+    def _excess(self, members: list[_Connection], excess: int, received: Mapping[Endpoint, int]) -> list[_Connection]:
+        silent = sorted((c for c in members if not received[c.endpoint]), key=lambda c: c.since)[:excess]
+        others = [c for c in members if received[c.endpoint]]
+        return silent + self._rng.sample(others, excess - len(silent))
 
 
 def address_group(host: str) -> str:

@@ -21,9 +21,10 @@ from typing import Final, TypeAlias
 
 from atoll.transport.credentials import ServerCredentials
 from atoll.transport.door import Caps, Door, endpoint_of_peer
-from atoll.transport.frames import ANSWER, CHUNK, READY, REFUSAL, WELCOME, LinkLimits, Refused, Violation, pack, unpack
+from atoll.transport.frames import ANSWER, READY, REFUSAL, WELCOME, LinkLimits, Refused, Violation, pack
 from atoll.transport.link import CLOSE_SECONDS, Handler, Link
 from atoll.transport.sockets import AcceptedSockets, open_files_limit
+from atoll.transport.uploads import UPLOAD_BYTES_PER_SECOND_LEAST, Sink, receive
 from atoll.transport.wire import Context, GrpcStream, Listener, Metadata, StreamBroken, metadata_of, refuse
 
 log = logging.getLogger("atoll.door")
@@ -37,9 +38,9 @@ OPENING_SECONDS: Final = 10.0
 CALL_SECONDS: Final = 10.0
 """From a call's admission to the last byte of its message."""
 LOOK_SECONDS: Final = 0.5
-LOOK_CROWDED_SECONDS: Final = 0.15
-"""How often the door looks at the connections. gRPC accepts at most about 4,000 a second: under 1,024 open files it is never full
-for longer than that."""
+LOOK_AGAIN_SECONDS: Final = 0.15
+"""How often the door looks at the connections, and how often while some are not admitted. gRPC accepts at most about 4,000 a
+second: under 1,024 open files it is never full for longer than that."""
 DOOR_LINE_SECONDS: Final = 10.0
 
 Answer: TypeAlias = Awaitable[bytes] | bytes
@@ -79,7 +80,7 @@ class Server:
         self._sessions: dict[str, _Session] = {}
         self._links: set[Link] = set()
         self._calls: dict[str, tuple[Callable[[Metadata, bytes], Answer], Callable[[Metadata], object]]] = {}
-        self._uploads: dict[str, tuple[Callable[[Metadata, bytearray], Answer], Callable[[Metadata], int]]] = {}
+        self._uploads: dict[str, Callable[[Metadata], Sink | bytes]] = {}
         self._listener: Listener | None = None
         self._door = Door(caps or Caps.from_open_files(open_files_limit()))
         self._looking: asyncio.Task[None] | None = None
@@ -104,19 +105,16 @@ class Server:
         """Call before `start`. `admit` sees the metadata before a byte of the message is read, and may raise Refused."""
         self._calls[name] = (function, admit)
 
-    def on_upload(
-        self, name: str, function: Callable[[Mapping[str, str], bytearray], Answer],
-        bytes_max: int | Callable[[Mapping[str, str]], int],
-    ) -> None:  # fmt: skip
-        """Call before `start`. `bytes_max` may depend on the client's metadata. It is evaluated before anything is read and may
-        raise Refused; for 0 nothing is read and the function answers at once."""
-        self._uploads[name] = (function, bytes_max if callable(bytes_max) else lambda _: bytes_max)
+    def on_upload(self, name: str, begin: Callable[[Mapping[str, str]], Sink | bytes]) -> None:
+        """Call before `start`. `begin` sees the metadata before a byte is read. It returns where the bytes go, or the answer if
+        none are needed, or raises Refused."""
+        self._uploads[name] = begin
 
     async def start(self, address: str) -> str:
         """Listens, and returns the address with the port that was bound."""
         self._listener = Listener(self._limits, self._door.caps.connections, self._door.caps.admission_seconds)
         calls = {name: self._caller(*call) for name, call in self._calls.items()}
-        uploads = {name: self._uploader(*upload) for name, upload in self._uploads.items()}
+        uploads = {name: self._uploader(begin) for name, begin in self._uploads.items()}
         self._listener.serve({"Talk": self._talk, "Bulk": self._bulk}, calls | uploads)
         port = await self._listener.start(address, self._credentials)
         self._looking = asyncio.create_task(self._keep_door(AcceptedSockets(port)))
@@ -148,7 +146,9 @@ class Server:
         def look() -> None:
             with contextlib.suppress(OSError):  # no descriptor is left to look with: gRPC's own limits hold meanwhile
                 self._door.update(sockets.scan(), loop.time())
-                self._door.close_excess(loop.time(), sockets.close)
+                received = {endpoint: sockets.received(endpoint) for endpoint in self._door.unadmitted}
+                for endpoint in self._door.to_close(loop.time(), received):
+                    sockets.close(endpoint)
 
         while True:
             await asyncio.to_thread(look)
@@ -156,7 +156,7 @@ class Server:
             if total > closed and loop.time() >= next_line:
                 log.warning("closed %d connections that were not admitted: %s", total - closed, dict(+self._door.closed))
                 closed, next_line = total, loop.time() + DOOR_LINE_SECONDS
-            await asyncio.sleep(LOOK_CROWDED_SECONDS if self._door.is_crowded else LOOK_SECONDS)
+            await asyncio.sleep(LOOK_AGAIN_SECONDS if self._door.unadmitted else LOOK_SECONDS)
 
     def _admitted(self, context: Context) -> AbstractContextManager[None]:
         endpoint = endpoint_of_peer(context.peer())
@@ -262,54 +262,42 @@ class Server:
 
         return answer
 
-    def _uploader(
-        self, function: Callable[[Metadata, bytearray], Answer], bytes_max: Callable[[Metadata], int]
-    ) -> Callable[[object, Context], Awaitable[None]]:
+    def _uploader(self, begin: Callable[[Metadata], Sink | bytes]) -> Callable[[object, Context], Awaitable[None]]:
         async def answer(_: object, context: Context) -> None:
-            metadata, stream = metadata_of(context), GrpcStream(context)
-            with contextlib.suppress(StreamBroken, TimeoutError):
-                try:
-                    room = bytes_max(metadata)
-                except Refused as refusal:
-                    await stream.write(_refusal(refusal))
-                    await asyncio.sleep(CLOSE_SECONDS)  # reads nothing: a client without a place may send what it likes
+            stream = GrpcStream(context)
+            try:
+                sink = begin(metadata_of(context))
+            except Refused as refusal:
+                await refuse(context, refusal)
+            with contextlib.suppress(StreamBroken, TimeoutError), self._admitted(context):
+                if isinstance(sink, bytes):
+                    await stream.write(pack(ANSWER, body=(sink,)))
                     return
-                with self._admitted(context):
-                    await stream.write(await self._take_upload(stream, metadata, function, room))
-                    # A refused client is still sending. If its stream ended now, its next write would fail before it reads the
-                    # reason, so it gets a moment to stop by itself.
-                    async with asyncio.timeout(CLOSE_SECONDS):
-                        while await stream.read() is not None:
-                            pass
+                await stream.write(pack(WELCOME))
+                await stream.write(await self._take_upload(stream, sink))
+                # A refused client is still sending. If its stream ended now, its next write would fail before it reads the
+                # reason, so it gets a moment to stop by itself.
+                async with asyncio.timeout(CLOSE_SECONDS):
+                    while await stream.read() is not None:
+                        pass
 
         return answer
 
-    async def _take_upload(
-        self, stream: GrpcStream, metadata: Metadata, function: Callable[[Metadata, bytearray], Answer], room: int
-    ) -> bytes:
-        whole = bytearray()
+    async def _take_upload(self, stream: GrpcStream, sink: Sink) -> bytes:
         try:
-            while room and (data := await stream.read()) is not None:
-                _append(whole, data, room)
-            return pack(ANSWER, body=(await _resolve(function(metadata, whole)),))
+            return pack(ANSWER, body=(await receive(stream, sink),))
         except Violation as violation:
             self.refused[violation.kind] += 1
             return pack(REFUSAL, body=(str(violation).encode(),))
+        except TimeoutError:
+            self.refused["slow"] += 1
+            return _refusal(Refused(f"an upload must bring {UPLOAD_BYTES_PER_SECOND_LEAST} bytes a second", retry=True))
         except Refused as refusal:
             return _refusal(refusal)
 
 
 def _refusal(refusal: Refused) -> bytes:
     return pack(REFUSAL, int(refusal.retry), body=(refusal.reason.encode(),))
-
-
-def _append(whole: bytearray, data: bytes, bytes_max: int) -> None:
-    chunk = unpack(data)
-    if chunk.kind != CHUNK or chunk.at != len(whole):
-        raise Violation("order", f"a chunk at {chunk.at} came instead of the one at {len(whole)}")
-    if max(chunk.total, chunk.at + chunk.body.nbytes) > bytes_max:
-        raise Violation("payload_too_big", f"an upload of {max(chunk.total, len(whole))} bytes is larger than {bytes_max}")
-    whole += chunk.body
 
 
 def _session_metadata(metadata: Mapping[str, str]) -> dict[str, str]:

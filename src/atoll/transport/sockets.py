@@ -24,6 +24,7 @@ RAISED_MOST: Final = 1 << 20
 _BYTES_RECEIVED: Final = struct.Struct("=Q")
 _BYTES_RECEIVED_AT: Final = 128
 """Offset of tcpi_bytes_received in Linux's struct tcp_info."""
+_TCP_INFO_BYTES: Final = _BYTES_RECEIVED_AT + _BYTES_RECEIVED.size
 
 _Identity: TypeAlias = tuple[int, int]
 """Descriptor and inode: a number that is used again has another inode."""
@@ -55,23 +56,35 @@ class AcceptedSockets:
                 self._descriptors[endpoint] = descriptor
         return list(self._descriptors)
 
-    def close(self, endpoint: Endpoint, *, if_silent: bool) -> bool:
-        """gRPC reads the end of the stream and closes its descriptor. Where the system does not tell whether a client has sent
-        anything, each counts as one that has."""
+    def received(self, endpoint: Endpoint) -> int:
+        """How many bytes its client has sent; 1 where the system does not tell."""
+        copy = self._copy(endpoint)
+        if copy is None or not hasattr(socket, "TCP_INFO"):
+            return 1
+        with copy:
+            try:
+                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            except OSError:
+                return 1
+        return int(_BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0]) if len(info) == _TCP_INFO_BYTES else 1
+
+    def close(self, endpoint: Endpoint) -> None:
+        """gRPC reads the end of the stream and closes its descriptor."""
+        copy = self._copy(endpoint)
+        if copy is not None:
+            with copy, suppress(OSError):  # the client is gone
+                copy.shutdown(socket.SHUT_RDWR)
+
+    def _copy(self, endpoint: Endpoint) -> socket.socket | None:
         try:
             copy = _socket(os.dup(self._descriptors[endpoint]))
         except (KeyError, OSError):
-            return True  # it is closed by now, or no descriptor is left for the copy
-        with copy:
-            try:
-                if endpoint_of(*copy.getpeername()[:2]) != endpoint:
-                    return True  # the number is another socket's by now
-                if if_silent and _has_spoken(copy):
-                    return False
-                copy.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                pass  # the client is gone
-        return True
+            return None  # it is closed by now, or no descriptor is left for the copy
+        with suppress(OSError):
+            if endpoint_of(*copy.getpeername()[:2]) == endpoint:
+                return copy
+        copy.close()  # the number is another socket's by now
+        return None
 
     def _client_of(self, descriptor: int) -> Endpoint | None:
         """Without a copy: what is learnt of a number that has just changed hands is checked again before it is used."""
@@ -91,14 +104,6 @@ class AcceptedSockets:
 def _socket(descriptor: int) -> socket.socket:
     """As if of IPv6, the family with the longer names: they are decoded by what the system says, and not to ask saves calls."""
     return socket.socket(socket.AF_INET6, socket.SOCK_STREAM, 0, fileno=descriptor)
-
-
-def _has_spoken(accepted: socket.socket) -> bool:
-    if not hasattr(socket, "TCP_INFO"):
-        return True
-    wanted = _BYTES_RECEIVED_AT + _BYTES_RECEIVED.size
-    info = accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, wanted)
-    return len(info) < wanted or _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0] > 0
 
 
 def raise_open_files_limit() -> int:

@@ -177,6 +177,7 @@ def test_unknown_preset_is_refused_with_the_presets_there_are() -> None:
         ("cluster.up_gbit=0", "key cluster.up_gbit = 0: expected `float` >= 1e-06"),
         ("cluster.slow_factor=0.9", "key cluster.slow_factor = 0.9: expected `float` >= 1.0"),
         ("limits.versions_max=1", "key limits.versions_max = 1: expected `int` >= 2"),
+        ("limits.upload_bytes_max=0", "key limits.upload_bytes_max = 0: expected `int` >= 1024"),
         ("protocol.merge=median", "key protocol.merge = 'median': must be one of mean, rda, or one that --allow-plugin FILE "
          "registers"),
         ("protocol.adopt=late", "key protocol.adopt = 'late': must be one of 'exact', 'arrival'"),

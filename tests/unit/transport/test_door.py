@@ -13,35 +13,20 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transport_peers import Recorder, admit, credentials_of, run
+from transport_peers import Memory, Recorder, admit, credentials_of, run
 
-from atoll.transport import Caps, LinkFailed, LinkLimits, Refused, Server, call, dial, raise_open_files_limit, upload
+from atoll.transport import Caps, LinkFailed, LinkLimits, Refused, Server, call, dial, raise_open_files_limit, upload, uploads
 from atoll.transport.door import Door, Endpoint, address_group, endpoint_of, endpoint_of_peer
-from atoll.transport.frames import WELCOME, unpack
+from atoll.transport.frames import CHUNK, REFUSAL, WELCOME, pack, unpack
 from atoll.transport.server import COUNT_KEY, SESSION_KEY
-from atoll.transport.wire import Channel, StreamBroken, failure
+from atoll.transport.wire import CALL_SERVICE, Channel, StreamBroken, failure
 
 CAPS = Caps(connections=100, unadmitted=20, unadmitted_per_address=10)
 
 
-class Sockets:
-    """Which connections were closed, in order. `spoken` are those whose clients have sent something."""
-
-    def __init__(self, *spoken: Endpoint) -> None:
-        self.closed: list[Endpoint] = []
-        self._spoken = set(spoken)
-
-    def __call__(self, endpoint: Endpoint, *, if_silent: bool) -> bool:
-        if if_silent and endpoint in self._spoken:
-            return False
-        self.closed.append(endpoint)
-        return True
-
-
 def closed_by(door: Door, now: float, *spoken: Endpoint) -> list[Endpoint]:
-    sockets = Sockets(*spoken)
-    door.close_excess(now, sockets)
-    return sockets.closed
+    """`spoken` are those whose clients have sent something."""
+    return door.to_close(now, {endpoint: 100 * (endpoint in spoken) for endpoint in door.unadmitted})
 
 
 def test_late_connection_is_closed_and_one_with_an_admitted_stream_stays() -> None:
@@ -64,7 +49,7 @@ def test_address_with_too_many_loses_its_oldest_and_others_lose_none() -> None:
     for now in range(15):
         door.update([*crowd[: now + 1], one], float(now) / 10)
     assert closed_by(door, 2.0) == crowd[:5]
-    assert door.closed["address"] == 5 and door.unadmitted == 11
+    assert door.closed["address"] == 5 and len(door.unadmitted) == 11
 
 
 def test_full_table_takes_from_the_busiest_address_first() -> None:
@@ -73,7 +58,7 @@ def test_full_table_takes_from_the_busiest_address_first() -> None:
     door.update(found, 0.0)
     closed = closed_by(door, 1.0)
     assert {host for host, _ in closed} == {"10.0.0.1", "10.0.0.2"} and len(closed) == 3
-    assert door.unadmitted == CAPS.unadmitted and door.closed["full"] == 3
+    assert len(door.unadmitted) == CAPS.unadmitted and door.closed["full"] == 3
 
 
 def test_those_that_have_spoken_stay_while_others_of_their_address_are_silent() -> None:
@@ -104,7 +89,19 @@ def test_admitted_connections_of_one_address_are_not_counted() -> None:
         for endpoint in site:
             stack.enter_context(door.admitted(endpoint, lambda: 0.0))
         door.update(site, 0.0)
-        assert closed_by(door, 99.0) == [] and not door.is_crowded
+        assert closed_by(door, 99.0) == [] == door.unadmitted
+
+
+def test_one_that_sends_too_much_before_it_is_admitted_is_closed() -> None:
+    door = Door(CAPS)
+    greedy, held = ("10.0.0.1", 1), ("10.0.0.1", 2)
+    with door.admitted(held, lambda: 1.0):
+        door.update([greedy, held], 0.0)
+        assert door.to_close(0.1, {greedy: 65_536}) == []
+        assert door.to_close(0.2, {greedy: 65_537}) == [greedy]
+        assert door.to_close(0.3, {held: 1 << 30}) == []
+    assert door.to_close(1.1, {held: 1 << 31}) == []  # what it sent while it was admitted does not count
+    assert door.to_close(1.2, {held: (1 << 31) + 65_537}) == [held]
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 60)), max_size=150), st.integers(0, 2**31))
@@ -115,7 +112,7 @@ def test_bounds_hold_whatever_comes(found: list[tuple[int, int]], seed: int) -> 
     closed = closed_by(door, 1.0, *(e for e in endpoints if e[1] % 2 == 0))
     left = endpoints - set(closed)
     sizes = [sum(host == f"10.0.0.{n}" for host, _ in left) for n in range(13)]
-    assert len(left) == door.unadmitted <= CAPS.unadmitted and max(sizes) <= CAPS.unadmitted_per_address
+    assert len(left) == len(door.unadmitted) <= CAPS.unadmitted and max(sizes) <= CAPS.unadmitted_per_address
     wanted = min(CAPS.unadmitted, sum(min(10, len([1 for host, _ in endpoints if host == f"10.0.0.{n}"])) for n in range(13)))
     assert len(left) == wanted, "no more are closed than necessary"
 
@@ -272,16 +269,37 @@ def test_upload_is_refused_before_its_bytes_are_read() -> None:
     async def story() -> None:
         server = Server(Recorder(), admit, LinkLimits())
 
-        def room(metadata: Mapping[str, str]) -> int:
+        def begin(metadata: Mapping[str, str]) -> Memory:
             admit(metadata)
-            return 8 << 20
+            return Memory(8 << 20)
 
-        server.on_upload("take", lambda _, data: b"%d" % len(data), room)
+        server.on_upload("take", begin)
         address = await server.start("127.0.0.1:0")
         for size in (0, 100, 8 << 20):
             with pytest.raises(Refused, match="token"):
                 await upload(address, "take", {"token": "wrong"}, [bytes(size)])
         assert await upload(address, "take", credentials_of("honest"), [bytes(3 << 20)]) == b"%d" % (3 << 20)
+        await server.stop(0.5)
+
+    run(story())
+
+
+def test_upload_that_comes_too_slowly_is_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "UPLOAD_SECONDS", 0.3)
+
+    async def story() -> None:
+        sink = Memory(8 << 20)
+        server = Server(Recorder(), admit, LinkLimits())
+        server.on_upload("take", lambda _: sink)
+        address = await server.start("127.0.0.1:0")
+        channel = Channel(address, LinkLimits(), None)
+        stream = channel.open("take", {}, CALL_SERVICE)
+        assert unpack(await stream.read() or b"").kind == WELCOME
+        await stream.write(pack(CHUNK, 0, 0, 2000, [bytes(1000)]))
+        answer = unpack(await stream.read() or b"")
+        assert (answer.kind, answer.number) == (REFUSAL, 1)
+        assert len(sink.taken) == 1000 and sink.is_abandoned and server.refused == {"slow": 1}
+        await channel.close()
         await server.stop(0.5)
 
     run(story())

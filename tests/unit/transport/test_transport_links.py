@@ -11,11 +11,11 @@ import threading
 from collections.abc import Mapping
 
 import pytest
-from transport_peers import Recorder, credentials_of, paired, run, serving
+from transport_peers import Memory, Recorder, credentials_of, paired, run, serving
 
 from atoll.errors import UserError
 from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, Server, call, dial, upload
-from atoll.transport.frames import ANSWER, HEADER_BYTES, pack
+from atoll.transport.frames import ANSWER, HEADER_BYTES, WELCOME, pack
 
 
 async def dialled(address: str, handler: Recorder, name: str = "learner0", limits: LinkLimits | None = None) -> Link:
@@ -302,15 +302,17 @@ def test_calls_and_uploads() -> None:
         def refuse(metadata: Mapping[str, str], request: bytes) -> bytes:
             raise Refused("not today", retry=True)
 
-        taken: list[bytearray] = []
+        sinks: list[Memory] = []
 
-        def take(metadata: Mapping[str, str], data: bytearray) -> bytes:
-            taken.append(data)
-            return b"%d" % len(data)
+        def begin(metadata: Mapping[str, str]) -> Memory | bytes:
+            if "known" in metadata:
+                return b"known already"
+            sinks.append(Memory(3 << 20))
+            return sinks[-1]
 
         server.on_call("later", later, lambda _: None)
         server.on_call("no", refuse, lambda _: None)
-        server.on_upload("take", take, 3 << 20)
+        server.on_upload("take", begin)
         address = await server.start("127.0.0.1:0")
         assert await call(address, "later", {"name": "n"}, b"!", None, 5) == b"n!"
         with pytest.raises(Refused, match="not today"):
@@ -319,10 +321,11 @@ def test_calls_and_uploads() -> None:
             await call(address, "unheard", {}, b"", None, 5)
         data = os.urandom(1 << 20) * 2 + b"abc"
         assert await upload(address, "take", {}, [data[:7], data[7:]], None, 5) == b"%d" % len(data)
-        assert taken == [data]
+        assert sinks[0].taken == data and not sinks[0].is_abandoned
+        assert await upload(address, "take", {"known": "yes"}, [data], None, 5) == b"known already" and len(sinks) == 1
         with pytest.raises(Refused, match="larger than"):
             await upload(address, "take", {}, [data, data], None, 5)
-        assert server.refused == {"payload_too_big": 1}
+        assert server.refused == {"payload_too_big": 1} and sinks[1].is_abandoned
         await server.stop(0)
         with pytest.raises(LinkFailed):
             await call(address, "later", {"name": "n"}, b"", None, 5)
@@ -333,7 +336,7 @@ def test_calls_and_uploads() -> None:
 def test_upload_may_take_its_time_while_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     class Slow:
         def __init__(self, *_: object) -> None:
-            self._left, self._said = 8, asyncio.Event()
+            self._left, self._said, self._welcomed = 8, asyncio.Event(), False
 
         def open(self, *_: object) -> Slow:
             return self
@@ -343,6 +346,9 @@ def test_upload_may_take_its_time_while_it_is_taken(monkeypatch: pytest.MonkeyPa
             self._left -= 1
 
         async def read(self) -> bytes:
+            if not self._welcomed:
+                self._welcomed = True
+                return pack(WELCOME)
             await self._said.wait()
             return pack(ANSWER, body=(b"thanks",))
 

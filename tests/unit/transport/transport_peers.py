@@ -45,6 +45,24 @@ class Recorder:
                 await self._notifier.wait()
 
 
+class Memory:
+    """Where an upload goes."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.taken = bytearray()
+        self.is_abandoned = False
+
+    async def write(self, data: memoryview) -> None:
+        self.taken += data
+
+    async def finish(self) -> bytes:
+        return b"%d" % len(self.taken)
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
 class Pipe:
     """One direction of a stream that lies in memory. `gate` holds everything back while it is clear."""
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import random
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -10,13 +13,14 @@ from typing import Any, Final
 from torch import Tensor
 
 from atoll.errors import ConfigError, RunFailed, UserError
-from atoll.runtime.learner.address import Address
+from atoll.runtime.learner.address import WAIT_LINE_SECONDS, Address
+from atoll.runtime.log import PacedLog
 from atoll.runtime.syncer.places import Placement
 from atoll.store.model_upload import pack_model
 from atoll.tensors.access import read_buffers, read_params
 from atoll.tensors.inventory import FROZEN_SEPARATOR, with_frozen
 from atoll.tensors.layout import Layout
-from atoll.transport import LinkFailed, Refused, upload
+from atoll.transport import Backoff, LinkFailed, Refused, upload
 
 log = logging.getLogger("atoll.learner")
 
@@ -27,8 +31,8 @@ UPLOAD_BYTES_PER_SECOND_LEAST: Final = 1e6
 async def agree_on_model(
     address: Address, placement: Placement, layout: Layout, tensors: Mapping[str, Tensor], frozen: str
 ) -> None:
-    """The first learner uploads the model's shapes and weights. If two learners upload at once, the syncer answers both with the
-    digest of the first, so both compare with the answer. `frozen` is the digest of the parameters that are not exchanged."""
+    """The first learner uploads the model's shapes and weights. Another one waits meanwhile and is answered with the digest of
+    the first one's, so both compare with the answer. `frozen` is the digest of the parameters that are not exchanged."""
     digest = placement.layout
     if placement.needs_model:
         params = [read_params(tensors, fragment).cpu() for fragment in layout.fragments]
@@ -58,9 +62,15 @@ async def upload_model(address: Address, placement: Placement, data: Sequence[An
         "run": placement.run, "learner": str(placement.learner), "incarnation": str(placement.incarnation), "key": placement.key,
     }  # fmt: skip
     seconds = UPLOAD_SECONDS + sum(memoryview(part).nbytes for part in data) / UPLOAD_BYTES_PER_SECOND_LEAST
-    try:
-        return await upload(address.syncer, "Upload", metadata, data, address.credentials, seconds)
-    except Refused as refusal:
-        raise UserError(f"syncer {address.syncer}: refuses this model: {refusal.reason}") from None
-    except LinkFailed as error:
-        raise RunFailed(f"syncer {address.syncer}: the model could not be uploaded: {error}") from None
+    backoff, line, began = Backoff(random.Random()), PacedLog(WAIT_LINE_SECONDS), time.monotonic()
+    while True:
+        try:
+            return await upload(address.syncer, "Upload", metadata, data, address.credentials, seconds)
+        except Refused as refusal:
+            if not refusal.retry or time.monotonic() - began > address.reconnect_timeout_seconds:
+                raise UserError(f"syncer {address.syncer}: refuses this model: {refusal.reason}") from None
+            if line.due():
+                log.info("waiting to upload the model to %s: %s", address.syncer, refusal.reason)
+        except LinkFailed as error:
+            raise RunFailed(f"syncer {address.syncer}: the model could not be uploaded: {error}") from None
+        await asyncio.sleep(backoff.next())

@@ -5,7 +5,7 @@ everything that a restarted syncer needs.
     versions/         Theta, outer state and announced bytes, a file for each version of each fragment
     snapshots/        the syncer's part of snapshots
     start/            the versions that a resumed run started from
-    model.upload      the model that the first learner uploaded
+    model.upload      the model that the first learner uploaded; model.received while it does so
     places.jsonl      the incarnations given out so far        run.secret, token.key, token   private
     address           where it listens
     revoked           tokens that no longer admit (beside --keys if given)
@@ -35,9 +35,9 @@ from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other
 from atoll.runtime.syncer.snapshots import SyncerSnapshots
 from atoll.store.durable import DurableVersions
 from atoll.store.lock import lock_directory
-from atoll.store.model_upload import named_tensors_of, unpack_model
+from atoll.store.model_upload import named_tensors_of, read_model
 from atoll.store.snapshots import link_versions, load_syncer
-from atoll.store.tensor_files import write_file
+from atoll.store.tensor_files import publish_file, write_file
 from atoll.store.tokenizer_file import refuse_other_tokenizer, write_tokenizer_file
 from atoll.store.versions import Version
 from atoll.store.weights import THETA_FILE, save_weights
@@ -127,8 +127,8 @@ class SyncerDirectory:
             uploaded = part / UPLOAD_FILE
             if not uploaded.exists():
                 raise DataError(f"snapshot {part}: has no {UPLOAD_FILE}, which a custom model needs; choose another snapshot")
-            (self.directory / UPLOAD_FILE).write_bytes(uploaded.read_bytes())
-            self.layout, _, _ = unpack_model(self.config, memoryview(uploaded.read_bytes()))
+            shutil.copyfile(uploaded, self.directory / UPLOAD_FILE)
+            self.layout, _, _ = read_model(self.config, uploaded)
         link_versions(snapshot.disk, self.directory)
         link_versions(snapshot.disk, self.directory / "start")
         disk = DurableVersions.open(self.directory)
@@ -171,7 +171,7 @@ class SyncerDirectory:
         self.clock = Clock(self.epoch, floor=last)
         uploaded = self.directory / UPLOAD_FILE
         if self._task is None and uploaded.exists():
-            self.layout, _, _ = unpack_model(self.config, memoryview(uploaded.read_bytes()))
+            self.layout, _, _ = read_model(self.config, uploaded)
         if self.layout is not None:
             disk = DurableVersions.open(self.directory)
             disk.retain(self.machine.versions.all_kept_versions())
@@ -236,8 +236,9 @@ class SyncerDirectory:
             return 1 << 20
         return 4096 + max(8 * f.numel + 4 * f.buffer_numel for f in self.layout.fragments)
 
-    def take_model(self, data: memoryview) -> None:
-        layout, params, buffers = unpack_model(self.config, data)
+    def take_model(self, received: Path) -> None:
+        """`received` becomes the upload file."""
+        layout, params, buffers = read_model(self.config, received)
         rule = outer_rule(self.config)
         versions = [
             Version(theta, extra, initial_state(rule, theta.numel()) if rule else None, None, theta, None)
@@ -246,7 +247,7 @@ class SyncerDirectory:
         shutil.rmtree(self.directory / "versions", ignore_errors=True)  # of an upload that was interrupted
         # The upload file is last: a syncer killed in between has no model yet, and the next learner uploads it again.
         disk = DurableVersions.create(self.directory, versions)
-        write_file(self.directory / UPLOAD_FILE, [bytes(data)])
+        publish_file(received, self.directory / UPLOAD_FILE)
         self.layout = layout
         self._build_executor(disk)
 

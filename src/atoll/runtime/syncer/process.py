@@ -56,6 +56,7 @@ from atoll.runtime.loop import DailyWarnings, DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.places import PROTOCOL, Caller, JoinRequest, Placement, peer_log
 from atoll.runtime.syncer.progress import SyncerProgress, membership_line, refusals_line
+from atoll.runtime.syncer.uploads import ModelUploads
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.weights import THETA_FILE
 from atoll.transport import CERTIFICATE_KEY, Link, LinkLimits, Refused, Server, ServerCredentials
@@ -67,7 +68,6 @@ REVOKED_SECONDS = 2.0
 """Between two looks at the list of revoked keys, for the connections that are open; a new one is checked as it comes."""
 RETRY_SECONDS = 1.0
 """Time between attempts to write to a full disk."""
-UPLOAD_BYTES_MAX = 1 << 38
 FLAW_MAX = 300
 """Characters of a sentence about a peer's message."""
 AWAY_SECONDS = 30.0
@@ -96,7 +96,7 @@ class SyncerProcess:
         self._server = Server(self, self._admit, limits, credentials)
         directory.places.certified = credentials is not None
         self._server.on_call("Join", self._join, directory.places.check_token)
-        self._server.on_upload("Upload", self._upload_model, self._upload_bytes_max)
+        self._server.on_upload("Upload", ModelUploads(directory, self._warm_up).begin)
         self._over: asyncio.Future[None]
         self._storage_blocked = False
         self._unnotified: set[LearnerId] = set()
@@ -194,25 +194,6 @@ class SyncerProcess:
                 have = "has another codec of that name" if name in asked.codecs else "lacks it"
                 remedy = "start the learner with the --allow-plugin of the syncer"
                 raise Refused(f"protocol.{key} = {name!r}: the learner {have}; {remedy}", retry=False)
-
-    def _upload_model(self, metadata: object, data: bytearray) -> bytes:
-        """For a custom model, the first learner uploads the shapes and initial weights."""
-        assert isinstance(metadata, dict)
-        self._directory.places.admit(metadata)
-        if self._directory.layout is None:
-            try:
-                self._directory.take_model(memoryview(data))
-            except DataError as error:
-                raise Refused(str(error), retry=False) from None
-            self._warm_up()
-            log.info("learner %s uploaded the model", metadata.get("learner"))
-        return self._directory.layout_digest.encode()
-
-    def _upload_bytes_max(self, metadata: object) -> int:
-        """Evaluated before a byte is read: a client without a place uploads nothing, and a second model is not read."""
-        assert isinstance(metadata, dict)
-        self._directory.places.admit(metadata)
-        return UPLOAD_BYTES_MAX if self._directory.layout is None else 0
 
     def _warm_up(self) -> None:
         """Reads the versions in the thread that will replace and free them."""
