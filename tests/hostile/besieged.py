@@ -17,6 +17,7 @@ from typing import Any
 
 from atoll.protocol.vocabulary import Received, Report
 from atoll.runtime.learner.address import address_of, request_place
+from atoll.store.durable import newest_step
 from atoll.tape.format import Tape
 from atoll.transport import Backoff, LinkFailed, dial
 
@@ -142,6 +143,9 @@ class Besieged:
             record.now / 1e9 for record in records
             if isinstance(record.event, Received) and isinstance(record.event.envelope.body, Report)
         ]  # fmt: skip
+
+    def outer_step(self) -> int:
+        return newest_step(self.folder / "syncer")
 
     def end(self) -> None:
         for one in (*self._others, self.syncer):

@@ -228,14 +228,14 @@ class TensorSyncer:
     def _store(self, effect: Store) -> Stored | MergeRejected:
         t, fragments = effect.outer_step, effect.fragments
         versions = {p: self._merged[t, p] for p in fragments}
-        jumps = tuple(outlier_norm(versions[p].theta - self._previous.pop((t, p)).theta) for p in fragments)
+        jumps = tuple(outlier_norm(versions[p].theta - self._previous[t, p].theta) for p in fragments)
         limits = effect.jump_limits or (0.0,) * len(fragments)
         for p, jump, limit in zip(fragments, jumps, limits, strict=True):
             if not math.isfinite(jump) or (limit > 0 and jump > limit):
                 return MergeRejected(t, p, jump)
         self.disk.put(t, versions)
         for p in fragments:
-            del self._merged[t, p]
+            del self._merged[t, p], self._previous[t, p]
             self._accepted.pop((t, p), None)
         return Stored(t, digest([tensor for v in versions.values() for tensor in (v.theta, v.buffers)]), jumps)
 

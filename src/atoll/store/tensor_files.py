@@ -56,8 +56,13 @@ _Natural = Annotated[int, msgspec.Meta(ge=0)]
 assert sys.byteorder == "little", "Atoll's files are written on little-endian machines only"
 
 
+NO_DESCRIPTOR: Final = (errno.EMFILE, errno.ENFILE)
+"""The process, or the whole machine, has no descriptor left for one more open file."""
+
+
 class StorageFailed(RunFailed):
-    """The bytes could not be written. What was stored before is unchanged, and the call may be repeated."""
+    """The bytes could not be written, or a file could not be opened because too many are open. What was stored before is
+    unchanged, and the call may be repeated."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
@@ -341,13 +346,16 @@ def read_state(path: Path, sha256: str | None = None) -> Any:
 
 
 def read_with(path: Path, use: Callable[[io.RawIOBase, int], Any]) -> Any:
-    """`use(stream, size)` on a file; DataError names a file that is missing or cannot be read."""
+    """`use(stream, size)` on a file; DataError names a file that is missing or cannot be read, StorageFailed one that cannot be
+    opened now."""
     try:
         with path.open("rb", buffering=0) as stream:
             return use(stream, os.fstat(stream.fileno()).st_size)
     except FileNotFoundError:
         raise DataError(f"{path} is missing") from None
     except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise StorageFailed(f"{path} cannot be opened: {error.strerror}") from error
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
 
 

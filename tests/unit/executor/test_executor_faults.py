@@ -41,6 +41,7 @@ from atoll.protocol.vocabulary import (
     Store,
     Stored,
 )  # fmt: skip
+from atoll.store.tensor_files import StorageFailed
 from atoll.store.versions import MemoryVersions
 from atoll.tasks.task import initial_versions
 
@@ -183,6 +184,22 @@ def test_syncer_inspecting_a_contribution_finds_what_is_wrong_before_the_machine
     assert found.flaw == (None if flaw is None else Reason(Why.POISONED, flaw))
     if flaw is None:
         assert found.measure is not None and found.measure.norm == pytest.approx(0.5 * math.sqrt(SIZE))
+
+
+def test_store_that_fails_for_a_full_disk_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    syncer = syncer_alone()
+    for learner, delta in enumerate(GOOD):
+        syncer.execute(Accept(4, 0, learner, 0), Payload("packet", 4, (packet_of(delta), torch.empty(0))))
+    syncer.execute(Merge(4, 0, tuple(Share(m, 1.0, 0, 4) for m in range(2)), 0, False), None)
+
+    def full(*_: object) -> None:
+        raise StorageFailed("no space")
+
+    with monkeypatch.context() as patch, pytest.raises(StorageFailed):
+        patch.setattr(syncer.disk, "put", full)
+        syncer.execute(Store(4, (0,), (1e9,)), None)
+    (event,) = syncer.execute(Store(4, (0,), (1e9,)), None)
+    assert isinstance(event, Stored) and syncer.disk.theta_sha256() == merged(GOOD)
 
 
 def test_merged_weights_that_jump_or_hold_nan_are_not_stored() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import copy
+import errno
 import os
 import random
 from collections.abc import Callable
@@ -233,3 +234,17 @@ def test_full_disk_leaves_the_old_file_and_no_other(tmp_path: Path, monkeypatch:
         write_state(path, {"x": torch.zeros(3)})
     assert [p.name for p in tmp_path.iterdir()] == ["state"]
     assert same(read_state(path, sha256), {"x": torch.ones(3)})
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_read_without_a_descriptor_may_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Nothing is wrong with the file, so it is no DataError, which would end a syncer."""
+    write_state(tmp_path / "state", {"a": 1})
+
+    def none_left(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch, pytest.raises(StorageFailed):
+        patch.setattr(Path, "open", none_left)
+        read_state(tmp_path / "state")
+    assert read_state(tmp_path / "state") == {"a": 1}

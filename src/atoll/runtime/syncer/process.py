@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -34,7 +34,6 @@ from atoll.protocol.vocabulary import (
     Direction,
     Effect,
     Envelope,
-    Event,
     Finished,
     FixParticipants,
     Lane,
@@ -199,7 +198,8 @@ class SyncerProcess:
         """Reads the versions in the thread that will replace and free them."""
         self._server.payload_bytes_max = self._directory.payload_bytes_max()
         if self._directory.layout is not None:
-            self._disk_thread.submit(self._directory.disk.newest).add_done_callback(self._check_future)
+            work = self._directory.disk.newest
+            self._disk_thread.submit(self._until_stored, work).add_done_callback(self._check_future)
 
     def _admit(self, metadata: object) -> str:
         assert isinstance(metadata, dict)
@@ -293,8 +293,13 @@ class SyncerProcess:
         payload, flaw = await self._loop.run_in_executor(None, _read, body, data)
         found, inspected = Finding(flaw), False
         while found.flaw is None and not inspected and (self._storage_blocked or self._is_expected(peer.learner, body)):
-            inspected = True
-            found = await self._loop.run_in_executor(None, self._inspect, body, payload)
+            try:
+                found = await self._loop.run_in_executor(None, self._inspect, body, payload)
+                inspected = True
+            except StorageFailed as error:  # to inspect it, a version has to be read
+                self._block_on_storage(str(error))
+                await asyncio.sleep(RETRY_SECONDS)
+                self._unblock()
         if self._links.get(peer.learner) is peer:
             self._driver.dispatch(Received(envelope, data.nbytes, *found), payload)
 
@@ -324,6 +329,8 @@ class SyncerProcess:
         assert self._directory.executor is not None
         try:
             return self._directory.executor.inspect(body, payload)
+        except StorageFailed:
+            raise
         except Exception as error:  # a peer's bytes may end its connection, never the syncer
             return Finding(Reason(Why.POISONED, f"bytes that cannot be used: {error!r}"[:FLAW_MAX]))
 
@@ -356,19 +363,25 @@ class SyncerProcess:
         self._disk_thread.submit(self._execute, effect, payload).add_done_callback(self._check_future)
 
     def _execute(self, effect: Effect, payload: Payload | None) -> None:
-        """In the disk's thread, in order. While the disk is full, nothing is announced and nothing is lost."""
-        assert self._directory.executor is not None
+        """In the disk's thread, in order."""
+        executor = self._directory.executor
+        assert executor is not None
+        for event in self._until_stored(lambda: executor.execute(effect, payload)) or ():
+            self._loop.call_soon_threadsafe(self._driver.dispatch, event)
+
+    def _until_stored(self, work: Callable[[], Sequence[Any]]) -> Sequence[Any] | None:
+        """Repeats the work until there is space, and a descriptor. Meanwhile nothing is announced and nothing is lost. None if
+        the syncer stops first."""
         while True:
             try:
-                events: list[Event] = list(self._directory.executor.execute(effect, payload))
+                result = work()
                 break
             except StorageFailed as error:
                 self._loop.call_soon_threadsafe(self._block_on_storage, str(error))
                 if self._directory.stopping.wait(RETRY_SECONDS):
-                    return
+                    return None
         self._loop.call_soon_threadsafe(self._unblock)
-        for event in events:
-            self._loop.call_soon_threadsafe(self._driver.dispatch, event)
+        return result
 
     def _check_future(self, future: Future[Any]) -> None:
         error = future.exception() if not future.cancelled() else None
@@ -407,15 +420,21 @@ class SyncerProcess:
         peer = self._links.get(envelope.receiver)
         if peer is None or peer.incarnation != self._incarnation_of(envelope.receiver):
             return  # the connection broke, and the machine has not processed that yet
-        address, key, digests = "", "", None
+        address, key = "", ""
         body = envelope.body
         if isinstance(body, Ticket):
             address = self._shown.get(body.peer, {}).get("advertise", "")
             key = self._directory.places.ticket_key(body.ticket, envelope.receiver)
-            digests = self._directory.anchor_digests(body.peer)
         elif isinstance(body, Serve):
             key = self._directory.places.ticket_key(body.ticket, body.newcomer)
-        data = self._payload(send, body) if isinstance(body, Announce) else None
+        try:
+            digests = self._directory.anchor_digests(body.peer) if isinstance(body, Ticket) else None
+            data = self._payload(send, body) if isinstance(body, Announce) else None
+        except StorageFailed as error:  # it reconnects, and is sent what it lacks
+            self._block_on_storage(str(error))
+            self._loop.call_later(RETRY_SECONDS, self._unblock)
+            peer.link.close("the syncer cannot read its files now")
+            return
         head = wire.to_head(envelope, address, key, digests, self._directory.snapshots_kept)
         peer.link.send(head, data, may_overtake=may_overtake(envelope))
 
