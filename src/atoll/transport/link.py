@@ -110,6 +110,14 @@ class Link:
     def payload_bytes_max(self, value: int) -> None:
         self._inbox.payload_bytes_max = value
 
+    @property
+    def queue_bytes_max(self) -> int:
+        return self._outbox.bytes_max
+
+    @queue_bytes_max.setter
+    def queue_bytes_max(self, value: int) -> None:
+        self._outbox.bytes_max = value
+
     # Public
 
     def send(self, head: bytes, payload: Buffers | None = None, *, may_overtake: bool = False) -> None:
@@ -213,19 +221,27 @@ class Link:
             self.refused[violation.kind] += 1
             self._end(f"the peer broke the rules: {violation}", pack(BYE, FRAME_REFUSED, body=(_encoded(str(violation)),)))
 
+    async def _write(self, stream: FrameStream, frame: bytes) -> None:
+        """A peer may be alive and read nothing: what is queued for it would stay in memory."""
+        try:
+            async with asyncio.timeout(self._limits.unread_seconds):
+                await stream.write(frame)
+        except TimeoutError:
+            raise StreamBroken(f"the peer read nothing for {self._limits.unread_seconds:g} s") from None
+
     # The talk stream
 
     async def _write_talk(self, talk: FrameStream) -> None:
         while self._reason is None:
             frame = self._outbox.next_message()
             if frame is not None:
-                await talk.write(frame)
+                await self._write(talk, frame)
                 self._outbox.wrote_message()
                 self.bytes_sent += len(frame)
                 self.messages_sent += 1
                 self._sent.notify_all()
             elif self._pulse_is_due:
-                await talk.write(pack(PULSE))
+                await self._write(talk, pack(PULSE))
             else:
                 await self._to_send.wait()
                 continue
@@ -303,7 +319,7 @@ class Link:
             if chunk is None:
                 await self._to_send.wait()
                 continue
-            await bulk.write(chunk.frame)
+            await self._write(bulk, chunk.frame)
             self.bytes_sent += len(chunk.frame)
             if self._outbox.mark_sent(chunk):
                 transfer = chunk.transfer

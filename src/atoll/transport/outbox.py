@@ -69,6 +69,7 @@ class Outbox:
         self._unchunked: deque[Transfer] = deque()
         """Those of them with chunks left to take."""
         self._bytes = 0
+        self.bytes_max = limits.queue_bytes_max
         self.put_count = (0, 0)
         """Control and bulk messages put in so far."""
         self._taken = [0, 0]
@@ -89,7 +90,7 @@ class Outbox:
                 self.put_count = (controls + 1, bulks)
                 return None
             transfer = Transfer(bulks, controls, head, payload)
-            if self._bytes + transfer.total > limits.queue_bytes_max:
+            if self._bytes + transfer.total > self.bytes_max:
                 return f"the send queue is full: it holds {self._bytes} bytes and {transfer.total} more do not fit"
             self._bytes += transfer.total
             self._bulks.append(transfer)

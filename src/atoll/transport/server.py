@@ -77,6 +77,7 @@ class Server:
         self._limits = limits or LinkLimits()
         self._credentials = credentials
         self._payload_bytes_max = self._limits.payload_bytes_max
+        self._queue_bytes_max = self._limits.queue_bytes_max
         self._sessions: dict[str, _Session] = {}
         self._links: set[Link] = set()
         self._calls: dict[str, tuple[Callable[[Metadata, bytes], Answer], Callable[[Metadata], object]]] = {}
@@ -98,6 +99,16 @@ class Server:
         self._payload_bytes_max = value
         for link in self._links:
             link.payload_bytes_max = value
+
+    @property
+    def queue_bytes_max(self) -> int:
+        return self._queue_bytes_max
+
+    @queue_bytes_max.setter
+    def queue_bytes_max(self, value: int) -> None:
+        self._queue_bytes_max = value
+        for link in self._links:
+            link.queue_bytes_max = value
 
     def on_call(
         self, name: str, function: Callable[[Mapping[str, str], bytes], Answer], admit: Callable[[Mapping[str, str]], object],
@@ -209,7 +220,7 @@ class Server:
 
     async def _hold(self, session: _Session, link: Link, talk: GrpcStream) -> None:
         """Registers the link before the client learns that it is ready, so that `stop` at that moment still closes it."""
-        link.payload_bytes_max = self._payload_bytes_max
+        link.payload_bytes_max, link.queue_bytes_max = self._payload_bytes_max, self._queue_bytes_max
         session.link = link
         self._links.add(link)
         try:

@@ -204,3 +204,42 @@ def test_limit_of_payloads_may_be_lowered_later() -> None:
             assert server.refused == {"payload_too_big": 1}
 
     run(story())
+
+
+def test_peer_that_lives_and_never_reads_its_bulk_stream_loses_its_link() -> None:
+    """It sends pulses, so it is not silent; but what is queued for it would stay in memory as long as it likes."""
+    limits = LinkLimits(unread_seconds=0.8, pulse_seconds=0.3)
+
+    async def story() -> None:
+        there = Recorder()
+        async with serving(there, limits) as (_, address), hostile(address) as (talk, _):
+            await there.until(lambda: len(there.links) == 1)
+            there.links[0].send(b"theta", [bytes(64 << 20)])
+
+            async def pulse() -> None:
+                while not there.reasons:
+                    await talk.write(pack(PULSE))
+                    await asyncio.sleep(0.1)
+
+            pulses = asyncio.create_task(pulse())
+            await there.until(lambda: len(there.reasons) == 1)
+            await asyncio.gather(pulses, return_exceptions=True)
+            assert "read nothing for 0.8 s" in there.reasons[0]
+
+    run(story())
+
+
+def test_queue_of_a_peer_that_reads_too_slowly_is_bounded_and_may_be_later_on() -> None:
+    async def story() -> None:
+        there = Recorder()
+        async with serving(there) as (server, address), hostile(address):
+            await there.until(lambda: len(there.links) == 1)
+            server.queue_bytes_max = 40 << 20
+            assert there.links[0].queue_bytes_max == 40 << 20
+            payload = bytes(16 << 20)
+            for _ in range(4):
+                there.links[0].send(b"theta", [payload])
+            await there.until(lambda: len(there.reasons) == 1)
+            assert "queue is full" in there.reasons[0]
+
+    run(story())

@@ -232,9 +232,18 @@ class SyncerDirectory:
 
     def payload_bytes_max(self) -> int:
         """The largest honest payload is one fragment in full."""
+        return max(self._fragment_bytes())
+
+    def queue_bytes_max(self) -> int:
+        """Of each fragment one announcement is on its way to a learner, until the learner reports that it has it. One that
+        reports without reading is sent more, and has its connection closed when twice the model is queued."""
+        return sum(self._fragment_bytes())
+
+    def _fragment_bytes(self) -> list[int]:
+        """At least twice what a fragment has in full."""
         if self.layout is None:
-            return 1 << 20
-        return 4096 + max(8 * f.numel + 4 * f.buffer_numel for f in self.layout.fragments)
+            return [1 << 20]
+        return [4096 + 8 * f.numel + 8 * f.buffer_numel for f in self.layout.fragments]
 
     def take_model(self, received: Path) -> None:
         """`received` becomes the upload file."""

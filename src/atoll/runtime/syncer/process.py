@@ -91,7 +91,7 @@ class SyncerProcess:
         """What each learner showed when it connected last."""
         self._payloads: OrderedDict[tuple[int, OuterStep, bool], wire.Buffers | None] = OrderedDict()
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
-        limits = LinkLimits(assembling_max=4 + 2 * self._config.protocol.overlap, queue_bytes_max=1 << 44)
+        limits = LinkLimits(assembling_max=4 + 2 * self._config.protocol.overlap)
         self._server = Server(self, self._admit, limits, credentials)
         directory.places.certified = credentials is not None
         self._server.on_call("Join", self._join, directory.places.check_token)
@@ -197,6 +197,7 @@ class SyncerProcess:
     def _warm_up(self) -> None:
         """Reads the versions in the thread that will replace and free them."""
         self._server.payload_bytes_max = self._directory.payload_bytes_max()
+        self._server.queue_bytes_max = self._directory.queue_bytes_max()
         if self._directory.layout is not None:
             work = self._directory.disk.newest
             self._disk_thread.submit(self._until_stored, work).add_done_callback(self._check_future)
