@@ -77,7 +77,9 @@ class Peers:
                     begun.set()
 
 
-@pytest.mark.parametrize("spoil", [with_nan, that_explodes_in_the_first_step], ids=lambda s: s.__name__)
+@pytest.mark.parametrize(
+    "spoil", [pytest.param(with_nan, marks=pytest.mark.soak), that_explodes_in_the_first_step], ids=lambda s: s.__name__
+)
 def test_bad_state_is_asked_for_once_and_its_victim_recovers_from_another(
     spoil: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

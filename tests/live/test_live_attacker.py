@@ -7,7 +7,7 @@ from pathlib import Path
 from harness import effects_of, judge, run, small
 
 from atoll.chaos import Hostile
-from atoll.protocol.vocabulary import Merge, Refuse
+from atoll.protocol.vocabulary import Refuse
 from atoll.runtime.local.summary import verdict
 
 
@@ -20,5 +20,3 @@ def test_poison_of_one_of_five_is_refused_and_the_others_train(tmp_path: Path) -
     assert summary.loss_final < 0.8 * summary.loss_first
     assert {effect.peer for effect in effects_of(tmp_path, Refuse)} == {4}
     assert set(summary.expelled) == {"4"}, "and at last it lost its place"
-    merged = [{share.learner for share in effect.shares} for effect in effects_of(tmp_path, Merge)]
-    assert all({0, 1, 2, 3} & learners for learners in merged)

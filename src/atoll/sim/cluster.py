@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Hostile, Kill, KillSyncer, Partition, Pause, Scavenge, Slow
 from atoll.config import Config
 from atoll.errors import RunFailed
-from atoll.executor.hostile import Attacker
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId, nanos, seconds, worker_name
 from atoll.protocol.interface import CLEAN, Executor, Observer, Payload
@@ -39,6 +39,9 @@ from atoll.sim.hardware import Hardware
 from atoll.sim.network import Network
 from atoll.sim.world import World
 from atoll.store.memory_snapshots import MemorySnapshot
+
+if TYPE_CHECKING:
+    from atoll.executor.hostile import Attacker
 
 STANDSTILL_EVENTS = 100_000
 """More events than this at one instant are a loop."""
@@ -296,6 +299,8 @@ class VirtualCluster:
             case Scavenge(learner=learner, lasts=lasts):
                 self._scavenge(learner, lasts)
             case Hostile(learner=learner, lasts=lasts):
+                from atoll.executor.hostile import Attacker  # it needs torch, which other simulations do without
+
                 self._attackers[learner] = Attacker(self.config, fault)
                 self.world.after(nanos(lasts), self._calm, learner)
 

@@ -23,6 +23,7 @@ from atoll.protocol.vocabulary import (
     MergeRejected,
     Poisoned,
     Received,
+    Refuse,
     Send,
     Started,
     StateWritten,
@@ -129,7 +130,8 @@ def _decision_key(effect: Effect) -> tuple[Any, ...]:
 
 
 def _describe_divergence(record: Record, event: Event, effects: Sequence[Effect]) -> str:
-    here = f" ({event.flaw})" if isinstance(event, Received) and event.flaw is not None else ""
+    reasons = [str(effect.reason) for effect in effects if isinstance(effect, Refuse)]
+    here = f" ({reasons[0]})" if isinstance(event, Received) and reasons else ""
     pairs = zip(record.effects, effects, strict=False)
     taped = next((t for t, e in pairs if _decision_key(t) != _decision_key(e)), "another number of effects")
     return (
