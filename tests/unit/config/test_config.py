@@ -178,8 +178,8 @@ def test_unknown_preset_is_refused_with_the_presets_there_are() -> None:
         ("cluster.slow_factor=0.9", "key cluster.slow_factor = 0.9: expected `float` >= 1.0"),
         ("limits.versions_max=1", "key limits.versions_max = 1: expected `int` >= 2"),
         ("limits.upload_bytes_max=0", "key limits.upload_bytes_max = 0: expected `int` >= 1024"),
-        ("protocol.merge=median", "key protocol.merge = 'median': must be one of mean, rda, clipped_mean, trimmed_mean, geometric_median, "
-         "or one that --allow-plugin FILE registers"),
+        ("protocol.merge=median", "key protocol.merge = 'median': must be one of mean, rda, clipped_mean, trimmed_mean, "
+         "geometric_median, or one that --allow-plugin FILE registers"),
         ("protocol.adopt=late", "key protocol.adopt = 'late': must be one of 'exact', 'arrival'"),
         ("model.dtype=float16", "key model.dtype = 'float16': must be one of 'float32', 'bfloat16'"),
         ("inner.optimizer=Lion", "key inner.optimizer = 'Lion': must be one of 'AdamW', 'Adam', 'SGD', 'Muon'"),
