@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
@@ -260,14 +260,14 @@ def _parse_certificates(pem: bytes, path: Path) -> list[x509.Certificate]:
         for certificate in found:  # its parts are parsed when they are asked for
             certificate.public_key(), certificate.not_valid_before_utc, certificate.not_valid_after_utc
         return found
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except Exception:  # of many kinds, for the many ways in which a certificate can be damaged
         raise UserError(f"{path} is not a PEM certificate; copy it again, or make new keys") from None
 
 
 def _parse_key(pem: bytes, path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = serialization.load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: an encrypted key; nobody is there to type a password
+    except Exception:  # of many kinds; an encrypted key too, because nobody is there to type a password
         raise UserError(f"{path} is not an unencrypted PEM private key; copy it again, or make new keys") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UserError(f"{path} is not an elliptic-curve key; make keys with `atoll keys`")
@@ -300,7 +300,7 @@ def expiry_warning(what: object, end: datetime) -> str:
 def _roles(certificate: x509.Certificate) -> list[str]:
     try:
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, ValueError):
+    except Exception:  # there are none, or not such as can be read
         return []
     return names.get_values_for_type(x509.DNSName)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
 import socket
 import ssl
@@ -273,6 +275,19 @@ def test_what_can_be_wrong_is_said(made: Path, tmp_path: Path) -> None:
             load_server(paths)
     with pytest.raises(UserError, match="for atoll-syncer, not for atoll-learner"):
         load_learner(KeyPaths(cert, key, ca))
+
+
+@pytest.mark.parametrize("name", ["learner-0.pem", "learner-0.key", "ca.pem"])
+def test_any_byte_of_a_certificate_or_key_changed_is_refused_in_a_sentence(made: Path, tmp_path: Path, name: str) -> None:
+    """The parser has an exception for each kind of damage, and most of them are no ValueError."""
+    begin, *middle, end = (made / name).read_text().strip().splitlines()
+    whole = base64.b64decode("".join(middle))
+    paths = {n: made / n for n in ("learner-0.pem", "learner-0.key", "ca.pem")} | {name: tmp_path / name}
+    for at in range(0, len(whole), 3):
+        damaged = base64.b64encode(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :]).decode()
+        paths[name].write_text(f"{begin}\n{damaged}\n{end}\n")
+        with contextlib.suppress(UserError):
+            load_learner(KeyPaths(paths["learner-0.pem"], paths["learner-0.key"], paths["ca.pem"]))
 
 
 def test_expired_and_not_yet_valid_say_when(tmp_path: Path) -> None:
