@@ -156,9 +156,16 @@ async def serving(
     handler: Recorder, limits: LinkLimits | None = None, credentials: ServerCredentials | None = None
 ) -> AsyncIterator[tuple[Server, str]]:
     server = Server(handler, admit, limits or LinkLimits(), credentials)
+    async with started(server) as address:
+        yield server, address
+
+
+@asynccontextmanager
+async def started(server: Server) -> AsyncIterator[str]:
+    """Stopped also by a test that fails: gRPC would complain of a server left over in one of the next tests."""
     address = await server.start("127.0.0.1:0")
     try:
-        yield server, address
+        yield address
     finally:
         await server.stop(0.5)
 
