@@ -29,8 +29,9 @@ HERE = Path(__file__).parent
 class Command:
     """A process of a test, with its output in a file."""
 
-    def __init__(self, log: Path, words: Sequence[object], open_files: int | None = None) -> None:
+    def __init__(self, log: Path, words: Sequence[object], open_files: int | None = None, nice: int = 0) -> None:
         def prepare() -> None:
+            os.nice(nice)
             if open_files is not None:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (open_files, open_files))
 
@@ -108,7 +109,8 @@ class Besieged:
 
     def outsiders(self, source: str, count: int, seconds: float, kind: str, hold: int) -> Command:
         words = [HERE / "open_connections.py", self.address, source, count, seconds, kind, hold]
-        one = Command(self.folder / f"outsiders-{len(self._others)}.log", words)
+        # They stand for other machines, so honest processes do not wait for theirs.
+        one = Command(self.folder / f"outsiders-{len(self._others)}.log", words, nice=10)
         self._others.append(one)
         return one
 

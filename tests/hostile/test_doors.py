@@ -1,6 +1,6 @@
 """Outsiders without a token: thousands of connections, most of which send nothing. The syncer stays, and lets honest learners in.
 
-`make soak` has 35,000 connections, and honest learners that train meanwhile.
+`make soak` has 32,000 connections, and honest learners that train meanwhile.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Seen:
 
 
 def attack(around: Besieged, speaking: str) -> Seen:
-    kinds = [*FIRST, ("127.0.0.7", speaking, 2500), ("127.0.0.8", speaking, 2500)]
+    kinds = [*FIRST, ("127.0.0.7", speaking, 2000)]
     crowds = [around.outsiders(source, count, 27.0, kind, 1000) for source, kind, count in kinds]
     files, megabytes = [around.syncer.files()], [around.syncer.megabytes()]
     time.sleep(4)
@@ -131,6 +131,6 @@ def test_syncer_with_1024_descriptors_outlives_30000_connections(tmp_path: Path,
         figures = f"{seen}; inner steps a second {calm:.1f} without the attack and {siege:.1f} during it"
         print(figures)
         (tmp_path / "figures").write_text(figures)
-        assert sum(o["connected"] for o in seen.outcomes) >= 35_000 and max(o["seconds"] for o in seen.outcomes) < 30.0
+        assert sum(o["connected"] for o in seen.outcomes) >= 32_000 and max(o["seconds"] for o in seen.outcomes) < 30.0
         assert seen.from_another < 10 and seen.from_attacking < 30 and max(seen.files) < 1024 - 64
         assert siege > PACE_LEAST * calm

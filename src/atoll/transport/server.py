@@ -38,9 +38,9 @@ OPENING_SECONDS: Final = 10.0
 CALL_SECONDS: Final = 10.0
 """From a call's admission to the last byte of its message."""
 LOOK_SECONDS: Final = 0.5
-LOOK_AGAIN_SECONDS: Final = 0.15
+LOOK_AGAIN_SECONDS: Final = 0.2
 """How often the door looks at the connections, and how often while some are not admitted. gRPC accepts at most about 4,000 a
-second: under 1,024 open files it is never full for longer than that."""
+second, so under 1,024 open files it may be full for that long."""
 DOOR_LINE_SECONDS: Final = 10.0
 
 Answer: TypeAlias = Awaitable[bytes] | bytes

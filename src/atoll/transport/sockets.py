@@ -24,6 +24,7 @@ RAISED_MOST: Final = 1 << 20
 _BYTES_RECEIVED: Final = struct.Struct("=Q")
 _BYTES_RECEIVED_AT: Final = 128
 """Offset of tcpi_bytes_received in Linux's struct tcp_info."""
+_TCP_INFO: Final[int | None] = getattr(socket, "TCP_INFO", None)
 _TCP_INFO_BYTES: Final = _BYTES_RECEIVED_AT + _BYTES_RECEIVED.size
 
 _Identity: TypeAlias = tuple[int, int]
@@ -57,15 +58,17 @@ class AcceptedSockets:
         return list(self._descriptors)
 
     def received(self, endpoint: Endpoint) -> int:
-        """How many bytes its client has sent; 1 where the system does not tell."""
-        copy = self._copy(endpoint)
-        if copy is None or not hasattr(socket, "TCP_INFO"):
+        """How many bytes its client has sent; 1 where the system does not tell. Without a copy, as `_client_of`."""
+        try:
+            found = _socket(self._descriptors[endpoint])
+        except (KeyError, OSError):
             return 1
-        with copy:
-            try:
-                info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            except OSError:
-                return 1
+        try:
+            info = found.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _TCP_INFO_BYTES) if _TCP_INFO is not None else b""
+        except OSError:
+            info = b""
+        finally:
+            found.detach()
         return int(_BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0]) if len(info) == _TCP_INFO_BYTES else 1
 
     def close(self, endpoint: Endpoint) -> None:
@@ -87,7 +90,7 @@ class AcceptedSockets:
         return None
 
     def _client_of(self, descriptor: int) -> Endpoint | None:
-        """Without a copy: what is learnt of a number that has just changed hands is checked again before it is used."""
+        """Without a copy: what is learnt of a number that has just become another socket's is checked before it is closed."""
         try:
             found = _socket(descriptor)
         except OSError:
