@@ -1,4 +1,4 @@
-"""Live tests run one after the other: each has processes of its own, and two clusters at once would only slow each other."""
+"""Live tests run one after the other (`tests/conftest.py`): each has processes of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.live)
-            item.add_marker(pytest.mark.xdist_group("live"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,7 +24,6 @@ from atoll.runtime.ddp.report import DdpOutcome, RankReport, StepFold, Stepped, 
 from atoll.sim.run import Outputs, run_virtual
 from atoll.tape.heldout import HeldoutPoint
 
-pytestmark = pytest.mark.xdist_group("ddp")  # one run serves the file
 FOREVER = 1_000_000
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc and pidfd")
 

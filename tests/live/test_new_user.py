@@ -26,7 +26,7 @@ TINY = [
     for word in ("--set", key)
 ]  # fmt: skip
 
-pytestmark = [pytest.mark.live, pytest.mark.xdist_group("new user")]  # one run serves the file
+pytestmark = pytest.mark.live
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
 """A real syncer among strangers: each is refused with a reason that its log tells, and honest learners are served all the same.
 
-Tests do not depend on each other: xdist may give every worker its own syncer.
+Tests do not depend on each other.
 """
 
 from __future__ import annotations

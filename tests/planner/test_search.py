@@ -25,7 +25,6 @@ from atoll.sim.estimates.decoupled import measure_decoupled, settings_for
 from atoll.sim.run import run_virtual
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
-pytestmark = pytest.mark.xdist_group("planner")  # searches are kept for the whole file
 TEXTBOOK = ("one_datacentre", "two_continents", "spot")
 
 

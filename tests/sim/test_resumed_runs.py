@@ -20,7 +20,6 @@ from atoll.executor.virtual_run import TensorExecutor
 from atoll.protocol.vocabulary import LoadSnapshot, Merge, Recovered, Reissue
 from atoll.tasks.task import language_task
 
-pytestmark = pytest.mark.xdist_group("resumed runs")  # one uninterrupted run serves the file
 
 
 @pytest.mark.parametrize("learners", [4, 2, 6])

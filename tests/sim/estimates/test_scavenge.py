@@ -20,7 +20,6 @@ def settings(**cluster: object) -> Config:
     return load(preset_name="decoupled", overrides={"learners": 4, "cluster": numbers, "limits": {"leave_seconds": 60.0}})
 
 
-pytestmark = pytest.mark.xdist_group("scavenge")  # one undisturbed run serves the file
 SCENARIO = ScavengeScenario(settings(), day_seconds=3600.0, cycles=1)
 
 
