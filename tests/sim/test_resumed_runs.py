@@ -21,7 +21,6 @@ from atoll.protocol.vocabulary import LoadSnapshot, Merge, Recovered, Reissue
 from atoll.tasks.task import language_task
 
 
-
 @pytest.mark.parametrize("learners", [4, 2, 6])
 @pytest.mark.parametrize("preset", CASES)
 def test_resumed_run_ends_with_any_number_of_learners(preset: str, learners: int) -> None:
