@@ -8,25 +8,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import SharedForkServer, run
 
-from atoll.chaos import ChaosPlan
 from atoll.config import load
 from atoll.errors import UserError
-from atoll.runtime.local.cluster import LocalCluster
 from atoll.runtime.local.failure import FAILURE_FD, MESSAGE_MAX, Failure, read_failure, report_failure
-from atoll.runtime.local.forkserver import ForkServer
 
 pytestmark = pytest.mark.live
 
 
 @pytest.fixture
-def fork_server() -> Iterator[ForkServer]:
-    server = ForkServer()
+def fork_server() -> Iterator[SharedForkServer]:
+    server = SharedForkServer()
     yield server
     server.close()
 
 
-def test_child_reports_whose_fault_its_end_is_and_nothing_when_it_is_killed(fork_server: ForkServer, tmp_path: Path) -> None:
+def test_child_reports_whose_fault_its_end_is_unless_it_is_killed(fork_server: SharedForkServer, tmp_path: Path) -> None:
     refused = fork_server.spawn(["replay", str(tmp_path / "missing")], tmp_path / "refused.log")
     refused.wait(60.0)
     assert refused.poll() == 2 and refused.failure is not None and refused.failure.users_fault
@@ -43,7 +41,7 @@ def test_child_reports_whose_fault_its_end_is_and_nothing_when_it_is_killed(fork
 def test_run_is_refused_with_the_sentence_of_the_process_that_refused(tmp_path: Path) -> None:
     config = load(assignments=["data.corpus=missing.txt", "learners=1"])
     with pytest.raises(UserError, match=r"missing\.txt"):
-        LocalCluster(config, tmp_path / "run", ChaosPlan()).run()
+        run(tmp_path / "run", config)
 
 
 def test_failure_is_bounded_and_written_only_where_a_launcher_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ from atoll.tape.weave import open_run
 
 
 def test_learner_killed_while_it_trains_comes_back_through_a_peer(tmp_path: Path) -> None:
-    config = small(3, total_steps=130)
-    run(tmp_path, config, Kill(at=1.0, learner=1, lasts=0.2))
+    config = small(3, total_steps=100)
+    run(tmp_path, config, Kill(at=0.6, learner=1, lasts=0.2))
     judge(tmp_path, config)
     recoveries = [r for r in effects_of(tmp_path, Recovered) if r.learner == 1]
     assert len(recoveries) == 2 and recoveries[-1].source in (0, 2)
@@ -31,7 +31,7 @@ def test_newcomer_and_serving_peer_killed_in_the_middle_of_a_recovery(tmp_path: 
     """A transfer is held up in the link between them, so that the kill hits its middle: first the newcomer dies, then, at
     its second attempt, the peer that serves it. The third attempt ends: through another peer, or with Theta where none is
     reachable in time."""
-    config = small(3, total_steps=170)
+    config = small(3, total_steps=130)
     tickets: list[int] = []
 
     def watch(cluster: LocalCluster, record: Record) -> None:
@@ -43,8 +43,8 @@ def test_newcomer_and_serving_peer_killed_in_the_middle_of_a_recovery(tmp_path: 
             elif len(tickets) == 2:
                 cluster.inject(Kill(0.0, peer, 0.2))
 
-    held = [Clog(at=0.5, a=0, b=1, lasts=2.5)]
-    run(tmp_path, config, *held, Kill(at=1.0, learner=2, lasts=0.2), watch=watch)
+    held = [Clog(at=0.3, a=0, b=1, lasts=2.0)]
+    run(tmp_path, config, *held, Kill(at=0.6, learner=2, lasts=0.2), watch=watch)
     judge(tmp_path, config)
     assert len(tickets) >= 3
     back = [r.learner for r in effects_of(tmp_path, Recovered)]

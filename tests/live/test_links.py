@@ -15,10 +15,10 @@ from atoll.tape.weave import open_run
 
 
 def test_corrupt_frames_clog_pause_and_slowness(tmp_path: Path) -> None:
-    config = small(3, total_steps=200)
+    config = small(3, total_steps=130)
     faults = [
-        Corrupt(at=0.5, a=0, b=SYNCER), Slow(at=0.6, learner=2, factor=3.0, lasts=0.8), Corrupt(at=1.0, a=SYNCER, b=1),
-        Clog(at=1.5, a=2, b=SYNCER, lasts=0.6), Pause(at=2.1, learner=0, lasts=1.2),
+        Corrupt(at=0.3, a=0, b=SYNCER), Slow(at=0.4, learner=2, factor=3.0, lasts=0.5), Corrupt(at=0.6, a=SYNCER, b=1),
+        Clog(at=0.9, a=2, b=SYNCER, lasts=0.5), Pause(at=1.4, learner=0, lasts=0.8),
     ]  # fmt: skip
     run(tmp_path, config, *faults)
     judge(tmp_path, config)
@@ -30,8 +30,8 @@ def test_corrupt_frames_clog_pause_and_slowness(tmp_path: Path) -> None:
 
 
 def test_partitioned_learner_trains_on_and_catches_up_when_it_heals(tmp_path: Path) -> None:
-    config = small(2, total_steps=320)
-    run(tmp_path, config, Partition(at=0.7, a=1, b=SYNCER, lasts=4.5))
+    config = small(2, total_steps=230)
+    run(tmp_path, config, Partition(at=0.5, a=1, b=SYNCER, lasts=2.6))
     judge(tmp_path, config)
     steps = [
         r.now / 1e9 for r in open_run(tmp_path).records()

@@ -12,7 +12,7 @@ from atoll.runtime.local.summary import verdict
 
 
 def test_poison_of_one_of_five_is_refused_and_the_others_train(tmp_path: Path) -> None:
-    config = small(5, total_steps=120)
+    config = small(5, total_steps=90)
     run(tmp_path, config, Hostile(0.0, 4, "noise", 1e4))
     judge(tmp_path, config)
     summary = verdict(config, tmp_path)

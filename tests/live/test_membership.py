@@ -51,10 +51,10 @@ class Scavengers:
             self.here[learner] = cluster.fork_server.spawn(learner_argv(self._directory, cluster.address, learner), out / "log")
 
 
-@pytest.mark.parametrize(("joins", "total_steps"), [(5, 200), pytest.param(20, 600, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("joins", "total_steps"), [(3, 130), pytest.param(20, 600, marks=pytest.mark.soak)])
 def test_many_joins_and_polite_leaves(joins: int, total_steps: int, tmp_path: Path) -> None:
     config = small(2, total_steps=total_steps)
-    scavengers = Scavengers(tmp_path, joins, 4)
+    scavengers = Scavengers(tmp_path, joins, min(4, joins - 1))
     run(tmp_path, config, watch=scavengers.watch)
     judge(tmp_path, config)
     goodbyes = [
@@ -70,8 +70,8 @@ def test_many_joins_and_polite_leaves(joins: int, total_steps: int, tmp_path: Pa
 
 
 def test_plan_scavenges_a_learner_that_joins_trains_and_leaves(tmp_path: Path) -> None:
-    config = small(2, total_steps=280)
-    run(tmp_path, config, Scavenge(0.5, 2, 3.5))
+    config = small(2, total_steps=200)
+    run(tmp_path, config, Scavenge(0.3, 2, 2.5))
     judge(tmp_path, config)
     records = list(open_run(tmp_path).records())
     assert sum(r.worker == 2 and isinstance(r.event, StepDone) for r in records) > 10
@@ -81,14 +81,14 @@ def test_plan_scavenges_a_learner_that_joins_trains_and_leaves(tmp_path: Path) -
 
 def test_run_resumed_from_a_snapshot_with_other_numbers_of_learners(tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    config = small(2, total_steps=100, protocol={"snapshot_interval": 12})
+    config = small(2, total_steps=70, protocol={"snapshot_interval": 12})
     run(first, config)
     judge(first, config)
     snapshots = list_snapshots(first)
     assert snapshots and snapshots[-1].complete and snapshots[-1].present == (0, 1)
     at = snapshots[-1].outer_step
     assert verify(first, at) == []
-    longer = small(3, total_steps=160, protocol={"snapshot_interval": 12})
+    longer = small(3, total_steps=110, protocol={"snapshot_interval": 12})
     run(again, longer, resume=(first, at))
     judge(again, longer)
     records = list(open_run(again).records())
