@@ -77,6 +77,13 @@ class Scavenge(_Fault, frozen=True):
     lasts: float = 60.0
 
 
+class Rollback(_Fault, frozen=True):
+    """The operator rolls the run back to the newest rollback point, or to the `points`-th newest."""
+
+    points: int = 1
+    reset_optimizer: bool = False
+
+
 Attack: TypeAlias = Literal[
     "steps", "tokens", "times", "clock", "dawdle", "sign_flip", "scale", "noise", "drift", "free_ride"
 ]  # fmt: skip
@@ -93,7 +100,7 @@ class Hostile(_Fault, frozen=True):
     lasts: float = 1e9
 
 
-Fault: TypeAlias = Kill | Pause | Slow | Partition | Clog | Corrupt | KillSyncer | Scavenge | Hostile
+Fault: TypeAlias = Kill | Pause | Slow | Partition | Clog | Corrupt | KillSyncer | Scavenge | Hostile | Rollback
 FaultKind: TypeAlias = Literal["kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer"]
 KINDS: tuple[FaultKind, ...] = ("kill", "pause", "slow", "partition", "clog", "corrupt", "kill_syncer")
 """Faults of a random plan."""
@@ -141,6 +148,8 @@ def describe_fault(fault: Fault) -> str:
             return f"{start}kill       syncer, back after {d:.3f} s"
         case Hostile(learner=m, attack=attack, size=size):
             return f"{start}hostile    {worker_name(m)}: {attack}, size {size:g}"
+        case Rollback(points=n, reset_optimizer=reset):
+            return f"{start}rollback   to point {-n}{' with empty moments' if reset else ''}"
         case Scavenge(learner=m, lasts=d):
             return f"{start}scavenge   {worker_name(m)} for {d:.3f} s"
 
@@ -160,7 +169,7 @@ def load_plan(text: str, learners: int) -> ChaosPlan:
     except FileNotFoundError:
         raise PlanError(f"chaos plan {text}: no such file; give a TOML file or random:SEED:COUNT:SECONDS") from None
     except (*UNDECODABLE, ValueError, OSError) as error:
-        kinds = ", ".join((*KINDS, "scavenge", "hostile"))
+        kinds = ", ".join((*KINDS, "scavenge", "hostile", "rollback"))
         raise PlanError(f"chaos plan {text}: {error}; each [[faults]] needs fault, one of {kinds}, and at") from None
     check_plan(plan, learners)
     return plan

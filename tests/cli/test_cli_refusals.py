@@ -430,3 +430,12 @@ def test_comparison_that_breaks_off_shows_what_is_done_and_then_fails(ran: list[
         assert [each["preset"] for each in json.loads(done.stdout)] == ["diloco"]
     else:
         assert "diloco" in done.stdout and "2.5000" in done.stdout
+
+
+def test_rollback_names_what_it_can_and_cannot_return_to(tmp_path: Path) -> None:
+    """Of a virtual run nothing; of a folder without a run nothing either."""
+    done = CliRunner().invoke(app, ["sim", "--set", "total_steps=5", "--set", "learners=2", "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    for folder, word in ((tmp_path / "run", "virtual"), (tmp_path, "no run is there")):
+        with pytest.raises(UserError, match=word):
+            CliRunner().invoke(app, ["rollback", str(folder), "--to", "3"], catch_exceptions=False)

@@ -55,6 +55,7 @@ from atoll.protocol.vocabulary import (
 from atoll.runtime import payload as wire
 from atoll.runtime.doctor.examine import examine
 from atoll.runtime.syncer.places import PlaceLimits, Places
+from atoll.runtime.syncer.rollback import read_request
 from atoll.store.durable import DurableVersions, check_version
 from atoll.store.model_upload import unpack_model
 from atoll.store.snapshots import begin_syncer, list_snapshots, load_learner_part, load_syncer, seal_syncer, verify, write_learner
@@ -377,6 +378,10 @@ def _revoked(data: bytes) -> None:
     Revoked(_file(f"revoked/{REVOKED_FILE}", data).parent)
 
 
+def _rollback(data: bytes) -> None:
+    read_request(_file("rollback.json", data))
+
+
 @cache
 def _keys() -> KeyPaths:
     folder = scratch() / "keys"
@@ -403,6 +408,7 @@ def _plan(data: bytes) -> None:
     load_plan(str(_file("plan.toml", data)), 4)
 
 
+ROLLBACK = b'{"request": "1f0c", "to": 40, "reset_optimizer": true, "reason": "the loss went up"}'
 RECIPE = b'learners = 3\n[protocol]\nfragments = 4\nquorum = "all"\n[model]\nnumbers = {width = 16}\n'
 PLAN = b'[[faults]]\nfault = "kill"\nat = 1.0\nlearner = 1\nlasts = 2.0\n'
 
@@ -437,6 +443,7 @@ def parsers() -> dict[str, Parser]:
                           msgspec.json.encode),
         "token": Parser(_token, (), [make_token(SECRET).encode()], [{"run": "*", "expires": None, "nonce": b"n" * 16}],
                         _build_token),
+        "rollback": Parser(_rollback, (DataError,), [ROLLBACK], [msgspec.json.decode(ROLLBACK)], msgspec.json.encode),
         "revoked": Parser(_revoked, (), [b"certificate learner-3\ntoken 1f0c5a9e2b7d4c68\n# a comment\n"]),
         "pem": Parser(_pem, (), [_keys().ca.read_bytes(), _keys().key.read_bytes()]),
         "recipe": Parser(_recipe, (ConfigError,), [RECIPE]),

@@ -6,8 +6,8 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from atoll.chaos import ATTACKS, ChaosPlan, Clog, Fault, Hostile, Kill, KillSyncer, Partition, Pause, random_plan
-from atoll.config import Config, load
+from atoll.chaos import ATTACKS, ChaosPlan, Clog, Fault, Hostile, Kill, KillSyncer, Partition, Pause, Rollback, random_plan
+from atoll.config import Config, changed, load
 from atoll.errors import AtollError
 from atoll.ids import SYNCER, Incarnation, LearnerId, Nanos, WorkerId, nanos
 from atoll.protocol.learner import LearnerMachine
@@ -18,7 +18,8 @@ from atoll.sim.cluster import VirtualCluster
 
 OUTER_STEPS = 340
 HOSTILE_FROM = 1000
-"""From this seed on every odd one of four learners or more has a hostile learner among its faults."""
+"""From this seed on every odd one of four learners or more has a hostile learner among its faults, and every third is rolled
+back a few times."""
 PRESETS = ("decoupled",) * 4 + ("decoupled_ramp", "streaming", "diloco", "async_diloco", "fedavg", "ddp")
 
 
@@ -91,6 +92,10 @@ def hostile(rng: random.Random, learners: int) -> Hostile:
     return Hostile(rng.random() * 60, rng.randrange(learners), attack, size, 20 + rng.expovariate(1 / 40.0))
 
 
+def rollbacks(rng: random.Random) -> list[Rollback]:
+    return [Rollback(20 + rng.random() * 120, rng.choice([1, 1, 2]), rng.random() < 0.3) for _ in range(rng.randint(1, 4))]
+
+
 class Scenario:
     def __init__(
         self, seed: int, *,
@@ -103,6 +108,10 @@ class Scenario:
         self.plan = random_plan(rng, self.config.learners, count=rng.randint(10, 18), span=110.0)
         if seed >= HOSTILE_FROM and seed % 2 and self.config.learners >= 4:
             self.plan = plan_of(*self.plan.faults, hostile(rng, self.config.learners))
+        if seed >= HOSTILE_FROM and seed % 3 == 2:
+            interval = rng.choice([1, 10, 40])
+            self.config = changed(self.config, [f"protocol.rollback_interval={interval}"])
+            self.plan = plan_of(*self.plan.faults, *rollbacks(rng))
         self.ambush = Ambush(rng, self.config.learners)
         safety = Safety(self.config)
         self.cluster = VirtualCluster(

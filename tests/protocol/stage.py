@@ -216,15 +216,18 @@ class SyncerStage:
         """Everybody named steps, contributes what is due, and the round is stored. Returns its outer step."""
         t = self.machine.outer_step + 1
         self.now = self.now if at is None else at
-        for learner in who if who is not None else sorted(self.cast):
-            self.steps(learner)
+        self.effects_of_round(t, sorted(self.cast) if who is None else who)
+        return t
+
+    def effects_of_round(self, t: OuterStep, who: Sequence[LearnerId]) -> list[Effect]:
+        effects = [effect for learner in who for effect in self.steps(learner)]
         if t in self.machine.rounds:  # an empty outer step is over already
             round_ = self.machine.rounds[t]
             for learner in round_.participants:
                 for fragment in round_.due:
-                    self.contributes(learner, t, fragment)
-            self.stored(t)
-        return t
+                    effects += self.contributes(learner, t, fragment)
+            effects += self.stored(t)
+        return effects
 
 
 class LearnerStage:

@@ -16,22 +16,26 @@ from atoll.errors import AtollError
 from atoll.protocol.admission import Admission
 from atoll.protocol.causality import Mailbox
 from atoll.protocol.counters import Counters
+from atoll.protocol.gathering import Gathering
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Ledger
 from atoll.protocol.membership import Member
+from atoll.protocol.phases import Turn, after
+from atoll.protocol.position import Position
 from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.rollback import Rollbacks
 from atoll.protocol.round import Rounds
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.versions import Versions
-from atoll.protocol.vocabulary import Merge, SyncerState
+from atoll.protocol.vocabulary import Merge, SyncerState, Wait
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 
 
 def quorum_off_by_one(patch: pytest.MonkeyPatch) -> None:
-    right = SyncerMachine._quorum
-    patch.setattr(SyncerMachine, "_quorum", lambda self, round_: max(0, right(self, round_) - 1))
+    right = Gathering.quorum
+    patch.setattr(Gathering, "quorum", lambda self, round_: max(0, right(self, round_) - 1))
 
 
 def merge_in_arrival_order(patch: pytest.MonkeyPatch) -> None:
@@ -71,13 +75,16 @@ def restarted_syncer_forgets_the_last_outer_step(patch: pytest.MonkeyPatch) -> N
 
 
 def learner_waits_for_the_syncer(patch: pytest.MonkeyPatch) -> None:
-    right = LearnerMachine._must_wait
+    right = LearnerMachine._go_on
 
-    def waits(self: LearnerMachine) -> Reason | None:
-        reason = right(self)
-        return Reason(Why.CONNECTION_LOST) if reason is None and not self._connected else reason
+    def go_on(self: LearnerMachine) -> None:
+        if self._connected:
+            right(self)
+        elif self.phase != "waiting":
+            self.phase = after(self.phase, Turn.WAIT)
+            self._effects.emit(Wait(Reason(Why.CONNECTION_LOST)))
 
-    patch.setattr(LearnerMachine, "_must_wait", waits)
+    patch.setattr(LearnerMachine, "_go_on", go_on)
 
 
 def learner_stops_without_a_word(patch: pytest.MonkeyPatch) -> None:
@@ -97,7 +104,7 @@ def tokens_are_merged_twice(patch: pytest.MonkeyPatch) -> None:
 
 
 def silent_members_never_come_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SyncerMachine, "_readmit", lambda self, member: None)
+    patch.setattr(Admission, "readmit", lambda self, member: None)
 
 
 def deltas_against_forgotten_versions_are_taken(patch: pytest.MonkeyPatch) -> None:
@@ -106,8 +113,8 @@ def deltas_against_forgotten_versions_are_taken(patch: pytest.MonkeyPatch) -> No
 
 
 def an_announcement_is_not_adopted(patch: pytest.MonkeyPatch) -> None:
-    right = LearnerMachine._due_at
-    patch.setattr(LearnerMachine, "_due_at", lambda self, pending: right(self, pending) + 1 + self.position % 7 // 6 * 10**9)
+    right = Position.due_at
+    patch.setattr(Position, "due_at", lambda self, pending: right(self, pending) + 1 + pending.version % 7 // 6 * 10**9)
 
 
 def leases_are_granted_twice(patch: pytest.MonkeyPatch) -> None:
@@ -172,6 +179,14 @@ def restored_syncer_gathers_the_first_round(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SyncerMachine, "_restored", restored)
 
 
+def undone_work_stays_merged(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "rolled_back", lambda self, merged, outer_step: None)
+
+
+def versions_of_a_rollback_point_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rollbacks, "_is_pinned", lambda self, fragment, version: False)
+
+
 BUGS: list[Bug] = [
     quorum_off_by_one, merge_in_arrival_order, announce_before_it_is_stored, restarted_syncer_forgets_the_last_outer_step,
     learner_waits_for_the_syncer, learner_stops_without_a_word, tokens_are_merged_twice,
@@ -199,11 +214,19 @@ def snapshots_on_a_slow_link() -> None:
     test_lanes.test_report_that_returns_a_snapshots_marker_overtakes_nothing()
 
 
+def runs_that_are_rolled_back() -> None:
+    for seed in (1001, 1004):
+        failure = verdict(seed)
+        assert failure is None, str(failure)
+
+
 BEYOND_CHAOS: list[tuple[Bug, Callable[[], None]]] = [
     (marker_overtakes_what_lies_before_the_cut, snapshots_on_a_slow_link),
     (claimed_leases_go_back_to_the_pool, resumes_with_other_learners),
     (resumed_counters_start_from_zero, resumes_weighing_all_alike),
     (restored_syncer_gathers_the_first_round, resumes_weighing_all_alike),
+    (undone_work_stays_merged, runs_that_are_rolled_back),
+    (versions_of_a_rollback_point_are_forgotten, runs_that_are_rolled_back),
 ]
 RARE = [silent_members_never_come_back]
 """Caught too, but only by a seed that takes its time."""
@@ -234,7 +257,7 @@ def test_rarely_felt_bug_is_caught_within_50_seeds(bug: Bug) -> None:
 
 @pytest.mark.parametrize(("bug", "judge"), BEYOND_CHAOS, ids=lambda it: it.__name__)
 def test_planted_bug_of_lanes_or_resuming_is_caught_by_its_judge(bug: Bug, judge: Callable[[], None]) -> None:
-    """Chaos plans have fast links and resume nothing: these are judged where they are felt."""
+    """Those plans have fast links, resume nothing and roll nothing back: these are judged where they are felt."""
     judge()
     with planted(bug), pytest.raises((AtollError, AssertionError, KeyError)):
         judge()

@@ -18,6 +18,7 @@ from atoll.cli.keys import keys
 from atoll.cli.learner import learner
 from atoll.cli.plan import plan
 from atoll.cli.replay import replay
+from atoll.cli.rollback import rollback
 from atoll.cli.shared import err, out
 from atoll.cli.sim import sim
 from atoll.cli.simulate.app import simulate
@@ -42,6 +43,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("replay", replay, "Derive a run again from its tapes."),
     ("strip", strip, "Print a run's tapes as text."),
     ("doctor", doctor, "Check a run's folder, and repair it."),
+    ("rollback", rollback, "Return a run to the weights of an earlier step."),
     ("syncer", syncer, "Run a syncer, for learners elsewhere."),
     ("learner", learner, "Run one learner of a syncer."),
     ("keys", keys, "Make certificates and join tokens."),

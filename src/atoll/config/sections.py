@@ -93,6 +93,8 @@ class Protocol(_Section, frozen=True):
     """Share of the outer steps over which the interval grows 1, 2, 4, ... up to H."""
     snapshot_interval: Natural = 0
     """Outer steps between two snapshots; 0: none."""
+    rollback_interval: Natural = 100
+    """Outer steps between two points that `atoll rollback` can return to; 0: none."""
     elastic: bool = True
     """False: a lost member still counts towards "all", so the others wait for its return (plain data-parallel)."""
 
@@ -253,6 +255,8 @@ class Limits(_Section, frozen=True):
     """How long a learner that was asked to stop trains on, to deliver the fragments due next."""
     snapshots_kept: Positive = 3
     """Snapshots kept on disk, newest first."""
+    rollback_points: Positive = 2
+    """Points to roll back to, newest first. Each costs the syncer's disk one copy of Theta and of the outer optimiser's state."""
     serves_max: Positive = 4
     """Recoveries that one learner serves at a time."""
     upload_bytes_max: Annotated[int, Meta(ge=1 << 10, le=1 << 44)] = 1 << 36

@@ -135,8 +135,9 @@ class TensorLearner:
                 self._keep(fragment, version, previous, payload.content)
             case Adopt():
                 self._adopt(effect)
-            case LoadTheta():
-                self.optimizer.state.clear()
+            case LoadTheta(keep_optimizer=keep):
+                if not keep:
+                    self.optimizer.state.clear()
                 self._forget_work()
             case LoadState():
                 assert payload is not None

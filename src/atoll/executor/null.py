@@ -20,6 +20,7 @@ from atoll.protocol.vocabulary import (
     Adopt,
     Announce,
     Contribution,
+    CopyVersions,
     Discard,
     Effect,
     Event,
@@ -137,6 +138,8 @@ class NullSyncer:
                 if {s.learner for s in shares} != have.keys():
                     raise InvariantViolated(f"outer step {t} merges {shares}, but {sorted(have)} were accepted")
                 self._merged[t, p] = hash((self._disk.versions[p][previous], t, tuple((s.learner, s.local_step) for s in shares)))
+            case CopyVersions(outer_step=t, versions=versions):
+                self._merged |= {(t, p): self._disk.versions[p][version] for p, version in enumerate(versions)}
             case Store(outer_step=t, fragments=fragments):
                 for p in fragments:
                     self._disk.versions[p][t] = self._merged.pop((t, p))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from atoll.protocol.vocabulary import (
     Accept,
     Announce,
     Contribution,
+    CopyVersions,
     Discard,
     Effect,
     Envelope,
@@ -100,6 +102,9 @@ class TensorSyncer:
                         contributions.pop(m, None)
             case Merge():
                 self._merged[effect.outer_step, effect.fragment] = self._merge(effect)
+            case CopyVersions(outer_step=t, versions=versions):
+                for p, version in enumerate(versions):
+                    self._previous[t, p] = self._merged[t, p] = replace(self.disk.at(p, version), packet=None)
             case Store():
                 return (self._store(effect),)
             case ForgetVersion(fragment=p, version=v):

@@ -34,6 +34,7 @@ from atoll.protocol.vocabulary import (
     RecoveryFailed,
     Reissue,
     Serve,
+    TakeRollback,
     TakeTheta,
     Ticket,
     Welcome,
@@ -259,6 +260,18 @@ class Admission:
         stand(self._effects, member, StandingChange.RECOVER, reason)
         self._effects.send(member.learner, Recover(reason))
         self._replace_source(member.learner)
+
+    def roll_back(self, member: Member, outer_step: OuterStep, reason: Reason, *, reset_optimizer: bool) -> None:
+        """It loads the versions of the rollback, sent in full, and enters again: what it says of rounds before is not counted."""
+        self.forget_joining(member)
+        stand(self._effects, member, StandingChange.RECOVER, reason)
+        member.joined_at, member.join_reason = self._effects.now, reason
+        member.pulls.clear()
+        self._tickets += 1
+        member.ticket = self._tickets
+        self._versions.restart_channel(member, member.held)
+        self._versions.announce_missing(member)
+        self._effects.send(member.learner, TakeRollback(member.ticket, outer_step, reset_optimizer, reason))
 
     def readmit(self, member: Member) -> None:
         """A silent member is heard again: it catches up if its versions are still kept, else it recovers."""

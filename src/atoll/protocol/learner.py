@@ -17,6 +17,7 @@ from atoll.protocol.counters import Counters
 from atoll.protocol.departure import Departure
 from atoll.protocol.effects import Effects
 from atoll.protocol.phases import AT_REST, DONE, JOINING, TRAINING, WAITING, LearnerPhase, Turn, after
+from atoll.protocol.position import Position
 from atoll.protocol.reasons import DUE, Reason, Why, wrong_receiver
 from atoll.protocol.recovery import PendingTransfer, Service
 from atoll.protocol.snapshot import marker_of
@@ -66,13 +67,14 @@ from atoll.protocol.vocabulary import (
     StateTransfer,
     StateWritten,
     StepDone,
+    TakeRollback,
     TakeTheta,
     Tick,
     Ticket,
     Wait,
     Welcome,
 )  # fmt: skip
-from atoll.rules import Schedule, learner_overlap
+from atoll.rules import Schedule
 
 
 class LearnerMachine:
@@ -88,7 +90,9 @@ class LearnerMachine:
         self._session = 0
         self._entering: Enter | None = None
         self._must_recover: Reason | None = None
+        self._must_roll_back: TakeRollback | None = None
         self.position: OuterStep = 0
+        self._place = Position(config, self.schedule, learner)
         self.outer_known: OuterStep = 0
         self._known_at_boundary: OuterStep = 0
         self.counters = Counters(p.fragments)
@@ -186,6 +190,8 @@ class LearnerMachine:
                 self._take_theta(body)
             case StateTransfer():
                 self._take_state(envelope.sender, body, flaw)
+            case TakeRollback():
+                self._roll_back(body)
             case Recover(reason=reason):
                 self._recover(reason)
             case Serve():
@@ -230,7 +236,7 @@ class LearnerMachine:
 
     def _connection_lost(self, peer: WorkerId, reason: str) -> None:
         if peer == SYNCER:
-            self._connected, self._entering = False, None
+            self._connected, self._entering, self._must_roll_back = False, None, None
             self._pulls.clear()
             self._transfer.end()
             return
@@ -255,6 +261,8 @@ class LearnerMachine:
             return self._done()
         if self._must_recover is not None:
             return self._recover(self._must_recover)
+        if self._must_roll_back is not None:
+            return self._roll_back(self._must_roll_back)
         if self._entering is not None:
             self._take_position(self._entering)
         if self.schedule.policy(self.position).exact:
@@ -306,7 +314,7 @@ class LearnerMachine:
         self._adoptions.clear()
 
     def _go_on(self) -> None:
-        reason = self._must_wait()
+        reason = self._place.must_wait(self.position, self.held, self._pending)
         if reason is not None:
             if self._adoptions:
                 self._report()  # the syncer sends a newer version only once this one is acknowledged
@@ -322,31 +330,10 @@ class LearnerMachine:
         progress = self.position if policy.exact else self.outer_known
         self._effects.emit(InnerStep(self.counters.local_step + 1, *self._drawn, progress, self._batches.share))
 
-    def _must_wait(self) -> Reason | None:
-        """At most `lead` local steps past the last due adoption; checked at every boundary, so one outer step suffices."""
-        policy = self.schedule.policy(self.position)
-        if policy.lead < 0:
-            return None
-        if policy.exact and self.position >= self.config.total_steps:
-            return Reason(Why.LAST_STEP_DONE)  # exactly H steps an interval: none beyond the last outer step
-        lead = learner_overlap(self.config, policy, self.learner) if policy.exact else policy.lead
-        outer_step = self.position - lead
-        missing = [p for p in self.schedule.due(outer_step) if self._lacks(p, outer_step)]
-        return Reason(Why.VERSION_AWAITED, f"outer step {outer_step} of fragment {missing[0]} is not back") if missing else None
-
-    def _lacks(self, fragment: FragmentId, outer_step: OuterStep) -> bool:
-        """Not adopted, and no newer version has made it pointless: a laggard is sent the newest only."""
-        pending = self._pending.get(fragment)
-        return self.held[fragment] < outer_step and (pending is None or pending.version <= outer_step)
-
     # ------------------------------------------------------------ adopting
 
-    def _due_at(self, pending: Pending) -> OuterStep:
-        policy = self.schedule.policy(pending.version)
-        return pending.version + learner_overlap(self.config, policy, self.learner) if policy.exact else 0
-
     def _adopt_due(self) -> None:
-        for fragment in sorted(p for p, pending in self._pending.items() if self.position >= self._due_at(pending)):
+        for fragment in sorted(p for p, pending in self._pending.items() if self.position >= self._place.due_at(pending)):
             self._adopt(fragment)
 
     def _adopt(self, fragment: FragmentId, reason: Reason = DUE) -> None:
@@ -433,17 +420,39 @@ class LearnerMachine:
         if self.phase == TRAINING:
             self._must_recover = reason
             return None
-        self._end_wait()
-        self._must_recover = None
-        self.phase = after(self.phase, Turn.RECOVER)
-        self._has_state, self._entering = False, None
-        self._transfer.end()
-        self._pulls.clear()
+        self._forget_work()
+        self._has_state = False
         self._pending.clear()
         self.held = [NO_VERSION] * self._fragments  # or Theta, sent anew in the same version, would pass for known
+        return self._hello(reason)
+
+    def _forget_work(self) -> None:
+        self._end_wait()
+        self._must_recover = self._must_roll_back = self._entering = None
+        self.phase = after(self.phase, Turn.RECOVER)
+        self._transfer.end()
+        self._pulls.clear()
         self.position = NO_VERSION  # what it had trained is gone: it stands where Enter puts it
         self._staged.keep_only(())
-        return self._hello(reason)
+
+    def _roll_back(self, body: TakeRollback) -> None:
+        """Not while a step runs: its result is overwritten with the rest."""
+        if self.phase == JOINING:
+            return None  # it lost its connection or said Hello meanwhile, and is sent Theta or Recover
+        if self._departure.asked:
+            return self._goodbye()
+        if self.phase == TRAINING:
+            self._must_roll_back = body
+            return None
+        self._forget_work()
+        for fragment in sorted(self._pending):
+            self._adopt(fragment, body.reason)
+        if any(version < body.outer_step for version in self.held):
+            return self._recover(Reason(Why.THETA_INCOMPLETE))
+        for fragment in range(self._fragments):
+            self.counters.reset(fragment)
+        self._effects.emit(LoadTheta(body.reason, keep_optimizer=not body.reset_optimizer))
+        return self._loaded(body.ticket, SYNCER)
 
     def _take_theta(self, body: TakeTheta) -> None:
         if self.phase != JOINING:
@@ -526,25 +535,12 @@ class LearnerMachine:
         return None
 
     def _take_position(self, enter: Enter) -> None:
-        """A learner that already stands where a member may stand keeps its place: it has trained that step."""
-        policy = self.schedule.policy(enter.outer_step + 1)
-        lead = learner_overlap(self.config, policy, self.learner) if policy.exact else max(0, policy.lead)
-        due = self.schedule.next_due(enter.outer_step + 1)  # nobody waits before something is due
-        if not enter.outer_step <= self.position <= due + lead:
-            self.position = enter.outer_step
-        if policy.exact:
-            self._stand_where_staged(enter.outer_step)
-        self._staged.drop_slots_up_to(enter.outer_step)
+        at = enter.outer_step
+        self.position = self._place.after_entering(at, self.position, self._staged, waiting=self.phase == WAITING)
+        self._staged.drop_slots_up_to(at)
         self._session = enter.session
         self._entering = None
-        self._saw(enter.outer_step)
-
-    def _stand_where_staged(self, outer_step: OuterStep) -> None:
-        """A place is worth keeping only with the copies that go with it: else a pull of it is declined for ever. What
-        is due at this very boundary is staged right after."""
-        last = self.position if self.phase == WAITING else self.position - 1
-        gaps = (t for t in range(outer_step + 1, last + 1) if any((p, t) not in self._staged for p in self.schedule.due(t)))
-        self.position = next(gaps, self.position + 1) - 1
+        self._saw(at)
 
     def _serve(self) -> None:
         if self.phase not in AT_REST or not self._has_state:

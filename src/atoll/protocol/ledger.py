@@ -26,9 +26,11 @@ class Loss(StrEnum):
     """Its learner was lost."""
     LEFT = "left"
     """Its learner left before it could be merged."""
+    ROLLED_BACK = "rolled_back"
+    """A rollback undid its merge, or overwrote it."""
 
 
-OVERLAP, NOT_IN_ROUND, LOST, LEFT = Loss
+OVERLAP, NOT_IN_ROUND, LOST, LEFT, ROLLED_BACK = Loss
 
 
 class Fates(msgspec.Struct, frozen=True):
@@ -60,6 +62,7 @@ class Ledger:
         self._trained = 0
         self._merged = 0
         self._discarded: dict[Loss, int] = {}
+        self._rolled_back_at: OuterStep = NO_VERSION
 
     def trained(self, learner: LearnerId, tokens: int) -> None:
         """`tokens` is cumulative for this incarnation, so that a lost report loses nothing."""
@@ -89,10 +92,20 @@ class Ledger:
 
     def adopted(self, learner: LearnerId, fragment: FragmentId, tokens: int, version: OuterStep) -> None:
         row = self._rows[learner]
-        if self._adoption_discards and tokens > row.settled[fragment]:
-            reason = OVERLAP if row.merged_at[fragment] == version else NOT_IN_ROUND
+        undone = version == self._rolled_back_at
+        if (self._adoption_discards or undone) and tokens > row.settled[fragment]:
+            reason = ROLLED_BACK if undone else OVERLAP if row.merged_at[fragment] == version else NOT_IN_ROUND
             self._discard(reason, tokens - row.settled[fragment])
             row.settled[fragment] = tokens
+
+    def rolled_back(self, merged: int, outer_step: OuterStep) -> None:
+        """Theta is what it was when `merged` were merged; learners will adopt it as version `outer_step`. What they train until
+        then is overwritten by that adoption."""
+        self._discard(ROLLED_BACK, self._merged - merged)
+        self._merged, self._rolled_back_at = merged, outer_step
+        for row in self._rows.values():
+            self._discard(ROLLED_BACK, sum(row.tokens - s for s in row.settled))
+            row.settled = [row.tokens] * self._fragments
 
     def closed(self, learner: LearnerId, reason: Loss) -> None:
         """The incarnation is over: whatever it had in flight is discarded."""

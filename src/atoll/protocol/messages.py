@@ -84,6 +84,16 @@ class Lease(msgspec.Struct, frozen=True, array_like=True, gc=False):
     done: tuple[Unit, ...]
 
 
+class RollbackPoint(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """An outer step that the run can be rolled back to."""
+
+    outer_step: OuterStep
+    versions: tuple[OuterStep, ...]
+    """Of each fragment the version that was current then."""
+    merged: int
+    """(token, fragment) pairs that were merged by then, in this run."""
+
+
 class SyncerState(msgspec.Struct, frozen=True, gc=False):
     """The syncer's side of a snapshot: with the tensors of the versions it names, a run goes on from here."""
 
@@ -92,6 +102,7 @@ class SyncerState(msgspec.Struct, frozen=True, gc=False):
     own_next: tuple[tuple[LearnerId, int], ...]
     pool: tuple[Unit, ...]
     leases: tuple[Lease, ...]
+    points: tuple[RollbackPoint, ...] = ()
 
 
 class LearnerState(msgspec.Struct, frozen=True, gc=False):
@@ -288,6 +299,19 @@ class TakeTheta(Sent, frozen=True):
     reason: Reason
 
 
+class TakeRollback(Sent, frozen=True):
+    """The run was rolled back, and all fragments of `outer_step` were announced in full: load them at the next step boundary, and
+    forget what was trained since."""
+
+    direction = Direction.TO_LEARNER
+
+    ticket: int
+    outer_step: OuterStep
+    reset_optimizer: bool
+    """Inner moments start fresh; else they are kept."""
+    reason: Reason
+
+
 class Enter(Sent, frozen=True):
     """You are in sync: stand at `outer_step`, reports of `session` count from now on."""
 
@@ -346,7 +370,7 @@ class StateTransfer(Sent, frozen=True):
 
 Message: TypeAlias = (
     Hello | Report | Contribution | Decline | Loaded | RecoveryFailed | SnapshotPart | Goodbye
-    | Welcome | Pull | Announce | Tick | Ticket | Serve | TakeTheta | Enter | Recover | Grant | Finish
+    | Welcome | Pull | Announce | Tick | Ticket | Serve | TakeTheta | TakeRollback | Enter | Recover | Grant | Finish
     | StateRequest | StateTransfer
 )  # fmt: skip
 MESSAGES: tuple[type[Sent], ...] = get_args(Message)

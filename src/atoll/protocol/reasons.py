@@ -39,6 +39,8 @@ class Why(StrEnum):
     BELOW_QUORUM = "below_quorum"
     SYNCER_RESTARTED = "syncer_restarted"
     NOT_STORED = "not_stored"
+    ROLLED_BACK = "rolled_back"
+    NOT_KEPT = "not_kept"
     # a round's participants fixed
     ALL_REPORTED = "all_reported"
     WINDOW_CLOSED = "window_closed"
@@ -94,6 +96,7 @@ SENTENCES: dict[Why, str] = {
     Why.MISSED_DEADLINE: "missed the pull deadline",
     Why.SYNCER_RESTARTED: "the syncer restarted",
     Why.NOT_STORED: "the syncer restarted before storing it",
+    Why.ROLLED_BACK: "the run is rolled back",
     Why.JOINS: "joins",
     Why.RECONNECTED: "reconnected",
     Why.RESUMED: "the run is resumed from a snapshot",

@@ -10,18 +10,20 @@ from collections.abc import Sequence
 
 from atoll.config import Config
 from atoll.errors import PeerViolation
-from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep, nanos
+from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep
 from atoll.protocol.accounts import StepMost
 from atoll.protocol.admission import Admission
 from atoll.protocol.causality import Mailbox
 from atoll.protocol.discipline import Discipline
 from atoll.protocol.effects import Effects
+from atoll.protocol.gathering import Gathering
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Fates, Ledger
 from atoll.protocol.membership import EXPELLED, IN_SYNC, LEFT, SILENT, Member, Roster
 from atoll.protocol.merging import Merging
 from atoll.protocol.pulse import Pulse
 from atoll.protocol.reasons import ANSWERED, Reason, Why, wrong_receiver
+from atoll.protocol.rollback import Rollbacks, stored_versions
 from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, Round, Rounds, RoundStep
 from atoll.protocol.snapshot import Snapshot, marker_of
 from atoll.protocol.validity import claims_too_much, hello_claims, objection, report_claims
@@ -40,25 +42,24 @@ from atoll.protocol.vocabulary import (
     Event,
     Finish,
     Finished,
-    FixParticipants,
     Goodbye,
     Hello,
     Loaded,
     Measure,
     MergeRejected,
     Message,
-    Pull,
     Received,
     RecoveryFailed,
     Report,
     Restored,
+    RollbackAsked,
     SnapshotPart,
     Started,
     Stored,
     SyncerState,
 )  # fmt: skip
 from atoll.protocol.watch import Watch
-from atoll.rules import Schedule, fresh, paced_until
+from atoll.rules import Schedule
 
 
 class SyncerMachine:
@@ -84,13 +85,14 @@ class SyncerMachine:
         )
         self._watch = Watch(self._effects, self.roster, self.pulse, self.admission, self._drop_from_rounds)
         self.rounds = Rounds()
-        self._fresh: set[LearnerId] = set()
-        self._started_up = False
-        self._start_wait_until: Nanos | None = None
-        self._begins_after: OuterStep = 0
+        self.rollback = Rollbacks(
+            config, self._effects, self.roster, self.versions, self.ledger, self.admission, self.rounds
+        )
+        self.gathering = Gathering(
+            config, self.schedule, self._effects, self.roster, self.rounds, self.pulse, self.versions
+        )
         self._step_most = StepMost.of(config)
         self._last_commit_at: Nanos = 0
-        self._hold_until: Nanos | None = None
         self.refused, self.finished = 0, False
 
     # ------------------------------------------------------------ the door
@@ -112,6 +114,8 @@ class SyncerMachine:
                 self._started(incarnation)
             case Restored(syncer_state=syncer_state):
                 self._restored(syncer_state)
+            case RollbackAsked():
+                self.rollback.ask(event)
             case _:
                 pass  # Connected: a peer speaks first, with Hello
         self._turn()
@@ -120,7 +124,7 @@ class SyncerMachine:
     def deadline(self) -> Nanos | None:
         if self.finished:
             return None
-        soonest = self._hold_until
+        soonest = self.gathering.hold_until
         if self._watch.at is not None and (soonest is None or self._watch.at < soonest):
             soonest = self._watch.at
         for round_ in self.rounds.values():
@@ -130,6 +134,9 @@ class SyncerMachine:
 
     def fates(self) -> Fates:
         return self.ledger.fates()
+
+    def stored_versions(self) -> tuple[tuple[OuterStep, ...], ...]:
+        return stored_versions(self.versions, self.rollback.points())
 
     # ------------------------------------------------------------ messages
 
@@ -201,8 +208,7 @@ class SyncerMachine:
             if member.incarnation != envelope.incarnation:
                 self._end_incarnation(learner)
         member = self.admission.hello(learner, envelope.incarnation, body)
-        if self._start_wait_until is None:
-            self._start_wait_until = self._effects.now + nanos(self.config.limits.start_wait_seconds)
+        self.gathering.heard_hello()
         if self.finished:
             self._effects.send(learner, Finish(self.outer_step))
         self._watch.soon()
@@ -226,7 +232,7 @@ class SyncerMachine:
         if member.standing == SILENT:
             return self.admission.readmit(member)
         member.position = body.position
-        self._mark(member)
+        self.gathering.mark(member)
         if self.leases.is_low(member.learner):
             self.admission.top_up(member)
         return None
@@ -275,38 +281,15 @@ class SyncerMachine:
         else:
             self.discipline.send_to_recover(member, flaw)
 
-    # ------------------------------------------------------------ gathering
-
-    def _mark(self, member: Member) -> None:
-        round_ = self.rounds.gathering()
-        if round_ is None or member.standing != IN_SYNC:
-            return
-        stands = round_.policy.exact or round_.policy.lead >= 0  # who may wait for a round is counted where it stands
-        if fresh(stands, round_.outer_step, member.position, member.reported, member.counted):
-            self._fresh.add(member.learner)
-
-    def _remark(self) -> None:
-        self._fresh.clear()
-        for member in self.roster.in_sync():
-            self._mark(member)
-
-    def _open_next(self) -> Round | None:
-        outer_step = self.rounds.last(self.outer_step) + 1
-        if outer_step > self.config.total_steps:
-            return None
-        round_ = Round(outer_step, self.schedule.due(outer_step), self.schedule.policy(outer_step), self._effects.now)
-        self.rounds[outer_step] = round_
-        self._remark()
-        return round_
-
-    def _quorum(self, round_: Round) -> int:
-        return self.roster.quorum(round_.policy, elastic=self.config.protocol.elastic)
+    # ------------------------------------------------------------ turns
 
     def _turn(self) -> None:
         """Let whatever can move, move. Each pass either changes something or ends the loop."""
         self._let_in()
-        while not self.finished and (self._gather() or self._ready_to_merge()):
-            pass
+        self.rollback.begin(self.outer_step)
+        while not (self.finished or self.rollback.pending):
+            if not self.gathering.advance(self.outer_step) and not self._ready_to_merge():
+                break
 
     def _let_in(self) -> None:
         """Members that loaded enter between two rounds; where nothing overlaps, only while none is in flight."""
@@ -319,66 +302,6 @@ class SyncerMachine:
         stands_at = (gathering.outer_step if gathering else self.rounds.last(self.outer_step) + 1) - 1
         for member in entering:
             self.admission.enter(member, stands_at)
-
-    def _gather(self) -> bool:
-        round_ = self.rounds.gathering() or self._open_next()
-        self._hold_until = None
-        if round_ is None:
-            return False
-        quorum = self._quorum(round_)
-        if len(self._fresh) < quorum or not self._may_start(round_):
-            if round_.phase == GRACE:
-                round_.move(RoundStep.QUORUM_LOST)
-            return False
-        now = self._effects.now
-        if round_.phase == GATHERING:
-            round_.move(RoundStep.QUORUM_MET)
-            round_.quorum_at = now
-            round_.grace_until = now + self.pulse.grace(round_)
-        everybody = len(self._fresh) == len(self.roster.in_sync())
-        hold = paced_until(self.pulse.last_fixed_at, self.config.protocol.pace, self.pulse.step_time)
-        hold = hold if everybody else max(hold, round_.grace_until)
-        if now < hold:
-            self._hold_until = hold
-            return False
-        if self.rounds.block(round_):
-            return False
-        self._fix(round_, everybody)
-        return True
-
-    def _may_start(self, round_: Round) -> bool:
-        """The first round waits for the declared learners; nobody could ever equalise a start alone."""
-        if self._started_up:
-            return True
-        until, begun = self._start_wait_until or 0, round_.outer_step > self._begins_after + 1
-        self._started_up = len(self.roster.in_sync()) >= self.config.learners or begun or self._effects.now >= until
-        if not self._started_up:
-            self._hold_until = until
-        return self._started_up
-
-    def _fix(self, round_: Round, everybody: bool) -> None:
-        now = self._effects.now
-        participants = self.roster.invited(self._fresh, round_.outer_step, self._quorum(round_), round_.policy)
-        for learner in participants:
-            member = self.roster.get(learner)
-            assert member is not None
-            round_.counted_before[learner] = member.counted
-            member.counted = member.reported
-            if round_.due:
-                self.pulse.asked(member, round_.outer_step, now)
-        round_.fix(participants, now)
-        invited = [member for member in self.roster if member.learner in participants]
-        round_.pull_deadline = now + max(self.pulse.pull_patience(invited, self._quorum(round_)), round_.patience_least)
-        why = round_.why_fixed(len(self.roster.in_sync()), self._quorum(round_), everybody)
-        self._effects.emit(FixParticipants(round_.outer_step, round_.due, participants, why))
-        if round_.due:
-            for learner in participants:
-                self.versions.lend(learner, round_.due)
-                self._effects.send(learner, Pull(round_.outer_step, round_.due))
-        self.pulse.fixed(now, self.roster.in_sync())
-        if (following := self.rounds.gathering()) is not None:
-            following.opened_at = now
-        self._remark()
 
     # ------------------------------------------------------------ merging
 
@@ -406,9 +329,11 @@ class SyncerMachine:
         return bool(found)
 
     def _stored(self, event: Stored) -> None:
+        if self.rollback.is_storing(event.outer_step):
+            return self._commit_rollback(event.outer_step)
         round_ = self.rounds.storing(event.outer_step)
         self.merging.moved(round_, event.jumps)
-        self._commit(round_)
+        return self._commit(round_)
 
     def _rejected(self, event: MergeRejected) -> None:
         """Nothing was stored: the same outer step is gathered again, and its contributors are suspected."""
@@ -424,19 +349,32 @@ class SyncerMachine:
         """Durable: count it, take the snapshot if one is due, announce."""
         outer_step = round_.outer_step
         del self.rounds[outer_step]
-        self.outer_step = outer_step
-        self._last_commit_at = self._effects.now
-        self._effects.mailbox.advance(outer_step)
+        self._advance(outer_step)
         for fragment in round_.due:
             self.versions.add(fragment, outer_step, round_.participants)
             self.merging.merged(round_, fragment)
+        self.rollback.committed(outer_step)
         interval = self.config.protocol.snapshot_interval
         if interval and marker_of(outer_step, interval) == outer_step:
-            syncer_state = SyncerState(outer_step, self.versions.all_kept_versions(), *self.leases.record())
+            kept, points = self.versions.all_kept_versions(), self.rollback.points()
+            syncer_state = SyncerState(outer_step, kept, *self.leases.record(), points)
             self.snapshot.begin(outer_step, [m.learner for m in self.roster.in_sync()], syncer_state)
         self._announce(round_)
         self.versions.prune(round_.due)
         self._let_in()
+        if outer_step == self.config.total_steps:
+            self._finish()
+
+    def _advance(self, outer_step: OuterStep) -> None:
+        self.outer_step = outer_step
+        self._last_commit_at = self._effects.now
+        self._effects.mailbox.advance(outer_step)
+
+    def _commit_rollback(self, outer_step: OuterStep) -> None:
+        self._advance(outer_step)
+        self.gathering.clear()
+        self.snapshot.abandon(Reason(Why.ROLLED_BACK))
+        self.rollback.stored()
         if outer_step == self.config.total_steps:
             self._finish()
 
@@ -467,7 +405,7 @@ class SyncerMachine:
         self.snapshot.leave_out(member.learner)
         for outer_step in list(self.rounds):
             self._drop(member, outer_step, Reason(Why.GONE), silence=False)
-        self._fresh.discard(member.learner)  # a round that gathers again has just marked everybody in sync
+        self.gathering.reported.discard(member.learner)  # a round that gathers again has just marked everybody in sync
 
     def _end_incarnation(self, learner: LearnerId) -> None:
         for round_ in self.rounds.values():
@@ -482,12 +420,12 @@ class SyncerMachine:
         self.versions.give_back(member, round_.due)
         if silence and round_.policy.exact and member.standing == IN_SYNC:
             # exact adoption has no place for one that is out of step: it must enter again
-            self._fresh.discard(member.learner)
+            self.gathering.reported.discard(member.learner)
             self.snapshot.leave_out(member.learner)
             self.admission.mark_silent(member, reason)
             if reason.why in ANSWERED:
                 self.admission.readmit(member)
-        need = 1 if round_.policy.quorum_all and self.config.protocol.elastic else self._quorum(round_)
+        need = 1 if round_.policy.quorum_all and self.config.protocol.elastic else self.gathering.quorum(round_)
         if len(round_.participants) < need:
             self._regather(round_, Reason(Why.BELOW_QUORUM, f"{len(round_.participants)} left of a quorum of {need}"))
 
@@ -501,7 +439,7 @@ class SyncerMachine:
         round_.counted_before.clear()
         round_.regather(self._effects.now)
         self.rounds.close_gathering_after(round_.outer_step)
-        self._remark()
+        self.gathering.remark()
 
     def _deadlines(self) -> None:
         now = self._effects.now
@@ -520,7 +458,7 @@ class SyncerMachine:
             leads = self._leads()
             # where a lead is bounded everybody waits for a round in flight, and its pull deadline says who is late
             busy = leads and bool(self.rounds.in_flight())
-            self._watch.check(self._fresh, heard_since=self._last_commit_at if leads else 0, silence=not busy)
+            self._watch.check(self.gathering.reported, heard_since=self._last_commit_at if leads else 0, silence=not busy)
 
     # ------------------------------------------------------------ beginnings
 
@@ -532,9 +470,10 @@ class SyncerMachine:
         """Rounds that were open at the cut are gathered again, as after a restart: what was in flight is still part of
         its learner's weights. Learners of the snapshot count as lost until they are back, with time to come."""
         self.rounds.clear()  # nobody has reported yet: what began to gather is the first outer step of a new run
-        self.outer_step = self._begins_after = syncer_state.outer_step
+        self.outer_step = self.gathering.begins_after = syncer_state.outer_step
         self._effects.mailbox.advance(syncer_state.outer_step)
         self.versions.restore(syncer_state.kept)
+        self.rollback.restore(syncer_state.points)
         self.leases.restore(syncer_state.own_next, syncer_state.pool, syncer_state.leases)
         self.admission.await_back(lease.learner for lease in syncer_state.leases)
 
@@ -544,8 +483,8 @@ class SyncerMachine:
         for outer_step in self.rounds:
             self._effects.emit(AbortRound(outer_step, Reason(Why.NOT_STORED)))
         self.rounds.clear()
-        self._fresh.clear()
+        self.gathering.clear()
+        self.rollback.restarted()
         self.snapshot.abandon(Reason(Why.SYNCER_RESTARTED))
-        self._hold_until = None
         self.pulse.last_fixed_at = None
         self.admission.mark_all_lost(Reason(Why.SYNCER_RESTARTED))

@@ -10,7 +10,7 @@ Flow control: at most one announcement of a fragment is outstanding per learner.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from atoll.config import Config
 from atoll.config.codecs import codec_spec
@@ -30,6 +30,8 @@ class Versions:
         self._kept: list[list[OuterStep]] = [[0] for _ in range(fragments)]
         self._merged: list[dict[OuterStep, tuple[LearnerId, ...]]] = [{} for _ in range(fragments)]
         """Of kept versions, whose packets were merged into them."""
+        self.is_pinned: Callable[[FragmentId, OuterStep], bool] = lambda fragment, version: False
+        """Of a rollback point: no learner needs it any more, and its file stays."""
 
     def newest(self, fragment: FragmentId) -> OuterStep:
         return self._kept[fragment][-1]
@@ -141,8 +143,20 @@ class Versions:
             needed = self.watermark(fragment)
             # one older than the newest stays: a member one version behind is sent the difference to it
             while len(kept) > 2 and (kept[0] < needed or len(kept) > self._keep_max):
-                self._merged[fragment].pop(kept[0], None)
-                self._effects.emit(ForgetVersion(fragment, kept.pop(0)))
+                self._forget_oldest(fragment)
+
+    def replace_all(self, version: OuterStep) -> None:
+        """After a rollback: no learner may send a difference against anything older."""
+        for fragment, kept in enumerate(self._kept):
+            self.add(fragment, version, ())
+            while len(kept) > 1:
+                self._forget_oldest(fragment)
+
+    def _forget_oldest(self, fragment: FragmentId) -> None:
+        version = self._kept[fragment].pop(0)
+        self._merged[fragment].pop(version, None)
+        if not self.is_pinned(fragment, version):
+            self._effects.emit(ForgetVersion(fragment, version))
 
     def watermark(self, fragment: FragmentId) -> OuterStep:
         """The oldest version of a fragment that any member may still send a difference against. Members report every

@@ -105,6 +105,18 @@ class Restored(Word, frozen=True):
     syncer_state: SyncerState
 
 
+class RollbackAsked(Word, frozen=True):
+    """An operator wants Theta as it was after outer step `to`."""
+
+    to: OuterStep
+    """Below zero: counted from the newest rollback point, which is -1."""
+    reset_optimizer: bool
+    request: str
+    """Names the request, so that one that was read twice is carried out once."""
+    reason: str
+    """The operator's words, for people."""
+
+
 class Resumed(Word, frozen=True):
     """A new run's learner goes on from its own part of a snapshot."""
 
@@ -124,7 +136,7 @@ class DeadlinePassed(Word, frozen=True):
 
 Event: TypeAlias = (
     Started | Connected | ConnectionLost | Received | StepDone | Stored | MergeRejected | StateWritten | Poisoned | LeaveAsked
-    | Restored | Resumed | Resized | DeadlinePassed
+    | Restored | RollbackAsked | Resumed | Resized | DeadlinePassed
 )  # fmt: skip
 
 # ---------------------------------------------------------------- effects
@@ -179,9 +191,11 @@ class Adopt(Word, frozen=True):
 
 
 class LoadTheta(Word, frozen=True):
-    """Start the inner moments afresh: the weights came from the syncer."""
+    """Start the inner moments afresh: the weights came from the syncer. Residuals start from zero."""
 
     reason: Reason
+    keep_optimizer: bool = False
+    """After a rollback the moments may be kept."""
 
 
 class LoadState(Word, frozen=True):
@@ -258,6 +272,22 @@ class Store(Word, frozen=True):
     fragments: tuple[FragmentId, ...]
     jump_limits: tuple[float, ...] = ()
     """How far each fragment may move; 0 is without a limit."""
+
+
+class CopyVersions(Word, frozen=True):
+    """Make `versions`, one of each fragment, the result of this outer step: weights, buffers and optimiser state."""
+
+    outer_step: OuterStep
+    versions: tuple[OuterStep, ...]
+
+
+class AnswerRollback(Word, frozen=True):
+    """What became of a `RollbackAsked`."""
+
+    to: OuterStep
+    outer_step: OuterStep
+    """The outer step that has the weights of `to`; 0: it was refused."""
+    reason: Reason
 
 
 class AbortRound(Word, frozen=True):
@@ -343,6 +373,6 @@ class Finished(Word, frozen=True):
 
 Effect: TypeAlias = (
     Send | InnerStep | Stage | Unstage | Keep | Adopt | LoadTheta | LoadState | LoadSnapshot | RecordState | Wait | Resume
-    | Accept | Discard | FixParticipants | Merge | Store | AbortRound | ForgetVersion
+    | Accept | Discard | FixParticipants | Merge | Store | CopyVersions | AnswerRollback | AbortRound | ForgetVersion
     | RecordSyncer | RecordInFlight | SealSnapshot | Membership | Refuse | Reissue | Recovered | Finished
 )  # fmt: skip

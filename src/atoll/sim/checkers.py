@@ -20,13 +20,16 @@ from atoll.protocol.vocabulary import (
     Accept,
     Adopt,
     Announce,
+    AnswerRollback,
     ConnectionLost,
+    CopyVersions,
     Discard,
     Effect,
     Enter,
     Event,
     Finished,
     FixParticipants,
+    ForgetVersion,
     Goodbye,
     Grant,
     Hello,
@@ -42,16 +45,19 @@ from atoll.protocol.vocabulary import (
     Report,
     Restored,
     Resumed,
+    RollbackAsked,
     Send,
     Started,
     StateTransfer,
     StepDone,
     Store,
     Stored,
+    TakeRollback,
     Tick,
     Wait,
 )  # fmt: skip
 from atoll.rules import Schedule
+from atoll.sim.rollback_checks import RollbackChecks
 
 if TYPE_CHECKING:
     from atoll.sim.cluster import VirtualCluster
@@ -82,6 +88,7 @@ class Safety:
         self._unit_steps = config.protocol.local_steps_per_round
         self._drawn: dict[tuple[LearnerId, int], set[tuple[int, int]]] = defaultdict(set)
         self._reissued: set[tuple[int, int]] = set()
+        self._rollbacks = RollbackChecks(self._fragments, self._demand)
 
     def attach(self, cluster: VirtualCluster) -> None:
         self.cluster = cluster
@@ -113,6 +120,9 @@ class Safety:
                 self._restarted()
             case Restored(syncer_state=syncer_state):
                 self._committed = self._announced = syncer_state.outer_step
+                self._rollbacks.restored(syncer_state)
+            case RollbackAsked():
+                self._rollbacks.asked(event)
             case _:
                 pass
         for effect in effects:
@@ -144,7 +154,8 @@ class Safety:
                 self._reissued.update((u.stream, u.index) for u in units)
             case FixParticipants():
                 self._check_fixed(effect)
-            case Accept(outer_step=t, fragment=p, learner=m):
+            case Accept(outer_step=t, fragment=p, learner=m, anchor=anchor):
+                self._rollbacks.accepted(m, anchor)
                 self._demand(m in self._participants(t), 2, f"learner {m} is not of round {t}")
                 self._demand(m not in self._accepted[t][p], 2, f"learner {m} contributed fragment {p} twice to round {t}")
                 self._accepted[t][p].add(m)
@@ -160,6 +171,13 @@ class Safety:
             case Store(outer_step=t):
                 self._demand(t == self._committed + 1, 2, f"outer step {t} is stored after {self._committed}")
                 self._storing = effect
+            case CopyVersions():
+                self._rollbacks.copies(effect, [t for t in self._fixed if t > self._committed])
+            case AnswerRollback():
+                assert self.cluster is not None
+                self._rollbacks.answered(effect, self.cluster.syncer.fates(), self._committed)
+            case ForgetVersion(fragment=p, version=v):
+                self._rollbacks.forgotten(p, v)
             case Send(envelope=envelope):
                 self._check_sent(envelope.body, envelope.receiver)
             case _:
@@ -204,6 +222,8 @@ class Safety:
     def _commit(self, t: OuterStep) -> None:
         self._demand(t == self._committed + 1, 2, f"outer step {t} follows {self._committed}")
         self._committed = t
+        if self._storing is not None and self._storing.outer_step == t:
+            self._rollbacks.stored(t, self._storing.fragments)
         self._storing = None
         self._accepted.pop(t, None)
         following = self._fixed.get(t + 1)
@@ -238,6 +258,7 @@ class Safety:
         assert self.cluster is not None
         syncer = self.cluster.syncer
         fates = syncer.fates()
+        self._rollbacks.committed(self._committed, fates)
         self._demand(fates.add_up(), 8, f"fates do not add up: {fates}")
         self._demand(fates.in_flight >= 0 and fates.merged >= 0, 8, f"negative fates: {fates}")
         reported = (sum(self._tokens.values()) - sum(self._tokens_before.values())) * self._fragments
@@ -269,6 +290,8 @@ class Safety:
             case StepDone():
                 self._demand(self._running.get(m, False), 1, f"learner {m} finished a step it did not start")
                 self._running[m] = False
+            case Received(envelope=envelope) if isinstance(envelope.body, TakeRollback):
+                self._rollbacks.told(m, envelope.body.outer_step)
             case ConnectionLost():
                 pass
             case _:
@@ -279,6 +302,7 @@ class Safety:
                 case InnerStep(stream=stream, batch=batch):
                     self._demand(not self._running.get(m, False), 1, f"learner {m} runs two inner steps at once")
                     self._running[m] = moved_on = True
+                    self._rollbacks.steps(m, self._held[m])
                     self._check_draw(m, stream, batch)
                 case Wait(reason=reason):
                     self._check_wait(m, reason)

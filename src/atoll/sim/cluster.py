@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Hostile, Kill, KillSyncer, Partition, Pause, Scavenge, Slow
+from atoll.chaos import ChaosPlan, Clog, Corrupt, Fault, Hostile, Kill, KillSyncer, Partition, Pause, Rollback, Scavenge, Slow
 from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.executor.null import NullDisk, NullLearner, NullSyncer
@@ -31,6 +31,7 @@ from atoll.protocol.vocabulary import (
     Resized,
     Restored,
     Resumed,
+    RollbackAsked,
     Send,
     Started,
     StepDone,
@@ -303,6 +304,9 @@ class VirtualCluster:
 
                 self._attackers[learner] = Attacker(self.config, fault)
                 self.world.after(nanos(lasts), self._calm, learner)
+
+            case Rollback(points=points, reset_optimizer=reset):
+                self.dispatch(SYNCER, RollbackAsked(-points, reset, f"{fault.at}", "the chaos plan"))
 
     def _fail(self, worker: WorkerId, incarnation: Incarnation) -> None:
         if self._workers[worker].incarnation == incarnation:

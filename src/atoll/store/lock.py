@@ -36,6 +36,14 @@ def refuse_locked(directory: Path, who: str = "syncer", option: str = "--dir") -
         _take(file, directory, who, option)
 
 
+def is_locked(directory: Path) -> bool:
+    try:
+        refuse_locked(directory)
+    except UserError:
+        return True
+    return False
+
+
 def _take(file: IO[str], directory: Path, who: str, option: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

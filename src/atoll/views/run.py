@@ -13,6 +13,7 @@ from atoll.protocol.ledger import Fates
 from atoll.protocol.reasons import Why
 from atoll.protocol.vocabulary import (
     AbortRound,
+    AnswerRollback,
     Effect,
     Event,
     Finished,
@@ -61,6 +62,7 @@ class RunView:
         self.refused = 0
         self.expelled: dict[LearnerId, str] = {}
         self.rejected: list[str] = []
+        self.rollbacks: list[str] = []
         self.up: Counter[LearnerId] = Counter()
         self.down: Counter[LearnerId] = Counter()
         self.outer_step: OuterStep = 0
@@ -99,8 +101,8 @@ class RunView:
             self.up[event.envelope.sender] += event.payload_bytes
             if isinstance(event.envelope.body, Report):
                 self._report(event.envelope.sender, event.envelope.incarnation, event.envelope.body)
-        elif isinstance(event, Stored):
-            self.participants[self._merging.pop(event.outer_step, 0)] += 1
+        elif isinstance(event, Stored) and event.outer_step in self._merging:
+            self.participants[self._merging.pop(event.outer_step)] += 1
         for effect in effects:
             if isinstance(effect, Refuse):
                 self.refused += 1
@@ -108,6 +110,8 @@ class RunView:
                 self.expelled[effect.learner] = str(effect.reason)
             elif isinstance(effect, AbortRound) and effect.reason.why is Why.MERGE_REJECTED:
                 self.rejected.append(str(effect.reason))
+            elif isinstance(effect, AnswerRollback) and effect.outer_step:
+                self.rollbacks.append(str(effect.reason))
             elif isinstance(effect, FixParticipants):
                 self.outer_step = max(self.outer_step, effect.outer_step - 1)
             elif isinstance(effect, Finished):
@@ -247,6 +251,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Learners that lost their place because they broke the rules too often, with the last reason."""
     rejected_merges: list[str] = []
     """Merges that were not stored because Theta would have jumped or held NaN, with their contributors."""
+    rollbacks: list[str] = []
+    """By whom and to which step."""
     faults: list[str] = []
     """Of the chaos plan, as they were carried out."""
     twin_loss: float | None = None
@@ -278,5 +284,6 @@ def summarise(
         rounds_merged=sum(count for n, count in view.participants.items() if n), token_shares=token_shares(tokens),
         tokens_trained=tokens.trained // max(1, config.protocol.fragments),
         refused=view.refused, expelled={str(m): why for m, why in sorted(view.expelled.items())},
-        rejected_merges=view.rejected, faults=list(faults), accuracy=accuracy, heldout=list(points), missing=list(missing),
+        rejected_merges=view.rejected, rollbacks=view.rollbacks,
+        faults=list(faults), accuracy=accuracy, heldout=list(points), missing=list(missing),
     )  # fmt: skip

@@ -11,6 +11,7 @@ from atoll.protocol.vocabulary import (
     Accept,
     Adopt,
     Announce,
+    AnswerRollback,
     Connected,
     ConnectionLost,
     Contribution,
@@ -136,6 +137,8 @@ def effect_word(effect: Effect) -> str:
             return f"resumes after {seconds(n):.3f} s"
         case AbortRound(outer_step=t, reason=reason):
             return f"round {t} again: {reason}"
+        case AnswerRollback(reason=reason):
+            return str(reason)
         case Discard(outer_step=t, learner=m, reason=reason):
             return f"learner{m} out of {t}: {reason}"
         case Recovered(learner=m, source=source):

@@ -54,6 +54,7 @@ FATES: Final[dict[str, str]] = {
     "discarded_not_in_round": "discarded: overwritten by a round that their learner was not part of",
     "discarded_lost": "discarded: their learner was lost",
     "discarded_left": "discarded: their learner left before they were merged",
+    "discarded_rolled_back": "discarded: a rollback undid their merge, or overwrote them",
     "in_flight": "not merged yet when the run ended",
 }
 """What became of trained tokens, in words: a test holds that every reason of the ledger has some."""

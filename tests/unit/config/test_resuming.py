@@ -17,7 +17,8 @@ HARMLESS = {
     "protocol.aggregation_weighting",
     "protocol.merge", "protocol.embedding_merge", "protocol.merge_norm", "protocol.alpha", "protocol.adopt", "protocol.lead",
     "protocol.codec_up", "protocol.codec_down", "protocol.stochastic_rounding", "protocol.freeze_not_due",
-    "protocol.snapshot_interval", "protocol.elastic", "outer.outer_learning_rate", "outer.outer_momentum", "inner.learning_rate",
+    "protocol.snapshot_interval", "protocol.rollback_interval", "protocol.elastic",
+    "outer.outer_learning_rate", "outer.outer_momentum", "inner.learning_rate",
     "inner.clip_norm", "inner.schedule", "inner.warmup_share", "inner.final_share", "inner.preserve_optimizer_state",
     "data.cache", "data.heldout_batches", "data.heldout_every", "data.augment",
 }  # fmt: skip

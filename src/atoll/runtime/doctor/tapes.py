@@ -65,7 +65,7 @@ class SyncerTape:
         """Files of versions that a syncer would need to go on. Before a custom model is uploaded there are none."""
         if self._machine is None or self._error or not (home / "versions").is_dir():
             return []
-        kept: Sequence[Sequence[OuterStep]] = self._machine.versions.all_kept_versions()
+        kept: Sequence[Sequence[OuterStep]] = self._machine.stored_versions()
         paths = [version_path(home, p, v) for p, versions in enumerate(kept) for v in versions]
         return [path for path in paths if not path.is_file()]
 

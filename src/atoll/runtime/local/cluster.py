@@ -29,6 +29,7 @@ from atoll.chaos import (
     KillSyncer,
     Partition,
     Pause,
+    Rollback,
     Scavenge,
     Slow,
     describe_fault,
@@ -41,6 +42,7 @@ from atoll.protocol.vocabulary import Finished, FixParticipants
 from atoll.runtime.local.failure import Failure
 from atoll.runtime.local.fault_proxies import FaultProxies
 from atoll.runtime.local.forkserver import Child, ForkServer
+from atoll.runtime.syncer.rollback import ask
 from atoll.store.snapshots import snapshot_dir, syncer_root
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Record, Tape
@@ -326,6 +328,8 @@ class LocalCluster:
             case Hostile(learner=learner, lasts=lasts):
                 self._attack(learner, fault)
                 self._at(began + lasts, lambda: self._attack(learner, None))
+            case Rollback(points=points, reset_optimizer=reset):
+                ask(self.directory / "syncer", -points, reset_optimizer=reset, reason="the chaos plan")
             case Scavenge(learner=learner, lasts=lasts):
                 w = self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
                 w.start(self._fork_server)

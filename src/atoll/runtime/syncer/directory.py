@@ -8,6 +8,7 @@ everything that a restarted syncer needs.
     model.upload      the model that the first learner uploaded; model.received while it does so
     places.jsonl      the incarnations given out so far        run.secret, token.key, token   private
     address           where it listens
+    rollback.json     a request of `atoll rollback`, and rollback.answer.json
     revoked           tokens that no longer admit (beside --keys if given)
 """
 
@@ -174,7 +175,7 @@ class SyncerDirectory:
             self.layout, _, _ = read_model(self.config, uploaded)
         if self.layout is not None:
             disk = DurableVersions.open(self.directory)
-            disk.retain(self.machine.versions.all_kept_versions())
+            disk.retain(self.machine.stored_versions())
             self._build_executor(disk)
 
     def _build_executor(self, disk: DurableVersions) -> None:

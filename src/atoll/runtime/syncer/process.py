@@ -28,6 +28,7 @@ from atoll.protocol.vocabulary import (
     NO_VERSION,
     AbortRound,
     Announce,
+    AnswerRollback,
     Connected,
     ConnectionLost,
     Contribution,
@@ -55,6 +56,7 @@ from atoll.runtime.loop import DailyWarnings, DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.places import PROTOCOL, Caller, JoinRequest, Placement, peer_log
 from atoll.runtime.syncer.progress import SyncerProgress, membership_line, refusals_line
+from atoll.runtime.syncer.rollback import RollbackRequests
 from atoll.runtime.syncer.uploads import ModelUploads
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.weights import THETA_FILE
@@ -65,6 +67,8 @@ rate_limited("grpc._cython.cygrpc")  # it logs a traceback for each write to a p
 
 REVOKED_SECONDS = 2.0
 """Between two looks at the list of revoked keys, for the connections that are open; a new one is checked as it comes."""
+ROLLBACK_SECONDS = 1.0
+"""Between two looks for a request to roll back."""
 RETRY_SECONDS = 1.0
 """Time between attempts to write to a full disk."""
 FLAW_MAX = 300
@@ -122,6 +126,8 @@ class SyncerProcess:
         if self._directory.machine.finished:
             self._finish()
         self._check_revoked()
+        self._rollbacks = RollbackRequests(self._directory.directory, self._directory.machine.rollback, self._driver.dispatch)
+        self._look_for_rollback()
         try:
             await self._over
         finally:
@@ -230,6 +236,17 @@ class SyncerProcess:
                     peer.cut(f"refused: {refusal.reason}")
         if not self._over.done():
             self._loop.call_later(REVOKED_SECONDS, self._check_revoked)
+
+    def _look_for_rollback(self) -> None:
+        try:
+            self._rollbacks.look()
+        except DataError as error:
+            log.error("%s", error)
+        except StorageFailed as error:  # the answer waits for space
+            self._block_on_storage(str(error))
+            self._loop.call_later(RETRY_SECONDS, self._unblock)
+        if not self._over.done():
+            self._loop.call_later(ROLLBACK_SECONDS, self._look_for_rollback)
 
     # ------------------------------------------------------------ links
 
@@ -355,6 +372,8 @@ class SyncerProcess:
             case AbortRound(reason=reason) if reason.why is Why.MERGE_REJECTED:
                 log.warning("%s; the step is gathered again", reason)
                 self._submit(effect, payload)
+            case AnswerRollback(outer_step=outer_step, reason=reason):
+                (log.warning if outer_step else log.error)("%s", reason)
             case Finished():
                 self._finish()
             case _:

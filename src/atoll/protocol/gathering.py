@@ -1,0 +1,122 @@
+"""The first half of a round: fresh reports are gathered, a grace window opens at the quorum, and the participants are fixed."""
+
+from __future__ import annotations
+
+from atoll.config import Config
+from atoll.ids import LearnerId, Nanos, OuterStep, nanos
+from atoll.protocol.effects import Effects
+from atoll.protocol.membership import IN_SYNC, Member, Roster
+from atoll.protocol.pulse import Pulse
+from atoll.protocol.round import GATHERING, GRACE, Round, Rounds, RoundStep
+from atoll.protocol.versions import Versions
+from atoll.protocol.vocabulary import FixParticipants, Pull
+from atoll.rules import Schedule, fresh, paced_until
+
+
+class Gathering:
+    def __init__(
+        self, config: Config, schedule: Schedule, effects: Effects, roster: Roster, rounds: Rounds, pulse: Pulse,
+        versions: Versions,
+    ) -> None:  # fmt: skip
+        self._config, self._schedule = config, schedule
+        self._effects, self._roster, self._rounds, self._pulse, self._versions = effects, roster, rounds, pulse, versions
+        self.reported: set[LearnerId] = set()
+        """Whose reports are fresh for the round that gathers."""
+        self.hold_until: Nanos | None = None
+        self._started_up = False
+        self._start_wait_until: Nanos | None = None
+        self.begins_after: OuterStep = 0
+        """Of a resumed run: the outer step that it goes on from."""
+
+    def clear(self) -> None:
+        self.reported.clear()
+        self.hold_until = None
+
+    def heard_hello(self) -> None:
+        if self._start_wait_until is None:
+            self._start_wait_until = self._effects.now + nanos(self._config.limits.start_wait_seconds)
+
+    def mark(self, member: Member) -> None:
+        round_ = self._rounds.gathering()
+        if round_ is None or member.standing != IN_SYNC:
+            return
+        stands = round_.policy.exact or round_.policy.lead >= 0  # who may wait for a round is counted where it stands
+        if fresh(stands, round_.outer_step, member.position, member.reported, member.counted):
+            self.reported.add(member.learner)
+
+    def remark(self) -> None:
+        self.reported.clear()
+        for member in self._roster.in_sync():
+            self.mark(member)
+
+    def quorum(self, round_: Round) -> int:
+        return self._roster.quorum(round_.policy, elastic=self._config.protocol.elastic)
+
+    def advance(self, committed: OuterStep) -> bool:
+        """Fixes the participants of the round that gathers, if it is time. True if it did."""
+        round_ = self._rounds.gathering() or self._open_next(committed)
+        self.hold_until = None
+        if round_ is None:
+            return False
+        if len(self.reported) < self.quorum(round_) or not self._may_start(round_):
+            if round_.phase == GRACE:
+                round_.move(RoundStep.QUORUM_LOST)
+            return False
+        now = self._effects.now
+        if round_.phase == GATHERING:
+            round_.move(RoundStep.QUORUM_MET)
+            round_.quorum_at = now
+            round_.grace_until = now + self._pulse.grace(round_)
+        everybody = len(self.reported) == len(self._roster.in_sync())
+        hold = paced_until(self._pulse.last_fixed_at, self._config.protocol.pace, self._pulse.step_time)
+        hold = hold if everybody else max(hold, round_.grace_until)
+        if now < hold:
+            self.hold_until = hold
+            return False
+        if self._rounds.block(round_):
+            return False
+        self._fix(round_, everybody)
+        return True
+
+    def _open_next(self, committed: OuterStep) -> Round | None:
+        outer_step = self._rounds.last(committed) + 1
+        if outer_step > self._config.total_steps:
+            return None
+        round_ = Round(outer_step, self._schedule.due(outer_step), self._schedule.policy(outer_step), self._effects.now)
+        self._rounds[outer_step] = round_
+        self.remark()
+        return round_
+
+    def _may_start(self, round_: Round) -> bool:
+        """The first round waits for the declared learners; nobody could ever equalise a start alone."""
+        if self._started_up:
+            return True
+        until, begun = self._start_wait_until or 0, round_.outer_step > self.begins_after + 1
+        self._started_up = len(self._roster.in_sync()) >= self._config.learners or begun or self._effects.now >= until
+        if not self._started_up:
+            self.hold_until = until
+        return self._started_up
+
+    def _fix(self, round_: Round, everybody: bool) -> None:
+        now = self._effects.now
+        participants = self._roster.invited(self.reported, round_.outer_step, self.quorum(round_), round_.policy)
+        for learner in participants:
+            member = self._roster.get(learner)
+            assert member is not None
+            round_.counted_before[learner] = member.counted
+            member.counted = member.reported
+            if round_.due:
+                self._pulse.asked(member, round_.outer_step, now)
+        round_.fix(participants, now)
+        invited = [member for member in self._roster if member.learner in participants]
+        round_.pull_deadline = now + max(self._pulse.pull_patience(invited, self.quorum(round_)), round_.patience_least)
+        why = round_.why_fixed(len(self._roster.in_sync()), self.quorum(round_), everybody)
+        self._effects.emit(FixParticipants(round_.outer_step, round_.due, participants, why))
+        if round_.due:
+            for learner in participants:
+                self._versions.lend(learner, round_.due)
+                self._effects.send(learner, Pull(round_.outer_step, round_.due))
+        self._pulse.fixed(now, self._roster.in_sync())
+        if (following := self._rounds.gathering()) is not None:
+            following.opened_at = now
+        self.remark()
