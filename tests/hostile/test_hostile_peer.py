@@ -87,10 +87,10 @@ def test_bad_state_is_asked_for_once_and_its_victim_recovers_from_another(
     try:
         peers = Peers(syncer, spoil, monkeypatch)
         with peers.training():
-            for _ in range(JOINS):
+            for _ in range(JOINS):  # the second finds in the folder of the first that this place is its own
                 model = model_of(seed=1)
                 optimizer = torch.optim.AdamW(model.parameters(), lr=0.5e-3)
-                with syncer.join(model, optimizer, wants=NEWCOMER) as learner:
+                with syncer.join(model, optimizer, wants=NEWCOMER, out=tmp_path / "newcomer") as learner:
                     for _ in range(3):
                         train(learner, model, optimizer)
                     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())

@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from atoll.cli.app import app
 from atoll.store.lock import lock_directory
 
-SNAPSHOT = 16
+SNAPSHOT = 6
 STEPS = 2 * SNAPSHOT - 1
-"""One snapshot, in the middle. One that is not written when the next is due or the run ends is abandoned: this one has 15 steps,
-half a second, and its parts take a fifth of that. Where the steps are slower, the processes that write are too."""
+SLOW = "\n".join(f'[[faults]]\nfault = "slow"\nat = 0.0\nlearner = {m}\nfactor = 8.0\nlasts = 1000.0' for m in (0, 1))
+"""One snapshot, in the middle. One that is not written when the next is due or the run ends is abandoned: so the steps are slow,
+200 ms and eight times what they cost on any machine, and the snapshot has five of them. Its parts cost less than one."""
 TINY = [
     word
     for key in (
@@ -33,7 +34,8 @@ pytestmark = pytest.mark.live
 def live(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
     """A live run's folder and its summary."""
     folder = tmp_path_factory.mktemp("new-user")
-    done = atoll("train", *TINY, "--out", "run", "--json", cwd=folder)
+    (folder / "slow.toml").write_text(SLOW)
+    done = atoll("train", *TINY, "--chaos", "slow.toml", "--out", "run", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "run", json.loads(done.stdout)
 

@@ -29,7 +29,7 @@ def settings(preset: str = "decoupled", **sections: Any) -> Config:
     data = {"seq_len": 16, "batch_size": 4, "max_bytes": 200_000, "heldout_batches": 2} | sections.pop("data", {})
     protocol = {"fragments": 6, "local_steps_per_round": 6} | sections.pop("protocol", {})
     model = {"numbers": {"width": 16, "layers": 2, "heads": 2, "mlp": 32}}
-    top = {"learners": 3, "total_steps": 18, "data": data, "protocol": protocol, "model": model}
+    top = {"learners": 3, "total_steps": 12, "data": data, "protocol": protocol, "model": model}
     return load(preset_name=preset, overrides=top | sections)
 
 
