@@ -45,7 +45,7 @@ def test_a_recipe_that_cannot_be_written_is_refused_before_the_search(tmp_path: 
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_answer_is_told_though_its_recipe_cannot_be_written(tmp_path: Path, as_json: bool) -> None:
-    words = ["plan", str(PLANS / "spot.toml"), "--no-what-if", "--out", "/dev/full"]
+    words = ["plan", str(PLANS / "one_datacentre.toml"), "--no-what-if", "--out", "/dev/full"]
     done = atoll(*words, *(["--json"] if as_json else []), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (2, "atoll: --out /dev/full: cannot be written (No space left on device)\n")
     assert json.loads(done.stdout)["preset"] if as_json else "token efficiency" in done.stdout

@@ -55,7 +55,7 @@ def run_in(folder: Path, *command: str) -> str:
 
 def follow(title: str, folder: Path, check: str) -> Followed:
     """Applies the recipe's blocks, runs its commands and then `check`, with the sources that result."""
-    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("*.egg-info"))  # compiled files stay valid
     shutil.copytree(ROOT / "recipes", folder / "recipes")
     steps, touched = recipe(title), set[str]()
     for step in EDIT.finditer(steps):

@@ -1,6 +1,6 @@
 """Random chaos plans: no invariant is violated, and once healed the run makes progress. A failure prints its seed.
 
-`make test` runs 15 seeds of all presets, `make soak` the other 485 of 500.
+`make test` runs 8 seeds, every preset among them, `make soak` the other 492 of 500.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from scenario import OUTER_STEPS, PRESETS, Scenario, verdict
 
-QUICK = (0, 2, 3, 5, 7, 8, 10, 11, 12, 13, 15, 17, 18, 21, 29)
+QUICK = (2, 3, 7, 10, 12, 29, 73, 132)
 LONG = [seed for seed in range(500) if seed not in QUICK]
 STRUCK = (7, 10)
 """Both have ambushes on recoveries and on snapshots."""

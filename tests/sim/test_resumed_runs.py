@@ -67,7 +67,7 @@ def test_learner_killed_in_a_resumed_run_and_a_killed_syncer_come_back_as_ever()
         assert len(story.after.effects(LoadSnapshot)) == 4
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 6))])
 def test_resumed_run_that_is_killed_resumes_again(seed: int) -> None:
     """From snapshot to snapshot, with other numbers of learners each time."""
     preset = ["decoupled", "streaming", "diloco"][seed % 3]

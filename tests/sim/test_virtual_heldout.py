@@ -14,7 +14,7 @@ from atoll.tape.format import Tape
 from atoll.tape.heldout import HeldoutPoint, points_in
 
 
-def small(preset: str = "decoupled", total_steps: int = 24, every: int = 8, **sections: Any) -> Config:
+def small(preset: str = "decoupled", total_steps: int = 15, every: int = 5, **sections: Any) -> Config:
     overrides: dict[str, Any] = {
         "total_steps": total_steps, "learners": 2, "inner": {"schedule": "constant", "warmup_share": 0.0},
         "data": {"batch_size": 2, "seq_len": 16, "max_bytes": 400_000, "heldout_batches": 4, "heldout_every": every},
@@ -30,14 +30,14 @@ def run(config: Config, directory: Path | None = None, *faults: KillSyncer) -> O
 @pytest.mark.parametrize("preset", ["decoupled", "ddp"])
 def test_a_look_is_what_a_run_that_ended_there_would_have_told(preset: str) -> None:
     evaluated = run(small(preset)).points
-    assert [point.outer_step for point in evaluated] == [8, 16], "the last is the run's own end, and told as that"
+    assert [point.outer_step for point in evaluated] == [5, 10], "the last is the run's own end, and told as that"
     for point in evaluated:
         assert point.loss == run(small(preset, point.outer_step, every=0)).loss_final
 
 
 def test_where_theta_changes_every_so_often_it_is_looked_at_when_it_next_does() -> None:
-    evaluated = run(small("diloco", 50, every=7, protocol={"local_steps_per_round": 5})).points
-    assert [point.outer_step for point in evaluated] == [10, 15, 25, 30, 35, 45]
+    evaluated = run(small("diloco", 30, every=7, protocol={"local_steps_per_round": 5})).points
+    assert [point.outer_step for point in evaluated] == [10, 15, 25]
     assert [point.loss for point in evaluated[:2]] == [
         run(small("diloco", steps, every=0, protocol={"local_steps_per_round": 5})).loss_final for steps in (10, 15)
     ]
@@ -53,7 +53,7 @@ def test_looks_change_nothing_and_lie_beside_the_tape(tmp_path: Path) -> None:
 
 
 def test_a_syncer_that_was_killed_is_looked_at_once_a_step() -> None:
-    done = run(small(every=4), None, KillSyncer(at=9.0, lasts=3.0))
+    done = run(small(total_steps=24, every=4), None, KillSyncer(at=9.0, lasts=3.0))
     assert [point.outer_step for point in done.points] == [4, 8, 12, 16, 20]
 
 

@@ -16,18 +16,22 @@ from atoll.sim.estimates.published import GOODPUT, UPTIME
 MODEL = FailureModel()
 
 
-def test_published_table_with_one_set_of_constants() -> None:
-    """60 cells: each within 3.5 points, at least 57 within 3, and more learners never lose."""
+SIZES = tuple(GOODPUT[1, True])
+
+
+@pytest.mark.parametrize("sizes", [SIZES[:: len(SIZES) - 1], pytest.param(SIZES, marks=pytest.mark.soak)], ids=["ends", "all"])
+def test_published_table_with_one_set_of_constants(sizes: tuple[int, ...]) -> None:
+    """Of all 60 cells each within 3.5 points, 95 % within 3, and more learners never lose."""
     found: dict[tuple[int, bool, int], GoodputEstimate] = {
-        (m, e, n): simulate(n, m, MODEL, elastic=e, precision=0.2) for (m, e), row in GOODPUT.items() for n in row
+        (m, e, n): simulate(n, m, MODEL, elastic=e, precision=0.2) for m, e in GOODPUT for n in sizes
     }
     apart = [abs(a.goodput - GOODPUT[m, e][n]) for (m, e, n), a in found.items()]
     apart += [abs(a.uptime - UPTIME[m, e][n]) for (m, e, n), a in found.items()]
-    assert len(apart) == 60
+    assert len(apart) == 12 * len(sizes)
     assert max(apart) <= 3.5
-    assert sum(d <= 3.0 for d in apart) >= 57
+    assert sum(d <= 3.0 for d in apart) >= 0.95 * len(apart)
     assert all(a.standard_error <= 0.2 for a in found.values())
-    for n in GOODPUT[1, True]:
+    for n in sizes:
         by_learners = [found[m, True, n].goodput for m in (1, 2, 4, 8, 16)]
         assert by_learners == sorted(by_learners)
         assert found[1, False, n].goodput < by_learners[0]
@@ -52,8 +56,10 @@ def test_cluster_that_never_fails_is_always_up() -> None:
     assert (a.goodput, a.uptime, a.effective_batch) == pytest.approx((100.0, 100.0, 100.0))
 
 
-@pytest.mark.parametrize("elastic", [True, False])
-@pytest.mark.parametrize("chips", [50_000, pytest.param(200_000, marks=pytest.mark.soak), 600_000])
+@pytest.mark.parametrize(("chips", "elastic"), [
+    (50_000, True), (600_000, False), *(pytest.param(*case, marks=pytest.mark.soak)
+    for case in ((50_000, False), (200_000, True), (200_000, False), (600_000, True))),
+])  # fmt: skip
 def test_closed_form_agrees_where_it_holds(chips: int, elastic: bool) -> None:
     expected = closed_form(chips, 1, MODEL, elastic=elastic)
     assert simulate(chips, 1, MODEL, elastic=elastic).goodput == pytest.approx(expected, abs=1.0)
