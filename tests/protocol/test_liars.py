@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from stage import SyncerStage, arrival
 
 from atoll.config import load
 from atoll.ids import SECOND, SYNCER
@@ -89,3 +90,19 @@ def test_contribution_that_nobody_asked_for_stretches_no_deadline() -> None:
     before = table.patience()
     table.say(5, Contribution(1, 0, 0, 0, 0, 0, 0, 0))
     assert table.patience() <= before
+
+
+@pytest.mark.parametrize("away", [1, 400])
+def test_step_that_began_before_a_reconnect_is_believed_up_to_the_usual(away: int) -> None:
+    """Its report comes soon after the Hello, so the time between them says nothing. It cannot claim more than is usual either."""
+    s = SyncerStage(arrival(2), joined=2)
+    for step in range(1, 6):
+        s.steps(0, at=step * SECOND, nanos=SECOND)
+    back = (5 + away) * SECOND
+    s.on(ConnectionLost(0, "cable"), at=back - SECOND // 2)
+    s.hello(0, held=s.cast[0].held, at=back)
+    s.steps(0, at=back + SECOND // 10, nanos=SECOND)
+    member = s.machine.roster.get(0)
+    assert member is not None and member.step_ema == SECOND
+    s.steps(0, at=back + SECOND // 2, nanos=300 * SECOND)
+    assert member.step_ema == SECOND

@@ -18,6 +18,11 @@ JITTER: Nanos = nanos(0.1)
 """Time between reports below this says nothing: the network and a busy machine shift them by as much."""
 
 
+LATE_REPORTS = 2
+"""After it is back, a learner's first report is of a step that began before, and comes late: neither it nor the time to the next
+says how long a step takes. Such steps count as no longer than usual."""
+
+
 class Pulse:
     """Moving averages: a step, a round, a pull, and from participants fixed to the first reported adoption."""
 
@@ -41,7 +46,10 @@ class Pulse:
         since = member.joined_at if member.reports == 0 else member.reported_at
         member.reports += 1
         member.reported_at = now
-        step = min(step, max(now - since, 2 * (now - member.joined_at) // member.reports, JITTER))
+        most = max(now - since, 2 * (now - member.joined_at) // member.reports, JITTER)
+        if member.reports <= LATE_REPORTS:
+            most = max(most, now - member.born_at if member.step_ema is None else member.step_ema)
+        step = min(step, most)
         member.step_ema = ema(member.step_ema, step, self._protocol.ema_weight)
 
     def fixed(self, now: Nanos, in_sync: Iterable[Member]) -> None:
