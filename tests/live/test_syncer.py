@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import socket
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -34,6 +35,13 @@ def wait_for(path: Path, child: Child) -> str:
     return path.read_text()
 
 
+def occupy(address: str, seconds: float) -> None:
+    """Another program listens where the killed syncer did."""
+    host, _, port = address.rpartition(":")
+    other = socket.create_server((host, int(port)))
+    threading.Timer(seconds, other.close).start()
+
+
 @pytest.mark.parametrize("moments", [("stored, not taped",), pytest.param(MOMENTS, marks=pytest.mark.soak)])
 def test_syncer_killed_in_the_phases_of_a_round_goes_on_where_it_was(tmp_path: Path, moments: tuple[str, ...]) -> None:
     """One run. Each syncer dies at another moment of its third round; the learners are the same processes throughout."""
@@ -50,6 +58,7 @@ def test_syncer_killed_in_the_phases_of_a_round_goes_on_where_it_was(tmp_path: P
             syncer.wait(60)
             assert syncer.poll() == -signal.SIGKILL, f"it should have died when {moment}"
             assert all(learner.poll() is None for learner in learners), "learners train on"
+        occupy(address, 1.0)
         last = [fork_server.spawn(syncer_argv(tmp_path, config, address), log), *learners]
         for child in last:
             child.wait(60)
@@ -57,6 +66,7 @@ def test_syncer_killed_in_the_phases_of_a_round_goes_on_where_it_was(tmp_path: P
     finally:
         fork_server.close()
     judge(tmp_path, config)
+    assert "another attempt" in log.read_text(), "it waited for its port"
     tape = list(Tape(tmp_path / "syncer" / "run.tape").records())
     assert sum(isinstance(r.event, Started) for r in tape) == len(moments) + 1
     stored = [r.event.outer_step for r in tape if isinstance(r.event, Stored)]

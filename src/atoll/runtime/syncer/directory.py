@@ -203,6 +203,10 @@ class SyncerDirectory:
         restored = [Restored(self._restored)] if self._restored is not None else []
         return [Started(self._starts), *restored]
 
+    @property
+    def restarted(self) -> bool:
+        return self._starts > 0
+
     def _is_connected(self, learner: int) -> bool:
         member = self.machine.roster.get(learner)
         return member is not None and member.connected

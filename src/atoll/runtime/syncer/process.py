@@ -17,7 +17,7 @@ import msgspec
 
 from atoll.config import Config
 from atoll.config.codecs import codec_digests, codec_spec
-from atoll.errors import UNDECODABLE, DataError, RunFailed
+from atoll.errors import UNDECODABLE, DataError, RunFailed, UserError
 from atoll.ids import SYNCER, LearnerId, OuterStep, nanos, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Finding, Payload
@@ -70,7 +70,9 @@ REVOKED_SECONDS = 2.0
 ROLLBACK_SECONDS = 1.0
 """Between two looks for a request to roll back."""
 RETRY_SECONDS = 1.0
-"""Time between attempts to write to a full disk."""
+"""Time between attempts to write to a full disk, or to listen."""
+LISTEN_SECONDS = 30.0
+"""How long a syncer that comes back tries to listen where it listened before."""
 FLAW_MAX = 300
 """Characters of a sentence about a peer's message."""
 AWAY_SECONDS = 30.0
@@ -118,7 +120,7 @@ class SyncerProcess:
         self._loop = loop
         self._expiry = DailyWarnings(loop, log, self._key_warnings)
         self._warm_up()
-        self.address = await self._server.start(self._listen)
+        self.address = await self._listen_on()
         self._directory.write_address(self.address)
         self._say_start()
         for event in self._directory.first_events():
@@ -132,6 +134,19 @@ class SyncerProcess:
             await self._over
         finally:
             await self._shut_down()
+
+    async def _listen_on(self) -> str:
+        """A killed syncer's port may be taken for a moment: on one machine by a learner's own attempt to connect to it."""
+        until = self._loop.time() + (LISTEN_SECONDS if self._directory.restarted else 0.0)
+        while True:
+            try:
+                return await self._server.start(self._listen)
+            except UserError as error:
+                await self._server.stop(0.0)
+                if self._loop.time() >= until:
+                    raise
+                log.warning("%s; another attempt in %.0f s", error, RETRY_SECONDS)
+                await asyncio.sleep(RETRY_SECONDS)
 
     def _say_start(self) -> None:
         reached, config = self._directory.machine.outer_step, self._config
