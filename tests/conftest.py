@@ -17,6 +17,8 @@ from xdist.scheduler import LoadScopeScheduling
 from atoll.executor.environment import use_threads
 
 use_threads(1)
+hypothesis.settings.register_profile("atoll", deadline=None)  # a busy machine stalls an example for longer than any deadline
+hypothesis.settings.load_profile("atoll")
 
 _CACHE = tempfile.TemporaryDirectory(prefix="atoll-test-cache-")  # of this process and those it starts; gone with it
 os.environ["XDG_CACHE_HOME"] = _CACHE.name

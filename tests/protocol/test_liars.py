@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stage import SyncerStage, arrival
+from stage import Cast, SyncerStage, arrival, of
 
 from atoll.config import load
 from atoll.ids import SECOND, SYNCER
@@ -22,14 +22,17 @@ from atoll.protocol.vocabulary import (
     Grant,
     Hello,
     Loaded,
+    Membership,
     Message,
     Received,
     Refuse,
     Report,
     Send,
+    Standing,
     Started,
     TakeTheta,
     Unit,
+    Violated,
 )  # fmt: skip
 
 CONFIG = load(preset_name="decoupled", overrides={
@@ -106,3 +109,21 @@ def test_step_that_began_before_a_reconnect_is_believed_up_to_the_usual(away: in
     assert member is not None and member.step_ema == SECOND
     s.steps(0, at=back + SECOND // 2, nanos=300 * SECOND)
     assert member.step_ema == SECOND
+
+
+def test_learner_that_sends_what_is_no_message_loses_its_place() -> None:
+    s = SyncerStage(arrival(2, limits={"offences_max": 3}), joined=2)
+    for _ in range(2):
+        (refused,) = of(s.on(Violated(1, "12 bytes that are no message")), Refuse)
+        assert refused.disconnect and refused.reason.why is Why.VIOLATION
+    effects = s.on(Violated(1, "a Pull is not for the syncer"))
+    assert [m.standing for m in of(effects, Membership)] == [Standing.EXPELLED]
+    s.cast[1] = Cast(s.config)
+    s.cast[1].incarnation = 1
+    assert [e.reason.why for e in of(s.hello(1), Refuse)] == [Why.EXPELLED]
+
+
+def test_peer_that_never_said_hello_loses_its_place_too() -> None:
+    s = SyncerStage(arrival(2, limits={"offences_max": 2}), joined=2)
+    s.on(Violated(7, "noise"))
+    assert of(s.on(Violated(7, "noise")), Membership) and s.full_round() == 1

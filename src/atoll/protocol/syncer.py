@@ -57,6 +57,7 @@ from atoll.protocol.vocabulary import (
     Started,
     Stored,
     SyncerState,
+    Violated,
 )  # fmt: skip
 from atoll.protocol.watch import Watch
 from atoll.rules import Schedule
@@ -102,6 +103,9 @@ class SyncerMachine:
         match event:
             case Received():
                 self._receive(event)
+            case Violated(peer=peer, detail=detail):
+                self.roster.admit(peer)  # it may never have said Hello
+                self._refuse(peer, Reason(Why.VIOLATION, detail), disconnect=True)
             case Stored():
                 self._stored(event)
             case MergeRejected():

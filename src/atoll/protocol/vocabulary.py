@@ -53,6 +53,13 @@ class Received(Word, frozen=True):
     """What the executor measured of a contribution; `norms.py` compares it."""
 
 
+class Violated(Word, frozen=True):
+    """A peer sent what is no message of this protocol, or not one of its own. It reached nobody."""
+
+    peer: WorkerId
+    detail: str
+
+
 class StepDone(Word, frozen=True):
     """An inner optimiser step completed."""
 
@@ -135,8 +142,8 @@ class DeadlinePassed(Word, frozen=True):
 
 
 Event: TypeAlias = (
-    Started | Connected | ConnectionLost | Received | StepDone | Stored | MergeRejected | StateWritten | Poisoned | LeaveAsked
-    | Restored | RollbackAsked | Resumed | Resized | DeadlinePassed
+    Started | Connected | ConnectionLost | Received | Violated | StepDone | Stored | MergeRejected | StateWritten | Poisoned
+    | LeaveAsked | Restored | RollbackAsked | Resumed | Resized | DeadlinePassed
 )  # fmt: skip
 
 # ---------------------------------------------------------------- effects

@@ -48,6 +48,7 @@ from atoll.protocol.vocabulary import (
     Started,
     Stored,
     Ticket,
+    Violated,
 )  # fmt: skip
 from atoll.runtime import payload as wire
 from atoll.runtime.driver import Driver
@@ -312,8 +313,8 @@ class SyncerProcess:
         try:
             envelope = self._validated(peer, head, data is not None)
         except DataError as error:
-            peer_log.warning("%s: refused: %s", worker_name(peer.learner), error)
             self._directory.places.refused["message"] += 1
+            self._driver.dispatch(Violated(peer.learner, str(error)[:FLAW_MAX]))
             peer.cut(f"refused: {error}")
             return
         if data is None:
@@ -337,7 +338,7 @@ class SyncerProcess:
             self._driver.dispatch(Received(envelope, data.nbytes, *found), payload)
 
     def _validated(self, peer: _Peer, head: bytes, has_payload: bool) -> Envelope:
-        """Refuses a message that no honest learner sends, before it becomes an event: it reaches neither machine nor tape."""
+        """Refuses a message that no honest learner sends, before the machine sees it."""
         envelope = wire.from_head(head).envelope
         if (envelope.sender, envelope.incarnation, envelope.receiver) != (peer.learner, peer.incarnation, SYNCER):
             raise DataError(f"a message of {worker_name(envelope.sender)}, incarnation {envelope.incarnation}")
