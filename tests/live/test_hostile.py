@@ -136,8 +136,10 @@ def refusals(directory: Path) -> tuple[Counter[str], dict[str, Any]]:
     return kinds, {"starts": starts, "stored": stored, "merges": rounds, "honest": honest_rounds, "waited": max(waited)}
 
 
-def withstands(directory: Path, *, goal: int, total_steps: int, workers: int, seed: int) -> None:
-    config = small(HONEST, total_steps=total_steps, limits={"members_max": 24, "places_per_token": 24})
+def withstands(directory: Path, *, goal: int, total_steps: int, workers: int, seed: int, offences: int) -> None:
+    """`offences`: so many cost a place. An attacker without a place is refused sooner, and so tries less of the syncer."""
+    limits = {"members_max": 24, "places_per_token": 24, "offences_max": offences}
+    config = small(HONEST, total_steps=total_steps, limits=limits)
     after = besiege(directory, config, goal, workers, seed)
     siege, vitals = after.siege, after.vitals
     kinds, honest = refusals(directory)
@@ -174,9 +176,9 @@ def withstands(directory: Path, *, goal: int, total_steps: int, workers: int, se
 
 
 def test_syncer_withstands_thousands_of_hostile_messages(tmp_path: Path) -> None:
-    withstands(tmp_path, goal=1200, total_steps=130, workers=6, seed=1)
+    withstands(tmp_path, goal=1200, total_steps=130, workers=6, seed=1, offences=20)
 
 
 @pytest.mark.soak
-def test_syncer_withstands_a_hundred_thousand_hostile_messages(tmp_path: Path) -> None:
-    withstands(tmp_path, goal=100_000, total_steps=2_200, workers=12, seed=2)
+def test_syncer_withstands_a_million_hostile_messages(tmp_path: Path) -> None:
+    withstands(tmp_path, goal=1_000_000, total_steps=22_000, workers=12, seed=2, offences=10**9)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -33,7 +34,7 @@ class SyncerProgress:
         self._next_step: OuterStep = 0
 
     def reported(self, learner: LearnerId, loss: float | None) -> None:
-        if loss is not None:
+        if loss is not None and math.isfinite(loss):  # a learner may send anything
             self._losses[learner] = loss
 
     def fixed(self, effect: FixParticipants) -> None:
