@@ -20,11 +20,12 @@ local_steps_per_round = 4
 fragments = 4
 codec_up = "sign64"
 merge = "median"
-snapshot_interval = 8
+snapshot_interval = 12
 [data]
 seq_len = 16
 batch_size = 4
 heldout_batches = 2
+max_bytes = 200000
 [model.numbers]
 width = 16
 layers = 2
