@@ -70,8 +70,8 @@ def test_many_joins_and_polite_leaves(joins: int, total_steps: int, tmp_path: Pa
 
 
 def test_plan_scavenges_a_learner_that_joins_trains_and_leaves(tmp_path: Path) -> None:
-    config = small(2, total_steps=200)
-    run(tmp_path, config, Scavenge(0.3, 2, 2.5))
+    config = small(2, total_steps=270)
+    run(tmp_path, config, Scavenge(0.3, 2, 3.5))
     judge(tmp_path, config)
     records = list(open_run(tmp_path).records())
     assert sum(r.worker == 2 and isinstance(r.event, StepDone) for r in records) > 10

@@ -35,11 +35,17 @@ def wait_for(path: Path, child: Child) -> str:
     return path.read_text()
 
 
-def occupy(address: str, seconds: float) -> None:
+def occupied(address: str) -> socket.socket:
     """Another program listens where the killed syncer did."""
     host, _, port = address.rpartition(":")
-    other = socket.create_server((host, int(port)))
-    threading.Timer(seconds, other.close).start()
+    return socket.create_server((host, int(port)))
+
+
+def wait_for_words(words: str, log: Path, child: Child) -> None:
+    pause = threading.Event()
+    while words not in log.read_text():
+        assert child.poll() is None, f"it ended and never said {words!r}"
+        pause.wait(0.05)
 
 
 @pytest.mark.parametrize("moments", [("stored, not taped",), pytest.param(MOMENTS, marks=pytest.mark.soak)])
@@ -58,15 +64,15 @@ def test_syncer_killed_in_the_phases_of_a_round_goes_on_where_it_was(tmp_path: P
             syncer.wait(60)
             assert syncer.poll() == -signal.SIGKILL, f"it should have died when {moment}"
             assert all(learner.poll() is None for learner in learners), "learners train on"
-        occupy(address, 1.0)
-        last = [fork_server.spawn(syncer_argv(tmp_path, config, address), log), *learners]
+        with occupied(address):
+            last = [fork_server.spawn(syncer_argv(tmp_path, config, address), log), *learners]
+            wait_for_words("another attempt", log, last[0])
         for child in last:
             child.wait(60)
         assert [child.poll() for child in last] == [0, 0, 0]
     finally:
         fork_server.close()
     judge(tmp_path, config)
-    assert "another attempt" in log.read_text(), "it waited for its port"
     tape = list(Tape(tmp_path / "syncer" / "run.tape").records())
     assert sum(isinstance(r.event, Started) for r in tape) == len(moments) + 1
     stored = [r.event.outer_step for r in tape if isinstance(r.event, Stored)]
