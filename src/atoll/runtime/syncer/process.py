@@ -124,12 +124,12 @@ class SyncerProcess:
         self.address = await self._listen_on()
         self._directory.write_address(self.address)
         self._say_start()
+        self._rollbacks = RollbackRequests(self._directory.directory, self._directory.machine.rollback, self._driver.dispatch)
         for event in self._directory.first_events():
             self._driver.dispatch(event)
         if self._directory.machine.finished:
             self._finish()
         self._check_revoked()
-        self._rollbacks = RollbackRequests(self._directory.directory, self._directory.machine.rollback, self._driver.dispatch)
         self._look_for_rollback()
         try:
             await self._over
@@ -253,7 +253,7 @@ class SyncerProcess:
         if not self._over.done():
             self._loop.call_later(REVOKED_SECONDS, self._check_revoked)
 
-    def _look_for_rollback(self) -> None:
+    def _look_for_rollback(self, again: bool = True) -> None:
         try:
             self._rollbacks.look()
         except DataError as error:
@@ -261,7 +261,7 @@ class SyncerProcess:
         except StorageFailed as error:  # the answer waits for space
             self._block_on_storage(str(error))
             self._loop.call_later(RETRY_SECONDS, self._unblock)
-        if not self._over.done():
+        if again and not self._over.done():
             self._loop.call_later(ROLLBACK_SECONDS, self._look_for_rollback)
 
     # ------------------------------------------------------------ links
@@ -390,6 +390,7 @@ class SyncerProcess:
                 self._submit(effect, payload)
             case AnswerRollback(outer_step=outer_step, reason=reason):
                 (log.warning if outer_step else log.error)("%s", reason)
+                self._loop.call_soon(self._look_for_rollback, False)
             case Finished():
                 self._finish()
             case _:
