@@ -243,6 +243,13 @@ def test_two_requests_are_carried_out_one_after_the_other() -> None:
     assert s.machine.rollback.last_request == "b"
 
 
+def test_request_that_is_read_twice_is_carried_out_once() -> None:
+    s = reached(5)
+    s.on(asked(4, request="a"))
+    s.on(asked(4, request="a"))
+    assert not of(s.stored(6), CopyVersions) and not s.machine.rollback.pending
+
+
 def test_open_snapshot_is_abandoned() -> None:
     s = reached(4, snapshot_interval=4)
     assert s.machine.snapshot.open

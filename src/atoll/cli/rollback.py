@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from atoll.cli.options import PluginOption
 from atoll.cli.shared import JsonOption, RunArgument, err, out, print_json
 from atoll.errors import UserError
 from atoll.store.lock import is_locked
@@ -33,6 +34,7 @@ def rollback(
     wait: Annotated[
         float, typer.Option("--wait", metavar="SECONDS", min=0.0, help="How long to wait for a running syncer's answer.")
     ] = 600.0,
+    allow_plugin: PluginOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Roll a run back: its next step gets the weights and the outer optimiser's state of an earlier one.

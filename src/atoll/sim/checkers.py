@@ -45,7 +45,6 @@ from atoll.protocol.vocabulary import (
     Report,
     Restored,
     Resumed,
-    RollbackAsked,
     Send,
     Started,
     StateTransfer,
@@ -121,8 +120,6 @@ class Safety:
             case Restored(syncer_state=syncer_state):
                 self._committed = self._announced = syncer_state.outer_step
                 self._rollbacks.restored(syncer_state)
-            case RollbackAsked():
-                self._rollbacks.asked(event)
             case _:
                 pass
         for effect in effects:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.ledger import Fates
-from atoll.protocol.vocabulary import AnswerRollback, CopyVersions, RollbackAsked, SyncerState
+from atoll.protocol.vocabulary import AnswerRollback, CopyVersions, SyncerState
 
 Demand = Callable[[bool, int, str], None]
 
@@ -20,7 +20,6 @@ class RollbackChecks:
         self._forgotten: set[tuple[FragmentId, OuterStep]] = set()
         self._merged_at: dict[OuterStep, int] = {0: 0}
         self._begins_at: OuterStep = 0
-        self._asked: list[RollbackAsked] = []
         self._told: dict[LearnerId, OuterStep] = defaultdict(lambda: -1)
         self._copied: CopyVersions | None = None
         self.at: OuterStep = 0
@@ -39,9 +38,6 @@ class RollbackChecks:
         self._demand((fragment, version) not in self._forgotten, 9, f"version {version} of {fragment} is forgotten twice")
         self._forgotten.add((fragment, version))
 
-    def asked(self, event: RollbackAsked) -> None:
-        self._asked.append(event)
-
     def copies(self, effect: CopyVersions, in_flight: list[OuterStep]) -> None:
         self._demand(not in_flight, 2, f"rounds {in_flight} are in flight while the run is rolled back")
         for p, version in enumerate(effect.versions):
@@ -49,7 +45,6 @@ class RollbackChecks:
         self._copied = effect
 
     def answered(self, effect: AnswerRollback, fates: Fates, committed: OuterStep) -> None:
-        self._asked.pop(0)
         if not effect.outer_step:
             return
         self._demand(effect.outer_step == committed, 2, f"rollback {effect.outer_step} is answered at outer step {committed}")

@@ -329,7 +329,10 @@ class LocalCluster:
                 self._attack(learner, fault)
                 self._at(began + lasts, lambda: self._attack(learner, None))
             case Rollback(points=points, reset_optimizer=reset):
-                ask(self.directory / "syncer", -points, reset_optimizer=reset, reason="the chaos plan")
+                try:
+                    ask(self.directory / "syncer", -points, reset_optimizer=reset, reason="the chaos plan")
+                except UserError as error:  # the one before waits for a syncer that is dead
+                    self._say(f"chaos: {error}")
             case Scavenge(learner=learner, lasts=lasts):
                 w = self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
                 w.start(self._fork_server)

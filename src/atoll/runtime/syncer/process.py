@@ -258,6 +258,8 @@ class SyncerProcess:
             self._rollbacks.look()
         except DataError as error:
             log.error("%s", error)
+        except OSError as error:  # no descriptor is left: the request stays
+            log.error("%s", error)
         except StorageFailed as error:  # the answer waits for space
             self._block_on_storage(str(error))
             self._loop.call_later(RETRY_SECONDS, self._unblock)

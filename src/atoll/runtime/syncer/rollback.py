@@ -57,7 +57,7 @@ class RollbackRequests:
         self._path = directory / REQUEST_FILE
 
     def look(self) -> None:
-        """Raises DataError on a file that is not a request, after putting it out of the way."""
+        """Raises DataError on a file that is not a request, after removing it, and OSError on one that cannot be read now."""
         if not self._path.exists():
             return
         try:
@@ -78,7 +78,7 @@ def read_request(path: Path) -> RollbackRequest:
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(REQUEST_BYTES_MAX), type=RollbackRequest)
-    except (*UNDECODABLE, OSError) as error:
+    except UNDECODABLE as error:
         raise DataError(f"{path} is no request of `atoll rollback` ({error}); it is ignored") from None
 
 
