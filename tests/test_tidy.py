@@ -211,7 +211,7 @@ def test_every_test_file_has_a_name_of_its_own() -> None:
 
 def test_test_names_are_short_and_no_test_imports_a_private_name() -> None:
     for path in Path(__file__).parent.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
                 assert len(node.name) <= 80, f"{path.name}: {node.name}"
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("atoll"):

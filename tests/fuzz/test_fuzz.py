@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from mutations import changed, edited
 from parsers import Parser, parsers
 
-EXAMPLES, SOAK_EXAMPLES = 25, 4000
+EXAMPLES, SOAK_EXAMPLES = 15, 4000
 SECONDS_MAX = 5.0
 NAMES = sorted(parsers())
 

@@ -100,6 +100,7 @@ def test_two_processes_train_what_the_virtual_preset_trains(trained: Trained) ->
         assert torch.linalg.vector_norm(tensor - simulated[name]) <= 1e-5 * torch.linalg.vector_norm(simulated[name]), name
 
 
+@pytest.mark.soak
 def test_ranks_merge_the_statistics_of_batch_norm_as_the_virtual_preset_does(tmp_path: Path) -> None:
     data, model = {"corpus": "digits", "batch_size": 4}, {"name": "resnet18", "numbers": {"width": 4, "depth": 1}}
     config = tiny(3, data=data, model=model)
@@ -112,6 +113,7 @@ def test_ranks_merge_the_statistics_of_batch_norm_as_the_virtual_preset_does(tmp
     assert summary_of(config, outcome, tmp_path).accuracy == pytest.approx(virtual.accuracy, abs=0.02)
 
 
+@pytest.mark.soak
 def test_model_of_ones_own_is_trained_where_it_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a rank finds wrong with the user's input is raised as the user's."""
     (tmp_path / "own_ranks.py").write_text(
@@ -173,6 +175,7 @@ def test_killed_rank_ends_the_run_with_one_sentence_and_leaves_no_process(tmp_pa
     assert ranks_of(tmp_path) == {}
 
 
+@pytest.mark.soak
 @on_linux
 def test_interrupt_ends_every_rank(tmp_path: Path) -> None:
     def interrupt(step: int, _: float | None) -> None:

@@ -50,4 +50,3 @@ def test_newcomer_and_serving_peer_killed_in_the_middle_of_a_recovery(tmp_path: 
     back = [r.learner for r in effects_of(tmp_path, Recovered)]
     assert back.count(2) >= 2, "it joined, and it recovered"
     assert 2 in {r.worker for r in list(open_run(tmp_path).records())[-200:]}, "it trains at the end"
-    retrain(tmp_path)

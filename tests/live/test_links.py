@@ -6,16 +6,16 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from harness import effects_of, judge, retrain, run, small
+from harness import effects_of, judge, run, small
 
 from atoll.chaos import Clog, Corrupt, Partition, Pause, Slow
 from atoll.ids import SYNCER
-from atoll.protocol.vocabulary import ConnectionLost, Membership
+from atoll.protocol.vocabulary import ConnectionLost, Membership, Received, StepDone
 from atoll.tape.weave import open_run
 
 
 def test_corrupt_frames_clog_pause_and_slowness(tmp_path: Path) -> None:
-    config = small(3, total_steps=130)
+    config = small(3, total_steps=110)
     faults = [
         Corrupt(at=0.3, a=0, b=SYNCER), Slow(at=0.4, learner=2, factor=3.0, lasts=0.5), Corrupt(at=0.6, a=SYNCER, b=1),
         Clog(at=0.9, a=2, b=SYNCER, lasts=0.5), Pause(at=1.4, learner=0, lasts=0.8),
@@ -26,19 +26,18 @@ def test_corrupt_frames_clog_pause_and_slowness(tmp_path: Path) -> None:
     assert {0, 1} <= set(lost), "a damaged frame costs its peer the connection"
     back = [m.learner for m in effects_of(tmp_path, Membership) if m.standing == "in_sync"]
     assert back.count(0) >= 2 and back.count(1) >= 2
-    retrain(tmp_path)
 
 
 def test_partitioned_learner_trains_on_and_catches_up_when_it_heals(tmp_path: Path) -> None:
-    config = small(2, total_steps=230)
+    config = small(2, total_steps=170)
     run(tmp_path, config, Partition(at=0.5, a=1, b=SYNCER, lasts=2.6))
     judge(tmp_path, config)
-    steps = [
-        r.now / 1e9 for r in open_run(tmp_path).records()
-        if r.worker == 1 and type(r.event).__name__ == "StepDone"
-    ]  # fmt: skip
-    gap = max(b - a for a, b in pairwise(steps))
-    assert gap < 2.0, f"learner 1 stood still for {gap:.1f} s: it must train on without the syncer"
+    its = [r for r in open_run(tmp_path).records() if r.worker == 1]
+    heard = [r.now for r in its if isinstance(r.event, Received)]
+    silence, begun = max((after - before, before) for before, after in pairwise(heard))
+    assert silence > 1.5e9, "it was cut off"
+    alone = [r for r in its if isinstance(r.event, StepDone) and begun < r.now < begun + silence]
+    assert len(alone) >= 10, "it must train on without the syncer"
     standing = [m.standing for m in effects_of(tmp_path, Membership) if m.learner == 1]
     assert "lost" in standing or "silent" in standing
     assert standing[standing.index("in_sync") + 1 :].count("in_sync") >= 1, "it came back"

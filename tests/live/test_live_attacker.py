@@ -7,6 +7,7 @@ from pathlib import Path
 from harness import effects_of, judge, run, small
 
 from atoll.chaos import Hostile
+from atoll.protocol.reasons import Why
 from atoll.protocol.vocabulary import Refuse
 from atoll.runtime.local.summary import verdict
 
@@ -18,5 +19,6 @@ def test_poison_of_one_of_five_is_refused_and_the_others_train(tmp_path: Path) -
     summary = verdict(config, tmp_path)
     assert summary.loss_final is not None and summary.loss_first is not None
     assert summary.loss_final < 0.8 * summary.loss_first
-    assert {effect.peer for effect in effects_of(tmp_path, Refuse)} == {4}
+    refused = {(effect.peer, effect.reason.why) for effect in effects_of(tmp_path, Refuse)}
+    assert {peer for peer, why in refused if why is not Why.LATE} == {4}, refused
     assert set(summary.expelled) == {"4"}, "and at last it lost its place"

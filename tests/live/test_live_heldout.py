@@ -32,10 +32,10 @@ def evaluators_of(directory: Path) -> list[int]:
 
 
 def test_losses_on_the_way_are_reported_and_kept(tmp_path: Path) -> None:
-    config = small(2, total_steps=120, data={"heldout_every": EVERY})
+    config = small(2, total_steps=80, data={"heldout_every": EVERY})
     run(tmp_path, config)
     judge(tmp_path, config)
-    points = [point for point in points_in(tmp_path) if point.outer_step < 120]
+    points = [point for point in points_in(tmp_path) if point.outer_step < 80]
     steps = [point.outer_step for point in points]
     assert steps, (tmp_path / "heldout.log").read_text()
     assert len({step // EVERY for step in steps}) == len(steps), "at most one for each multiple"
@@ -46,7 +46,7 @@ def test_losses_on_the_way_are_reported_and_kept(tmp_path: Path) -> None:
 
 
 def test_run_ends_as_usual_when_its_evaluator_is_killed(tmp_path: Path) -> None:
-    config = small(2, total_steps=100, data={"heldout_every": EVERY})
+    config = small(2, total_steps=60, data={"heldout_every": EVERY})
     killed: list[int] = []
 
     def inject(cluster: LocalCluster, record: Record) -> None:
@@ -57,7 +57,7 @@ def test_run_ends_as_usual_when_its_evaluator_is_killed(tmp_path: Path) -> None:
 
     run(tmp_path, config, watch=inject)
     judge(tmp_path, config)
-    assert len(killed) == 1 and all(point.outer_step < 100 for point in points_in(tmp_path))
+    assert len(killed) == 1 and all(point.outer_step < 60 for point in points_in(tmp_path))
 
 
 def test_following_by_hand_ends_with_the_run_and_refuses_what_it_cannot_follow(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Operator(threading.Thread):
 
 
 def test_running_and_killed_syncers_roll_back_and_replay_has_every_theta(tmp_path: Path) -> None:
-    config = small(2, total_steps=300, protocol={"rollback_interval": 10}, limits={"rollback_points": 20})
+    config = small(2, total_steps=220, protocol={"rollback_interval": 10}, limits={"rollback_points": 20})
     operator = Operator(tmp_path)
 
     def watch(cluster: LocalCluster, record: Record) -> None:

@@ -69,6 +69,7 @@ def test_many_joins_and_polite_leaves(joins: int, total_steps: int, tmp_path: Pa
     assert summary.waited_seconds == 0 and summary.tokens.merged > 0
 
 
+@pytest.mark.soak
 def test_plan_scavenges_a_learner_that_joins_trains_and_leaves(tmp_path: Path) -> None:
     config = small(2, total_steps=270)
     run(tmp_path, config, Scavenge(0.3, 2, 3.5))
@@ -81,14 +82,14 @@ def test_plan_scavenges_a_learner_that_joins_trains_and_leaves(tmp_path: Path) -
 
 def test_run_resumed_from_a_snapshot_with_other_numbers_of_learners(tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    config = small(2, total_steps=70, protocol={"snapshot_interval": 12})
+    config = small(2, total_steps=50, protocol={"snapshot_interval": 12})
     run(first, config)
     judge(first, config)
     snapshots = list_snapshots(first)
     assert snapshots and snapshots[-1].complete and snapshots[-1].present == (0, 1)
     at = snapshots[-1].outer_step
     assert verify(first, at) == []
-    longer = small(3, total_steps=110, protocol={"snapshot_interval": 12})
+    longer = small(3, total_steps=80, protocol={"snapshot_interval": 12})
     run(again, longer, resume=(first, at))
     judge(again, longer)
     records = list(open_run(again).records())

@@ -102,6 +102,7 @@ def test_transfers_both_ways_longer_than_any_timeout_arrive_on_the_same_link(wir
         assert all([said["what"] for said in end.said].count("opened") == 1 for end in ends)
 
 
+@pytest.mark.soak
 def test_pulled_cable_is_noticed_on_both_ends_in_the_middle_of_a_transfer(wire: Cable) -> None:
     with linked(wire, 6_000_000) as ends:
         for end in ends:

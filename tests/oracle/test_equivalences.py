@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 from task import Net, assert_same_bits, atoll_run, configured, relative, theta
+from tiers import mostly_soak
 
 from atoll.chaos import ChaosPlan, Clog, Slow
 from atoll.config import Config, load
@@ -113,8 +115,13 @@ def calm(preset: str) -> dict[str, Any]:
     return trained(preset, protocol=SYNCHRONOUS[preset], cluster=CALM, model=LAYERS)
 
 
-@pytest.mark.parametrize("weather", WEATHERS)
-@pytest.mark.parametrize("preset", SYNCHRONOUS)
+@pytest.mark.parametrize(
+    ("preset", "weather"),
+    mostly_soak(
+        product(SYNCHRONOUS, WEATHERS),
+        keep=[*product(SYNCHRONOUS, ["noise"]), *product(["diloco"], WEATHERS)],
+    ),
+)
 def test_synchronous_preset_with_other_latencies_and_orders_gives_the_same_theta(preset: str, weather: str) -> None:
     rough = trained(preset, protocol=SYNCHRONOUS[preset], cluster=WEATHERS[weather], model=LAYERS)
     assert_same_bits(rough, calm(preset))
@@ -146,7 +153,7 @@ def _sha256(config: Config) -> str:
     return executor.disk.theta_sha256()
 
 
-@pytest.mark.parametrize("rounding", [False, True])
+@pytest.mark.parametrize("rounding", mostly_soak([False, True], keep=[True]))
 def test_decoupled_run_gives_the_same_theta_for_the_same_seed_only(
     tmp_path: Path, rounding: bool
 ) -> None:

@@ -379,7 +379,7 @@ class Storm:
 FLAWS = [None, None, None, Reason(Why.OUTLIER, "the norm"), Reason(Why.POISONED, "NaN")]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(st.lists(st.tuples(WORDS, st.booleans(), st.sampled_from(FLAWS)), min_size=20, max_size=60))
 def test_no_word_of_a_learner_makes_the_syncer_raise_or_grow(words: list[tuple[Message, bool, Reason | None]]) -> None:
     storm = Storm(arrival(2, total_steps=1000))

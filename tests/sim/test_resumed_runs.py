@@ -12,6 +12,7 @@ import math
 import msgspec
 import pytest
 from resumption import CASES, RecordingExecutor, Run, Story, config_for, newest_sealed
+from tiers import mostly_soak
 
 from atoll.chaos import ChaosPlan, Kill, KillSyncer
 from atoll.config import Config, changed
@@ -67,7 +68,7 @@ def test_learner_killed_in_a_resumed_run_and_a_killed_syncer_come_back_as_ever()
         assert len(story.after.effects(LoadSnapshot)) == 4
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(3, 6))])
+@pytest.mark.parametrize("seed", mostly_soak(range(6), keep=[0, 2]))
 def test_resumed_run_that_is_killed_resumes_again(seed: int) -> None:
     """From snapshot to snapshot, with other numbers of learners each time."""
     preset = ["decoupled", "streaming", "diloco"][seed % 3]
@@ -110,7 +111,7 @@ def uninterrupted() -> str:
 
 @pytest.mark.parametrize(
     ("every", "stop", "slow_factor"),
-    [(6, 20, 1.18), (10, 25, 1.18), (11, 25, 3.0), (10, 25, 3.0)],
+    mostly_soak([(6, 20, 1.18), (10, 25, 1.18), (11, 25, 3.0), (10, 25, 3.0)], keep=[(10, 25, 1.18), (11, 25, 3.0)]),
     ids=["at a round", "between rounds", "fast ones wait where it is due", "fast ones wait, far ahead"],
 )
 def test_diloco_resumed_with_the_same_learners_is_the_uninterrupted_run_bit_for_bit(

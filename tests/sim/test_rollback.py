@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import mostly_soak
 
 from atoll.chaos import ChaosPlan, Kill, KillSyncer, Partition, Rollback
 from atoll.config import Config, load
@@ -85,7 +86,7 @@ def same(a: Version, b: Version) -> bool:
     return outer and all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("theta", "buffers", "announced"))
 
 
-@pytest.mark.parametrize("preset", CASES)
+@pytest.mark.parametrize("preset", mostly_soak(CASES, keep=["decoupled", "streaming", "ddp"]))
 def test_weights_and_outer_state_are_those_of_the_step_rolled_back_to(preset: str) -> None:
     watch = Watch(at=13, to=10)
     run(preset, watch)
@@ -113,7 +114,7 @@ def test_step_that_is_not_kept_is_refused_with_those_that_are() -> None:
     assert answer.outer_step == 0 and "5, 10" in answer.reason.detail
 
 
-@pytest.mark.parametrize("preset", CASES)
+@pytest.mark.parametrize("preset", mostly_soak(CASES, keep=["decoupled", "diloco"]))
 def test_run_rolled_back_under_faults_replays_every_theta(preset: str, tmp_path: Path) -> None:
     done = run_virtual(small(preset), ChaosPlan(FAULTS), tmp_path, tensors=True)
     outcome, theta, mismatches = replay_run(Tape(tmp_path / "run.tape"), weights=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiers import mostly_soak
 
 from atoll.chaos import ChaosPlan, Kill
 from atoll.config import Config, load
@@ -76,10 +77,11 @@ def both(config: Config, plan: ChaosPlan | None = None, chips: int = 0) -> tuple
 
 
 @pytest.mark.parametrize(
-    "sections", [{}, {"inner": {"accumulate": 2}}, {"cluster": {"slow_share": 0.34, "slow_factor": 2.0}},
+    "sections", mostly_soak([{}, {"inner": {"accumulate": 2}}, {"cluster": {"slow_share": 0.34, "slow_factor": 2.0}},
                  {"data": {"samples_by_learner": [4, 2, 3]}}, {"protocol": {"freeze_not_due": True}},
                  {"protocol": {"codec_up": "random_drop:0.3"}}, {"inner": {"optimizer": "Muon"}},
-                 {"inner": {"optimizer": "Muon"}, "protocol": {"freeze_not_due": True}}]
+                 {"inner": {"optimizer": "Muon"}, "protocol": {"freeze_not_due": True}}],
+                keep=[{}, {"inner": {"accumulate": 2}}, {"data": {"samples_by_learner": [4, 2, 3]}}])
 )  # fmt: skip
 def test_fleet_takes_the_same_course_to_the_same_loss(sections: dict[str, dict[str, object]]) -> None:
     alone, together, loss, fleet_loss = both(settings(**sections))
@@ -108,13 +110,16 @@ def apart(config: Config) -> float:
     return float((ends[0] - ends[1]).norm() / (ends[0] - start).norm())
 
 
-@pytest.mark.parametrize("preset, sections", [
+@pytest.mark.parametrize("preset, sections", mostly_soak([
     ("decoupled", {}), ("decoupled", {"inner": {"preserve_optimizer_state": False}}),
     ("decoupled", {"inner": {"preserve_optimizer_state": False, "optimizer": "Muon"}}),
     ("diloco", {"protocol": {"fragments": 1}, "inner": {"preserve_optimizer_state": False}}),
     ("decoupled", {"protocol": {"error_feedback": True, "codec_up": "int2"}}),
     ("async_diloco", {"protocol": {"overlap": 6, "error_feedback": True, "codec_up": "int2", "fragments": 1}}),
-])  # fmt: skip
+], keep=[
+    ("decoupled", {"inner": {"preserve_optimizer_state": False, "optimizer": "Muon"}}),
+    ("decoupled", {"protocol": {"error_feedback": True, "codec_up": "int2"}}),
+]))  # fmt: skip
 def test_fleet_ends_with_the_same_theta(preset: str, sections: dict[str, dict[str, object]]) -> None:
     """A loss hardly tells a moment that should have been emptied, or a residual that was taken too late; the weights do."""
     assert apart(settings(preset, **sections)) < 0.01
