@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atoll.chaos import ChaosPlan, Clog, Fault, Kill, KillSyncer, Partition, Pause
+from atoll.chaos import ChaosPlan, Clog, Fault, Kill, KillSyncer, Partition, Pause, Scavenge
 from atoll.config import load
 from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import (
@@ -16,12 +16,15 @@ from atoll.protocol.vocabulary import (
     Contribution,
     Effect,
     Event,
+    Goodbye,
     Hello,
     InnerStep,
+    LeaveAsked,
     RecordState,
     Recovered,
     Report,
     Send,
+    StepDone,
 )
 from atoll.sim.checkers import Liveness, Safety
 from atoll.sim.cluster import VirtualCluster
@@ -155,3 +158,14 @@ def test_rounds_that_lose_everybody_one_after_the_other_are_all_gathered_again(a
     story = Story("decoupled", *cuts, learners=2, total_steps=80, cluster={"latency_seconds": 0.3, "up_gbit": 2e-5},
                   protocol={"local_steps_per_round": 8, "fragments": 8, "overlap": 4, "quorum": 1})  # fmt: skip
     assert story.cluster.syncer.outer_step == 80
+
+
+def test_learner_that_leaves_while_it_is_cut_off_ends_in_the_middle_of_a_step() -> None:
+    """Nobody hears its Goodbye, so none is sent; its last step is no violation. Found by `bench/kills.py`."""
+    story = Story("decoupled", Scavenge(4.0, 2, 26.0), Partition(10.0, 2, SYNCER, 30.0), learners=2, total_steps=40,
+                  protocol={"local_steps_per_round": 8, "fragments": 8})  # fmt: skip
+    its = [(event, effects) for _, worker, event, effects in story.log if worker == 2]
+    after = [e for e, _ in its[next(i for i, (e, _) in enumerate(its) if isinstance(e, LeaveAsked)) :]]
+    assert not [e for _, fx in its for e in fx if isinstance(e, Send) and isinstance(e.envelope.body, Goodbye)]
+    assert any(isinstance(event, StepDone) for event in after), "a step was running"
+    assert story.cluster.syncer.outer_step == 40

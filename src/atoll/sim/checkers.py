@@ -14,6 +14,7 @@ from atoll.config import Config
 from atoll.errors import InvariantViolated
 from atoll.ids import SYNCER, FragmentId, LearnerId, Nanos, OuterStep, WorkerId, seconds, worker_name
 from atoll.protocol.membership import IN_SYNC
+from atoll.protocol.phases import DONE, JOINING
 from atoll.protocol.reasons import Reason
 from atoll.protocol.vocabulary import (
     AbortRound,
@@ -21,7 +22,6 @@ from atoll.protocol.vocabulary import (
     Adopt,
     Announce,
     AnswerRollback,
-    ConnectionLost,
     CopyVersions,
     Discard,
     Effect,
@@ -35,6 +35,7 @@ from atoll.protocol.vocabulary import (
     Hello,
     InnerStep,
     Keep,
+    LeaveAsked,
     LoadState,
     Membership,
     Merge,
@@ -84,6 +85,7 @@ class Safety:
         self._pending: dict[LearnerId, dict[FragmentId, OuterStep]] = defaultdict(dict)
         self._held: dict[LearnerId, dict[FragmentId, OuterStep]] = defaultdict(dict)
         self._left: set[LearnerId] = set()
+        self._asked_to_leave: set[LearnerId] = set()
         self._unit_steps = config.protocol.local_steps_per_round
         self._drawn: dict[tuple[LearnerId, int], set[tuple[int, int]]] = defaultdict(set)
         self._reissued: set[tuple[int, int]] = set()
@@ -281,6 +283,7 @@ class Safety:
             case Started():
                 self._running[m] = False
                 self._left.discard(m)
+                self._asked_to_leave.discard(m)
                 self._pending[m], self._held[m] = {}, {}
             case Resumed(learner_state=learner_state):
                 self._held[m] = dict(enumerate(learner_state.held))
@@ -289,8 +292,8 @@ class Safety:
                 self._running[m] = False
             case Received(envelope=envelope) if isinstance(envelope.body, TakeRollback):
                 self._rollbacks.told(m, envelope.body.outer_step)
-            case ConnectionLost():
-                pass
+            case LeaveAsked():
+                self._asked_to_leave.add(m)
             case _:
                 pass
         moved_on = False
@@ -329,8 +332,9 @@ class Safety:
                     pass
         if isinstance(event, StepDone):
             machine = self.cluster.learner(m) if self.cluster else None
-            joining = machine is not None and machine.phase == "joining"
-            self._demand(moved_on or joining or m in self._left, 1, f"learner {m} neither steps nor waits")
+            joining = machine is not None and machine.phase == JOINING
+            gone = m in self._left or (m in self._asked_to_leave and machine is not None and machine.phase == DONE)
+            self._demand(moved_on or joining or gone, 1, f"learner {m} neither steps nor waits")
             if moved_on and self._running.get(m) and self.config.protocol.adopt == "arrival":
                 late = {p: v for p, v in self._pending[m].items() if not self._schedule.policy(v).exact}
                 self._demand(not late, 6, f"learner {m} went on without adopting {late}")
