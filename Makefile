@@ -53,10 +53,11 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/synthetic_tape.py
 	$(BIN)/python bench/agreement.py
 
-# torch comes by a pinned constraint, so that a CPU machine does not pull gigabytes of CUDA packages.
+# torch comes by a pinned constraint, so that a CPU machine does not pull gigabytes of CUDA packages. Python compiles what it
+# imports; compiling all of torch beforehand would take longer than the rest of the installation.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test]"
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ".[test]"
 	touch $(INSTALLED)
 
 clean:

@@ -93,7 +93,7 @@ class Bench:
         self.executor = TensorLearner(task, placement.learner, self._snapshots)
         header = Header(
             config=placement.config, code_version=code_version(), data_fingerprint=task.fingerprint,
-            threads=torch.get_num_threads(), dtype=config.model.dtype, torch_version=str(torch.__version__),
+            threads=torch.get_num_threads(), torch_version=str(torch.__version__),
             cpu_capability=cpu_capability(), tensors=True, run=placement.run, worker=placement.learner,
             epoch=placement.epoch,
         )  # fmt: skip

@@ -89,8 +89,8 @@ def ramp_intervals(interval: int) -> tuple[int, ...]:
 
 def _phases(config: Config) -> tuple[Policy, ...]:
     p = config.protocol
-    everyone = p.quorum == ALL or int(p.quorum) >= config.learners
-    lead = p.lead if p.lead >= 0 else (p.overlap if everyone else -1)
+    # A quorum of as many learners as there are bounds nobody's lead: only a preset that is defined to wait does, by name.
+    lead = p.lead if p.lead >= 0 else (p.overlap if p.quorum == ALL else -1)
     usual = Policy(
         start=0, interval=p.local_steps_per_round, overlap=p.overlap, quorum_all=p.quorum == ALL,
         quorum=1 if p.quorum == ALL else int(p.quorum), exact=p.adopt == "exact", lead=lead, plain_average=False,

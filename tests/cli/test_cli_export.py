@@ -201,8 +201,8 @@ def test_live_weights_are_held_against_the_summary_beside_their_syncer(run: Path
 
 
 def test_digest_of_what_a_real_run_tells_fits_its_weights(tmp_path: Path) -> None:
-    """Whatever the preset and the dtype: of bf16 weights the digest cannot be had from the file, and they load all the same."""
-    for number, words in enumerate((["--preset", "ddp"], ["--set", "model.dtype=bfloat16"], ["--preset", "diloco"])):
+    """Whatever the preset and the precision."""
+    for number, words in enumerate((["--preset", "ddp"], ["--set", "model.precision=bf16"], ["--preset", "diloco"])):
         tiny = [f"total_steps={8 if 'diloco' in words else 2}", "learners=2", "data.seq_len=16", "data.max_bytes=200000",
                 "data.heldout_batches=1", "model.numbers={width=16, layers=2, heads=2, mlp=24}"]  # fmt: skip
         few = ["protocol.local_steps_per_round=4"] if "diloco" in words else []

@@ -268,7 +268,7 @@ def _build_version(tree: list[Any]) -> bytes:
 
 def _header(worker: int = SYNCER) -> Header:
     return Header(
-        config=msgspec.to_builtins(CONFIG), code_version="0", data_fingerprint="none", threads=1, dtype="float32",
+        config=msgspec.to_builtins(CONFIG), code_version="0", data_fingerprint="none", threads=1,
         torch_version="none", cpu_capability="none", tensors=False, run="a7", worker=worker,
     )  # fmt: skip
 

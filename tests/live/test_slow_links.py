@@ -92,6 +92,7 @@ def linked(wire: Cable, payload_bytes: int, stall_seconds: float = STALL_SECONDS
                 end.stop()
 
 
+@pytest.mark.soak
 def test_transfers_both_ways_longer_than_any_timeout_arrive_on_the_same_link(wire: Cable) -> None:
     """3.4 MB at 3 Mbit/s take 9 s, more than the 8 s after which a quiet link is closed. Pings wait behind seconds of bytes
     meanwhile, and their answers behind as many."""

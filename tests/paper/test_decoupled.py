@@ -492,13 +492,24 @@ def uneven(**protocol: object) -> Config:
 
 
 def test_quorum_of_all_makes_the_fast_learners_idle() -> None:
-    """K = 8: everybody is merged, and the fast wait for the slow; the waits are on the tape."""
-    story = Story(uneven(quorum=8))
+    """Everybody is merged, and the fast wait for the slow; the waits are on the tape."""
+    story = Story(uneven(quorum="all"))
     waits = Counter(w for _, w, _, fx in story.log for e in fx if isinstance(e, Wait))
     assert all(waits[m] > 0 for m in range(4, 8))
     waited = {m: story.cluster.learner(m).waited for m in range(8)}
     assert min(waited[m] for m in range(4, 8)) > max(waited[m] for m in range(4))
     assert story.mean_participants() == 8.0
+
+
+@pytest.mark.parametrize("learners", [1, 2])
+def test_nobody_waits_for_a_quorum_that_is_a_number(learners: int) -> None:
+    """Though it be as many learners as there are: on a slow link a learner trains on, and its rounds come when they come."""
+    slow = {"up_gbit": 1e-5, "down_gbit": 1e-5, "latency_seconds": 2.0}
+    story = Story(load(preset_name="decoupled", overrides={
+        "learners": learners, "total_steps": 60, "protocol": {"quorum": learners}, "cluster": slow,
+    }))  # fmt: skip
+    assert not story.effects(Wait)
+    assert all(story.cluster.learner(m).waited == 0 for m in range(learners))
 
 
 def test_quorum_of_one_without_grace_and_pace_merges_about_one_learner_a_round() -> None:

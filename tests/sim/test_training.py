@@ -15,9 +15,8 @@ from atoll.tape.format import Tape, TapeWriter
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny.toml"
 
 
-@pytest.mark.parametrize(
-    ("presets", "total_steps"), [(("ddp", "decoupled"), 40), pytest.param(tuple(PRESETS), 200, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("presets", "total_steps"), [(("ddp", "decoupled"), 40), (tuple(PRESETS), 200)])
 def test_presets_of_the_default_recipe_learn_and_end_close_to_data_parallel(presets: tuple[str, ...], total_steps: int) -> None:
     """At most 0.7 of the initial held-out loss; within 10 % of ddp at equal tokens, decoupled without a ramp 15 %."""
     ends: dict[str, float] = {}

@@ -60,6 +60,7 @@ def evaluate(
         return
     if every is not None:
         raise UserError("--every: says how often --follow evaluates; give --follow too")
+    from atoll.executor.compute import autocast, resolved
     from atoll.executor.environment import use_threads
     from atoll.executor.virtual_run import checked_device
     from atoll.tasks.trained import check_tasks, evaluate_run, open_trained
@@ -70,8 +71,10 @@ def evaluate(
     trained = open_trained(run, allow_model or [])
     if trained.early:
         err.print(f"warning: {trained.early}", style="yellow", soft_wrap=True)
-    trained.model.to(checked_device(device))
-    results = evaluate_run(trained, wanted, limit, _Progress())
+    there = checked_device(device)
+    trained.model.to(there)
+    with autocast(resolved(trained.config, there), there):
+        results = evaluate_run(trained, wanted, limit, _Progress())
     if as_json:
         reached = {"outer_step": trained.outer_step, "total_steps": trained.config.total_steps}
         print_json({"run": str(run), **reached, "results": [msgspec.structs.asdict(each) for each in results]})

@@ -78,6 +78,7 @@ def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: P
         settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final,
         theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory), accuracy=done.accuracy,
         points=done.points, theta=str(done.theta) if done.theta is not None else None,
+        compute={"all": done.compute} if done.compute else {},
     )  # fmt: skip
     return _finished(summary, directory, began)
 
@@ -159,10 +160,11 @@ def _refuse_custom(settings: Config) -> None:
 
 def check_live(settings: Config, device: str) -> None:
     """Refuses what the processes would refuse, before any is started. torch's own data-parallel refuses more."""
+    from atoll.executor.compute import resolved
     from atoll.executor.virtual_run import checked_device
 
     if settings.preset != "ddp":
-        checked_device(device)
+        resolved(settings, checked_device(device))
         return
     from atoll.runtime.ddp.launch import check_supported, devices_for
 
@@ -189,6 +191,7 @@ def cluster_summary(
     settings: Config, plan: ChaosPlan, directory: Path, threads: int, device: str, allowed: list[str],
     resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
 ) -> Summary:  # fmt: skip
+    from atoll.executor.virtual_run import checked_device, evaluated_on
     from atoll.runtime.local.cluster import LocalCluster
     from atoll.runtime.local.summary import verdict
     from atoll.runtime.syncer.resume import refuse_other_data, resume_warnings
@@ -212,6 +215,7 @@ def cluster_summary(
     )  # fmt: skip
     cluster.run()
     progress.say("the run is finished; its tapes are replayed and its weights evaluated for the summary")
+    there = evaluated_on(task, checked_device(device))
     return verdict(
-        settings, directory, faults=cluster.struck, task=task, progress=ReplayProgress(settings.total_steps, progress.say)
+        settings, directory, faults=cluster.struck, task=there, progress=ReplayProgress(settings.total_steps, progress.say)
     )

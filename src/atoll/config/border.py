@@ -16,7 +16,7 @@ from atoll.config.codecs import is_codec, known_codecs
 from atoll.config.merges import MERGES, known_merges
 from atoll.config.models import check_model, resolved_model, with_size
 from atoll.config.presets import PRESETS, preset
-from atoll.config.renamed import RENAMED
+from atoll.config.renamed import GONE, RENAMED
 from atoll.config.sections import Config, Inner
 from atoll.errors import ConfigError
 from atoll.toml import parse_assignment, read_toml
@@ -145,6 +145,8 @@ def _lay_over(base: dict[str, Any], layer: Mapping[str, Any], path: str) -> None
         free = path == "model.numbers."
         if where in RENAMED:
             raise ConfigError(f"key {where} = {value!r}: was renamed to {RENAMED[where]}; write {RENAMED[where]} = {value!r}")
+        if where in GONE:
+            raise ConfigError(f"key {where} = {value!r}: was removed; {GONE[where]}")
         if key not in base and not free:
             close = difflib.get_close_matches(key, list(base), n=1)
             hint = f"did you mean {path}{close[0]}?" if close else f"use one of {', '.join(base)}"

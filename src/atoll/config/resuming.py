@@ -49,7 +49,6 @@ KEPT: Final = (
     Kept("protocol.local_steps_per_round", f"{_PLACES} units of that many steps"),
     Kept("model.name", "its weights are of that model"),
     Kept("model.numbers", "its weights are of a model with those numbers"),
-    Kept("model.dtype", "its learners' weights and moments have that dtype"),
     Kept("protocol.fragmentation", _LAYOUT),
     Kept("protocol.fragments", _LAYOUT),
     Kept("protocol.layer_order", _LAYOUT, _only_if("protocol.layer_order", lambda c: c.protocol.fragmentation == "layer")),

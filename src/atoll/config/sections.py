@@ -78,7 +78,7 @@ class Protocol(_Section, frozen=True):
     """When a learner adopts a new version. `exact`: tau inner steps after the pull; it waits if necessary. `arrival`: at the
     first step boundary after the version arrives; it never waits."""
     lead: Annotated[int, Meta(ge=-1)] = -1
-    """Local steps that a learner may take past its last due adoption. -1: tau if K = M, else unlimited."""
+    """Local steps that a learner may take past its last due adoption. -1: tau if `quorum` is "all", else unlimited."""
     codec_up: CodecName = "int4"
     """Codec of contributions, learner to syncer."""
     codec_down: CodecName = "bf16"
@@ -156,8 +156,13 @@ class Model(_Section, frozen=True):
     beside it or in a later layer override those of the size. A resolved config has the numbers and an empty size."""
     numbers: dict[str, int | float | bool] = {}
     """The model's own numbers, such as `width`, `layers` and `heads`: see docs/research/models.md."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the learners' weights. The syncer's Theta and its outer state are always float32."""
+    precision: Literal["auto", "fp32", "tf32", "bf16"] = "auto"
+    """Arithmetic of the forward and backward pass; weights and moments are fp32 always. `auto`, resolved by each learner for
+    itself: `bf16` (autocast) on CUDA, `fp32` on a CPU."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Whether torch.compile builds the step. `auto`: on CUDA. A model that cannot be compiled needs `off`."""
+    checkpoint_activations: bool = False
+    """A decoder keeps the inputs of its layers only and computes the rest again in the backward pass: less memory, slower."""
 
 
 class Data(_Section, frozen=True):

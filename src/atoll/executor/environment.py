@@ -38,25 +38,25 @@ def cpu_capability() -> str:
     return f"{torch.backends.cpu.get_cpu_capability()}, {kernels}"
 
 
-def mismatches(
-    header_threads: int, header_torch: str, header_cpu: str, header_code: str, *, decisions_only: bool = False
-) -> list[str]:
-    """Reasons why a replay here may differ in bits from the tape. Decisions depend on the code alone."""
+def mismatches(header: Header, compute_here: str, *, decisions_only: bool = False) -> list[str]:
+    """Reasons why a replay here, on the CPU, may differ in bits from the tape. Decisions depend on the code alone."""
     pairs = [
-        ("thread count", header_threads, torch.get_num_threads()),
-        ("torch", header_torch, str(torch.__version__)),
-        ("CPU capability", header_cpu, cpu_capability()),
-        ("code", header_code, code_version()),
+        ("thread count", header.threads, torch.get_num_threads()),
+        ("torch", header.torch_version, str(torch.__version__)),
+        ("CPU capability", header.cpu_capability, cpu_capability()),
+        ("device", header.device, "cpu"),
+        ("arithmetic", header.compute or compute_here, compute_here),
+        ("code", header.code_version, code_version()),
     ]
     if decisions_only:
         pairs = pairs[-1:]
     return [f"{what}: {taped} on the tape, {here} here" for what, taped, here in pairs if taped != here]
 
 
-def tape_header(config: Config, *, data_fingerprint: str, tensors: bool, **more: Any) -> Header:
+def tape_header(config: Config, *, data_fingerprint: str, tensors: bool, compute: str = "", **more: Any) -> Header:
     """The header of a tape that this process writes, with everything of this process that a bit-exact replay depends on."""
     return Header(
         config=msgspec.to_builtins(config), code_version=code_version(), data_fingerprint=data_fingerprint,
-        threads=torch.get_num_threads(), dtype=config.model.dtype, torch_version=str(torch.__version__),
-        cpu_capability=cpu_capability(), tensors=tensors, **more,
+        threads=torch.get_num_threads(), torch_version=str(torch.__version__),
+        cpu_capability=cpu_capability(), tensors=tensors, compute=compute, **more,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from torch import Tensor
 from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.config.codecs import codec_spec
 from atoll.errors import NotFinite
+from atoll.executor.compute import BatchLoss, ComputeMode, loss_of, resolved, warm_up
 from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of, first_samples, on_host, to_device
 from atoll.executor.cuda.staging import adopt_into
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
@@ -108,6 +109,16 @@ class TensorLearner:
         self._staged: dict[Key, tuple[Packet, Tensor, Tensor | None]] = {}
         self._residuals: dict[FragmentId, Tensor] = {}
         self._uncommitted: dict[FragmentId, Tensor] = {}
+        self._loss: BatchLoss | None = None
+
+    def prepare(self) -> ComputeMode:
+        """Resolves how this learner computes. A compiled step is built here, so that no inner step takes that long."""
+        compute = resolved(self._config, self._device)
+        self._loss = loss_of(self._task.loss, compute, self._device)
+        if compute.compiled:
+            batch = to_device(self._task.batch(self._learner, self._learner, 0), self._device)
+            warm_up(self.model, self._loss, batch, self._config.model.name)
+        return compute
 
     def close(self) -> None:
         """Removes our hook from the optimiser, which a user's loop goes on using."""
@@ -159,6 +170,9 @@ class TensorLearner:
         config, task = self._config, self._task
         self._seed(generator("inner step", config.seed, effect.stream, effect.batch).initial_seed())
         self.model.train()
+        if self._loss is None:
+            self.prepare()
+        assert self._loss is not None
         if self._gradients:
             self.model.zero_grad(set_to_none=True)
         count = config.inner.accumulate
@@ -169,7 +183,7 @@ class TensorLearner:
         if self._cuda is not None:
             self._cuda.use_current_stream()
         for micro, batch in enumerate(batches):
-            loss = task.loss(self.model, batch if self._device.type == "cpu" else to_device(batch, self._device))
+            loss = self._loss(self.model, batch if self._device.type == "cpu" else to_device(batch, self._device))
             if self._cuda is not None:
                 self._cuda.record_loss(micro, loss)
             (loss / parts[micro] if count > 1 else loss).backward()

@@ -7,11 +7,14 @@ not support (images, experts, data-parallel, other optimisers) steps one learner
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
+from torch import nn
 
 from atoll.config import Config
 from atoll.errors import UserError
+from atoll.executor.compute import autocast, resolved
 from atoll.executor.fleet.executor import FleetExecutor
 from atoll.executor.fleet.optimizer import STACKED
 from atoll.executor.learner import TensorLearner
@@ -43,20 +46,26 @@ def devices_here() -> list[str]:
 
 
 def evaluated_on(task: Task, device: torch.device) -> Task:
-    """The same task with its held-out set evaluated on `device`."""
-    if device.type == "cpu":
+    """The same task with its held-out set evaluated on `device`, in the precision that a learner there has."""
+    compute = resolved(task.config, device)
+    if device.type == "cpu" and compute.precision == "fp32":
         return task
-    accuracy = task.accuracy
-    return dataclasses.replace(
-        task, evaluate=lambda model: task.evaluate(model.to(device)),
-        accuracy=None if accuracy is None else lambda model: accuracy(model.to(device)),
-    )  # fmt: skip
+
+    def there(measure: Callable[[nn.Module], float]) -> Callable[[nn.Module], float]:
+        def measured(model: nn.Module) -> float:
+            with autocast(compute, device):
+                return measure(model.to(device))
+
+        return measured
+
+    accuracy = None if task.accuracy is None else there(task.accuracy)
+    return dataclasses.replace(task, evaluate=there(task.evaluate), accuracy=accuracy)
 
 
 def is_fleet(config: Config) -> bool:
     """Whether the fleet's batched step supports this config."""
     dense = config.model.name == "decoder" and not config.model.numbers.get("experts", 0)
-    plain = config.model.dtype == "float32" and config.protocol.contribution == "weights"
+    plain = not config.model.checkpoint_activations and config.protocol.contribution == "weights"
     return dense and plain and config.inner.optimizer in STACKED
 
 
@@ -86,5 +95,5 @@ def executor_on(task: Task, device: torch.device, learners: int) -> TensorExecut
     if device.type == "cpu":
         return TensorExecutor(task)
     if is_fleet(task.config):
-        return FleetExecutor(task, device, learners=learners, compiled=device.type == "cuda")
+        return FleetExecutor(task, device, learners=learners, compute=resolved(task.config, device))
     return TensorExecutor(task, device=device)

@@ -13,6 +13,7 @@ import torch
 from atoll.chaos import ChaosPlan, Scavenge
 from atoll.config import Config, changed, from_builtins, to_toml
 from atoll.errors import UserError
+from atoll.executor.compute import resolved
 from atoll.executor.environment import mismatches, tape_header
 from atoll.executor.fleet.executor import FleetExecutor
 from atoll.executor.virtual_run import TensorExecutor, evaluated_on, executor_on
@@ -50,6 +51,8 @@ class Outputs:
     theta: Path | None = None
     """The file with the trained weights."""
     points: tuple[HeldoutPoint, ...] = ()
+    compute: str = ""
+    """Precision and compilation of the inner steps."""
 
 
 def ignore_point(point: HeldoutPoint) -> None:
@@ -84,6 +87,7 @@ def header_for(
     return tape_header(
         config, data_fingerprint=task.fingerprint if task else "", tensors=task is not None,
         plan=msgspec.to_builtins(plan.faults), hardware=hardware or {}, device=device,
+        compute=str(resolved(config, torch.device(device))) if task else "",
     )  # fmt: skip
 
 
@@ -118,6 +122,7 @@ def run_virtual(
         executor.disk.theta_sha256() if executor else None,
         task.accuracy_of_theta(*executor.disk.theta()) if task and executor else None,
         directory / THETA_FILE if task and directory else None, tuple(points.taken) if points else (),
+        header.compute,
     )  # fmt: skip
 
 
@@ -137,7 +142,8 @@ def train_on_tape(
     first = task.evaluate_theta(*executor.disk.theta())
     plan = msgspec.convert({"faults": tape.header.plan}, ChaosPlan)
     points = HeldoutObserver(task, executor, directory, on_point)
-    with _open_tape(directory, config, plan, header_for(config, plan, task, tape.header.hardware), task) as writer:
+    header = header_for(config, plan, task, tape.header.hardware)
+    with _open_tape(directory, config, plan, header, task) as writer:
         outcome = retrain(tape, config, executor, [writer.append, points, *observers])
     if outcome.fates is None:
         raise UserError(f"tape {tape.path}: has no events of a syncer, so there is nothing to train on")
@@ -145,7 +151,7 @@ def train_on_tape(
     final, accuracy = task.evaluate_theta(*executor.disk.theta()), task.accuracy_of_theta(*executor.disk.theta())
     return Outputs(
         outcome.fates, directory / "run.tape", first, final, executor.disk.theta_sha256(), accuracy, directory / THETA_FILE,
-        tuple(points.taken),
+        tuple(points.taken), header.compute,
     )  # fmt: skip
 
 
@@ -197,9 +203,8 @@ def replay_mismatches(tape: TapeSource, task: Task | None) -> list[str]:
     """Differences between this machine and the tape's that may change decisions or bits."""
     found: list[str] = []
     for h in tape.headers():
-        new = mismatches(h.threads, h.torch_version, h.cpu_capability, h.code_version, decisions_only=task is None)
-        if task is not None and h.device != "cpu":
-            new.append(f"device: {h.device} on the tape, cpu here")
+        here = str(resolved(task.config, HOST)) if task else ""
+        new = mismatches(h, here, decisions_only=task is None)
         found += [each for each in new if each not in found]
     h = tape.header
     if task is not None and task.fingerprint != h.data_fingerprint:

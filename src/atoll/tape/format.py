@@ -39,7 +39,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     code_version: str
     data_fingerprint: str
     threads: Annotated[int, Meta(ge=1, le=4096)]
-    dtype: str
+    compute: str = ""
+    """Precision and compilation of the inner steps, as resolved where they ran; empty: this tape is no learner's."""
     device: str = "cpu"
     torch_version: str
     cpu_capability: str

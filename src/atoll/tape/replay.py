@@ -164,7 +164,7 @@ def _check_weights(record: Record, digests: dict[int, str]) -> None:
     if isinstance(event, Stored) and digests.get(event.outer_step) != event.digest:
         raise ReplayDiverged(
             f"record {record.number}: Theta of outer step {event.outer_step} has digest {digests.get(event.outer_step)} here, "
-            f"{event.digest} on the tape; compare thread count, dtype, torch and CPU with those in the tape's header"
+            f"{event.digest} on the tape; compare thread count, precision, torch and CPU with those in the tape's header"
         )
 
 

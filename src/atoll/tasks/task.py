@@ -29,7 +29,7 @@ from atoll.workload.data.stream import Stream, heldout_batches
 from atoll.workload.data.tokenizer import Tokenizer
 from atoll.workload.data.tokens import text_data
 from atoll.workload.evaluation.evaluate import heldout_loss
-from atoll.workload.models.decoder import build_model, language_model_loss, logits_of
+from atoll.workload.models.decoder import Decoder, build_model, language_model_loss, logits_of
 
 
 @dataclass(frozen=True)
@@ -113,8 +113,15 @@ def model_builder(config: Config, tokenizer: Tokenizer, allowed: Collection[str]
     numbers = usual | {"vocab": tokenizer.vocab_size, "context": config.data.seq_len} | config.model.numbers
     if int(numbers["vocab"]) < tokenizer.vocab_size:
         raise ConfigError(f"key model.numbers.vocab = {numbers['vocab']}: the tokenizer has {tokenizer.vocab_size} entries")
-    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-    return lambda: maker(numbers, config.seed).to(dtype)
+    return lambda: checkpointed(config, maker(numbers, config.seed).to(torch.float32))
+
+
+def checkpointed(config: Config, model: nn.Module) -> nn.Module:
+    if config.model.checkpoint_activations:
+        if not isinstance(model, Decoder):
+            raise ConfigError(f"key model.checkpoint_activations = true: model.name = {config.model.name!r} is no decoder")
+        model.checkpoint_activations = True
+    return model
 
 
 def _model_maker(name: str, allowed: Collection[str]) -> Callable[[Mapping[str, int | float | bool], int], nn.Module]:

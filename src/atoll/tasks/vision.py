@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 
 from atoll.config import Config
@@ -13,7 +12,7 @@ from atoll.config.models import SIZES, USUAL_SIZE, Number
 from atoll.errors import ConfigError
 from atoll.ids import LearnerId
 from atoll.rules import samples_max, samples_of
-from atoll.tasks.task import Task, layout_for
+from atoll.tasks.task import Task, checkpointed, layout_for
 from atoll.workload.data.images import ImageStream, Scale, heldout_images, load_images, spread
 from atoll.workload.data.questions import IGNORED_TARGET, Encoded, QuestionBatch, QuestionStream, load_questions
 from atoll.workload.evaluation.evaluate import heldout_classes
@@ -83,8 +82,7 @@ def _builder(config: Config, derived: Mapping[str, Number]) -> Callable[[], nn.M
         if key in config.model.numbers and config.model.numbers[key] != derived.get(key):
             raise ConfigError(f"key model.numbers.{key} = {config.model.numbers[key]}: follows from the data; leave it out")
     numbers = dict(derived) | config.model.numbers
-    dtype = torch.bfloat16 if config.model.dtype == "bfloat16" else torch.float32
-    return lambda: build_model(config.model.name, numbers, config.seed, VISION_MODELS).to(dtype)
+    return lambda: checkpointed(config, build_model(config.model.name, numbers, config.seed, VISION_MODELS))
 
 
 def _by_learner(config: Config, draw: Callable[[int, int], Any]) -> Callable[[LearnerId, LearnerId, int], Any]:

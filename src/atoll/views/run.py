@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -242,6 +242,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     steps of the run."""
     tokens_trained: int = 0
     """By all learners together."""
+    compute: dict[str, str] = {}
+    """Precision and compilation of the inner steps as each learner resolved them, by learner; `all` in virtual time."""
     token_shares: dict[str, float] = {}
     """What became of them, as shares: see `token_shares`."""
     traffic: list[LearnerTraffic] = []
@@ -271,7 +273,7 @@ def summarise(
     theta_sha256: str | None = None, theta: str | None = None, tape: str | None = None, run_dir: str | None = None,
     clock: str = "virtual",
     faults: Sequence[str] = (), accuracy: float | None = None, points: Sequence[HeldoutPoint] = (),
-    missing: Sequence[Missing] = (),
+    missing: Sequence[Missing] = (), compute: Mapping[str, str] | None = None,
 ) -> Summary:  # fmt: skip
     tokens = tokens_of(fates)
     return Summary(
@@ -285,5 +287,5 @@ def summarise(
         tokens_trained=tokens.trained // max(1, config.protocol.fragments),
         refused=view.refused, expelled={str(m): why for m, why in sorted(view.expelled.items())},
         rejected_merges=view.rejected, rollbacks=view.rollbacks,
-        faults=list(faults), accuracy=accuracy, heldout=list(points), missing=list(missing),
+        faults=list(faults), accuracy=accuracy, heldout=list(points), missing=list(missing), compute=dict(compute or {}),
     )  # fmt: skip

@@ -181,7 +181,7 @@ def test_unknown_preset_is_refused_with_the_presets_there_are() -> None:
         ("protocol.merge=median", "key protocol.merge = 'median': must be one of mean, rda, clipped_mean, trimmed_mean, "
          "geometric_median, or one that --allow-plugin FILE registers"),
         ("protocol.adopt=late", "key protocol.adopt = 'late': must be one of 'exact', 'arrival'"),
-        ("model.dtype=float16", "key model.dtype = 'float16': must be one of 'float32', 'bfloat16'"),
+        ("model.precision=fp16", "key model.precision = 'fp16': must be one of 'auto', 'fp32', 'tf32', 'bf16'"),
         ("inner.optimizer=Lion", "key inner.optimizer = 'Lion': must be one of 'AdamW', 'Adam', 'SGD', 'Muon'"),
         ("protocol=3", "key protocol = 3: is a section, give its keys"),
         ("learners.x=3", "key learners = {'x': 3}: is a single value, not a section"),

@@ -20,6 +20,7 @@ HARMLESS = {
     "protocol.snapshot_interval", "protocol.rollback_interval", "protocol.elastic",
     "outer.outer_learning_rate", "outer.outer_momentum", "inner.learning_rate",
     "inner.clip_norm", "inner.schedule", "inner.warmup_share", "inner.final_share", "inner.preserve_optimizer_state",
+    "model.precision", "model.compile", "model.checkpoint_activations",
     "data.cache", "data.heldout_batches", "data.heldout_every", "data.augment",
 }  # fmt: skip
 BY_ANOTHER = {
@@ -63,7 +64,7 @@ def test_every_key_is_kept_or_known_to_be_harmless() -> None:
     "change",
     [
         "seed=1", "data.batch_size=4", "data.samples_by_learner=[4, 2, 2, 2]", "data.seq_len=32", "inner.accumulate=2",
-        "protocol.local_steps_per_round=12", "model.name=own:make", "model.numbers={heads=8}", "model.dtype=bfloat16",
+        "protocol.local_steps_per_round=12", "model.name=own:make", "model.numbers={heads=8}",
         "protocol.fragmentation=tensor", "protocol.fragments=12", "outer.apply_outer_optimizer_to=all_floating",
         "outer.outer_optimizer=sgd", "outer.outer_optimizer=delayed_nesterov", "protocol.error_feedback=true",
         "inner.optimizer=Adam", "inner.optimizer=SGD", "inner.weight_decay=0.3", "inner.betas=[0.5, 0.6]",

@@ -76,7 +76,7 @@ def test_announced_version_under_a_lossy_down_codec_errs_by_one_difference_only(
 
 @pytest.mark.parametrize("down", ["fp32", "int8"])
 def test_bf16_weights_after_adoption_are_the_cast_of_an_fp32_anchor(down: str) -> None:
-    config = configured(total_steps=20, model={"dtype": "bfloat16"}, protocol={"codec_down": down})
+    config = configured(total_steps=20, protocol={"codec_down": down})
     watched = Watched(small_task_for(config, lambda: mlp().to(torch.bfloat16)))
     assert_adoptions_are_exact(watched)
     for version in watched.executor.disk.newest():
@@ -88,7 +88,7 @@ def test_bf16_weights_after_adoption_are_the_cast_of_an_fp32_anchor(down: str) -
 
 def test_bf16_learner_that_has_not_trained_since_adoption_sends_zeros() -> None:
     """Differences are taken against the cast: rounding to bf16 must not travel as if it had been learnt."""
-    config = configured("diloco", model={"dtype": "bfloat16"})
+    config = configured("diloco")
     executor = run(config, build=lambda: mlp().to(torch.bfloat16)).executor
     assert not torch.equal(executor.learners[0].anchors[0], executor.learners[0].anchors[0].bfloat16().float())
     assert executor.learners[0]._difference(0).count_nonzero() == 0

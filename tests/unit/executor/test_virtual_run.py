@@ -14,6 +14,7 @@ from atoll.cli.app import app
 from atoll.config import Config, load
 from atoll.errors import UserError
 from atoll.executor import virtual_run as where
+from atoll.executor.compute import PLAIN, ComputeMode
 from atoll.executor.virtual_run import TensorExecutor, checked_device, evaluated_on, executor_on, is_fleet
 from atoll.sim.cluster import VirtualCluster
 from atoll.sim.run import learners_expected
@@ -37,7 +38,7 @@ def small(preset: str = "decoupled", *assignments: str) -> Config:
         ("decoupled", ["inner.optimizer=SGD"], False),
         ("decoupled", ["model.numbers={experts = 4}"], False),
         ("decoupled", ["model.numbers={experts = 0}"], True),
-        ("decoupled", ["model.dtype=bfloat16"], False),
+        ("decoupled", ["model.checkpoint_activations=true"], False),
         ("decoupled", ["model.name=lenet5", "data.corpus=digits", "data.max_bytes=0"], False),
     ],
 )
@@ -51,11 +52,13 @@ def test_another_device_holds_everything_and_its_fleet_has_room_for_all(optimize
     built: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(where, "FleetExecutor", lambda task, device, **kw: built.append(("fleet", kw | {"device": device})))
     monkeypatch.setattr(where, "TensorExecutor", lambda task, **kw: built.append(("one by one", kw)))
+    monkeypatch.setattr(where, "resolved", lambda *_: ComputeMode("bf16", compiled=True))
     config, there = small("decoupled", f"inner.optimizer={optimizer}"), torch.device("cuda:1")
     task = task_for(config)
     executor_on(task, there, learners_expected(config, ChaosPlan((Scavenge(1.0, 4, 9.0), Kill(2.0, 1, 3.0)))))
     executor_on(task, CPU, 3)
-    there_is = {"AdamW": ("fleet", {"device": there, "learners": 5, "compiled": True}), "SGD": ("one by one", {"device": there})}
+    fleet = {"device": there, "learners": 5, "compute": ComputeMode("bf16", compiled=True)}
+    there_is = {"AdamW": ("fleet", fleet), "SGD": ("one by one", {"device": there})}
     assert built == [there_is[optimizer], ("one by one", {})]
 
 
@@ -86,6 +89,7 @@ def test_held_out_set_is_measured_where_the_tensors_lie(monkeypatch: pytest.Monk
     assert evaluated_on(task, CPU) is task
     moved: list[Any] = []
     monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: moved.append(device) or model)
+    monkeypatch.setattr(where, "resolved", lambda *_: PLAIN)
     there = evaluated_on(task, torch.device("cuda"))
     model = task.build()
     assert there.accuracy is not None and task.accuracy is not None

@@ -27,7 +27,7 @@ CONFIG = load(preset_name="decoupled", overrides={
 
 def header(worker: WorkerId | None = None) -> Header:
     return Header(
-        config=msgspec.to_builtins(CONFIG), code_version="0", data_fingerprint="none", threads=1, dtype="float32",
+        config=msgspec.to_builtins(CONFIG), code_version="0", data_fingerprint="none", threads=1,
         torch_version="none", cpu_capability="none", tensors=False, run="a7", worker=worker,
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ from atoll.tape.weave import open_run
 
 
 def header(config: Config, **changes: object) -> Header:
-    numbers = {"code_version": "0", "data_fingerprint": "none", "threads": 1, "dtype": "float32", "torch_version": "none",
+    numbers = {"code_version": "0", "data_fingerprint": "none", "threads": 1, "torch_version": "none",
                "cpu_capability": "none", "tensors": False}  # fmt: skip
     return Header(config=msgspec.to_builtins(config), **(numbers | changes))  # type: ignore[arg-type]
 

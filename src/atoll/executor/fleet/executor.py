@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import ConfigError
+from atoll.executor.compute import PLAIN, ComputeMode, autocast, use_matrix_precision
 from atoll.executor.cuda.learner import first_samples
 from atoll.executor.fleet.optimizer import StackedOptimizer
 from atoll.executor.learner import TensorLearner
@@ -44,7 +45,7 @@ from atoll.workload.models.stacked import stacked_loss
 class Fleet:
     """The stacked weights of `learners` learners, [M, ...] each, and the steps queued on them."""
 
-    def __init__(self, task: Task, learners: int, device: torch.device, *, compiled: bool = False) -> None:
+    def __init__(self, task: Task, learners: int, device: torch.device, compute: ComputeMode = PLAIN) -> None:
         template = task.build()
         if not isinstance(template, Decoder):
             raise ConfigError(f"model.name = {task.config.model.name!r}: a fleet runs decoders only")
@@ -56,11 +57,13 @@ class Fleet:
         self._weights = {name: torch.stack([p] * learners).requires_grad_() for name, p in self._initial.items()}
         self._cos, self._sin = template.cos.to(device), template.sin.to(device)
         turned = turned_names(task.config, task.layout.fragments) if task.config.inner.optimizer == "Muon" else frozenset()
-        self._moments = StackedOptimizer(task.config, self._weights, turned, compiled=compiled)
+        self._moments = StackedOptimizer(task.config, self._weights, turned, compiled=compute.compiled)
         self._queue: dict[LearnerId, tuple[InnerStep, torch.optim.Optimizer]] = {}
         self._losses: list[float | None] = [None] * learners
         self._pending_losses: tuple[list[LearnerId], Tensor] | None = None
-        self._loss: Callable[..., Tensor] = torch.compile(stacked_loss, dynamic=False) if compiled else stacked_loss
+        self._loss: Callable[..., Tensor] = torch.compile(stacked_loss, dynamic=False) if compute.compiled else stacked_loss
+        self._compute = compute
+        use_matrix_precision(compute, device)
 
     def module(self, learner: LearnerId) -> nn.Module:
         """A model with the initial weights whose parameters are this learner's slices of the stacked ones."""
@@ -100,7 +103,7 @@ class Fleet:
         total, grads = torch.zeros(self._learners, device=self._device), None
         for micro in range(config.inner.accumulate):
             batch, samples, shares = self._batch(rows, micro)
-            with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
+            with autocast(self._compute, self._device):
                 losses = self._loss(self._shape, self._weights, batch, samples, self._cos, self._sin)
             scalar = (losses * shares).sum()
             # Not backward(): adding to zeroed gradients would read and write each of them twice more.
@@ -184,11 +187,13 @@ class FleetLearner(TensorLearner):
 class FleetExecutor:
     """Makes the executor of every worker of a virtual run whose learners share a device."""
 
-    def __init__(self, task: Task, device: torch.device, *, learners: int | None = None, compiled: bool = False) -> None:
+    def __init__(
+        self, task: Task, device: torch.device, *, learners: int | None = None, compute: ComputeMode = PLAIN
+    ) -> None:
         if task.config.protocol.contribution == "gradient":
             raise ConfigError("preset ddp: a fleet cannot run it; train one learner with the whole batch, which is the same")
         self.task, self._device = task, device
-        self.fleet = Fleet(task, learners or task.config.learners, device, compiled=compiled)
+        self.fleet = Fleet(task, learners or task.config.learners, device, compute)
         self.disk = MemoryVersions(initial_versions(task, device))
         self.snapshots = MemorySnapshots(self.disk)
         self.learners: dict[LearnerId, FleetLearner] = {}

@@ -23,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from atoll.config import load
 from atoll.errors import AtollError, NotFinite, UserError
+from atoll.executor.compute import compiling, loss_of, resolved
 from atoll.executor.cuda.learner import to_device
 from atoll.executor.environment import use_threads
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
+from atoll.executor.virtual_run import evaluated_on
 from atoll.ids import LearnerId, Nanos, seconds
 from atoll.runtime.ddp.report import HeldoutReport, Job, RankFailed, RankReport, Stepped
 from atoll.store.tokenizer_file import write_tokenizer_file
@@ -87,13 +89,12 @@ class _AllReduce:
 
 def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO) -> tuple[RankReport, nn.Module]:
     config, count = task.config, task.config.inner.accumulate
+    compute = resolved(config, device)
+    task, loss_of_step = evaluated_on(task, device), loss_of(task.loss, compute, device)
     model = task.build().to(device)
     loss_first = task.evaluate(model) if rank == 0 else None
     tensors = named_tensors(model)
-    # As on the virtual preset's syncer, the optimiser steps in fp32; bf16 weights are cast from that.
-    masters = {n: nn.Parameter(t.detach().float()) for n, t in tensors.items() if t.requires_grad and t.dtype != torch.float32}
-    theta = tensors | masters
-    optimizer = build_optimizer(config, {n: t for n, t in theta.items() if t.requires_grad}, task.layout.fragments)
+    optimizer = build_optimizer(config, {n: t for n, t in tensors.items() if t.requires_grad}, task.layout.fragments)
     clock = _Clock()
     reduction = _AllReduce(device, clock)
     with warnings.catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 lacks the name that it recommends
@@ -110,19 +111,14 @@ def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO)
         tokens += sum(counts)
         for micro, (batch, part) in enumerate(zip(batches, divisors(counts), strict=True)):
             with parallel.no_sync() if micro + 1 < count else contextlib.nullcontext():
-                loss = task.loss(parallel, to_device(batch, device))
+                with compiling(config.model.name):
+                    loss = loss_of_step(parallel, to_device(batch, device))
                 (loss / part if count > 1 else loss).backward()
             total += float(loss.detach()) / part
         ready, reduced = reduction.finish()
         if not math.isfinite(total):
             raise NotFinite(f"the train loss of rank {rank} in step {step + 1}")
-        for name, master in masters.items():
-            grad, tensors[name].grad = tensors[name].grad, None
-            master.grad = None if grad is None else grad.float()
         optimizer_step(config, optimizer, step)
-        with torch.no_grad():
-            for name, master in masters.items():
-                tensors[name].copy_(master)
         gathered += _merge_buffers(task, tensors)
         waited, ended = waited + reduced - ready, clock.now()
         _report(channel, Stepped(step, began, ready, reduced, ended, total))
@@ -131,8 +127,8 @@ def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO)
                 if rank == 0:
                     _report(channel, HeldoutReport(HeldoutPoint(step + 1, task.evaluate(model))))
                 _barrier(device)
-    params = [read_params(theta, fragment).cpu() for fragment in task.layout.fragments]
-    buffers = [read_buffers(theta, fragment).cpu() for fragment in task.layout.fragments]
+    params = [read_params(tensors, fragment).cpu() for fragment in task.layout.fragments]
+    buffers = [read_buffers(tensors, fragment).cpu() for fragment in task.layout.fragments]
     sent = round(reduction.gradient_bytes * 2 * (config.learners - 1) / config.learners) + gathered
     return RankReport(
         rank, str(device), config.total_steps, tokens, seconds(ended - first - waited), seconds(waited), sent,

@@ -20,6 +20,7 @@ import torch
 from atoll.chaos import Hostile
 from atoll.config import CUSTOM, Config, from_builtins
 from atoll.errors import PlaceLost, UserError
+from atoll.executor.compute import ComputeMode, resolved
 from atoll.executor.environment import tape_header, use_threads
 from atoll.executor.learner import TensorLearner
 from atoll.executor.peer_state import state_bytes_max
@@ -91,7 +92,11 @@ def _train_at(
         stack.callback(snapshots.close)
         executor = TensorLearner(task, placement.learner, snapshots, device=device)
         stack.callback(executor.close)
-        tape = open_tape(directory, placement, _header(placement, task.config, task, device))
+        if resolved(task.config, device).compiled:
+            log.info("torch.compile builds the step: this takes up to a minute, and none of it is step time")
+        compute = executor.prepare()
+        log.info("inner steps run on %s in %s", device, compute)
+        tape = open_tape(directory, placement, _header(placement, task.config, task, device, compute))
         resumed = Resumed(*learner_state_of(options.resume)) if options.resume is not None else None
         live = LiveLearner(
             options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop,
@@ -125,10 +130,10 @@ def task_for_placement(config: Config, placement: Placement, allowed: Collection
     return task
 
 
-def _header(placement: Placement, config: Config, task: Task, device: torch.device) -> Header:
+def _header(placement: Placement, config: Config, task: Task, device: torch.device, compute: ComputeMode) -> Header:
     return tape_header(
         config, data_fingerprint=task.fingerprint, tensors=True, device=str(device), run=placement.run, worker=placement.learner,
-        epoch=placement.epoch,
+        epoch=placement.epoch, compute=str(compute),
     )  # fmt: skip
 
 

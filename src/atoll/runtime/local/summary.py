@@ -47,6 +47,7 @@ def verdict(
         theta_sha256=disk.theta_sha256(), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory), clock="wall",
         theta=str(directory / "syncer" / THETA_FILE), faults=faults, accuracy=task.accuracy_of_theta(*disk.theta()),
         points=points, missing=outcome.missing,
+        compute={str(h.worker): h.compute for h in open_run(directory).headers() if h.compute},
     )  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from typing import Final, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from atoll.config.models import DecoderShape, Number, Rule, check_numbers
 from atoll.errors import ConfigError
@@ -34,6 +35,14 @@ Z_LOSS: Final = 1e-4
 """Weight of the squared log of the softmax's denominator: it keeps logits from drifting. The held-out loss is without it."""
 
 
+class HeadNorm(nn.RMSNorm):
+    """Of queries and keys, which are bf16 under autocast: the fused kernel wants the weight in the input's dtype."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight is not None
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     def __init__(self, shape: DecoderShape) -> None:
         super().__init__()
@@ -42,8 +51,8 @@ class Attention(nn.Module):
         self.k = uninitialised_linear(shape.width, shape.width)
         self.v = uninitialised_linear(shape.width, shape.width)
         self.o = uninitialised_linear(shape.width, shape.width)
-        self.q_norm = nn.RMSNorm(shape.width // shape.heads, eps=NORM_EPS)
-        self.k_norm = nn.RMSNorm(shape.width // shape.heads, eps=NORM_EPS)
+        self.q_norm = HeadNorm(shape.width // shape.heads, eps=NORM_EPS)
+        self.k_norm = HeadNorm(shape.width // shape.heads, eps=NORM_EPS)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         samples, time, width = x.shape
@@ -110,6 +119,8 @@ class Decoder(nn.Module):
 
     cos: Tensor
     sin: Tensor
+    checkpoint_activations = False
+    """True: a block's activations are computed again in the backward pass instead of kept."""
 
     def __init__(self, shape: DecoderShape, seed: int) -> None:
         super().__init__()
@@ -147,8 +158,10 @@ class Decoder(nn.Module):
         cos, sin = self.cos[:time], self.sin[:time]
         x = self.embedding(tokens)
         balance_losses: list[Tensor] = []
+        again = self.checkpoint_activations and self.training
         for block in self.blocks:
-            x, balance_loss = cast(Block, block).with_balance(x, cos, sin)
+            run = cast(Block, block).with_balance
+            x, balance_loss = checkpoint(run, x, cos, sin, use_reentrant=False) if again else run(x, cos, sin)
             balance_losses += [] if balance_loss is None else [balance_loss]
         logits = cast(Tensor, self.head(self.norm(x)))
         return (logits, torch.stack(balance_losses).mean()) if with_balance else logits

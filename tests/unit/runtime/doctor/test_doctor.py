@@ -34,7 +34,7 @@ CONFIG: Config = load(preset_name="decoupled", overrides={
 
 def header(worker: WorkerId) -> Header:
     return Header(
-        config=msgspec.to_builtins(CONFIG), code_version="0", data_fingerprint="none", threads=1, dtype="float32",
+        config=msgspec.to_builtins(CONFIG), code_version="0", data_fingerprint="none", threads=1,
         torch_version="none", cpu_capability="none", tensors=True, run="a7", worker=worker,
     )  # fmt: skip
 
