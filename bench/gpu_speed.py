@@ -26,7 +26,8 @@ import torch
 from atoll.chaos import ChaosPlan
 from atoll.config import Config, load
 from atoll.executor.compute import loss_of, resolved
-from atoll.executor.cuda.learner import to_device
+from atoll.executor.cuda.ahead import BatchesAhead, Place
+from atoll.executor.cuda.transfer import to_device
 from atoll.executor.optim.build import build_optimizer, optimizer_step
 from atoll.executor.virtual_run import evaluated_on
 from atoll.protocol.vocabulary import Adopt, StepDone
@@ -61,14 +62,15 @@ def config_for(size: str, interval: int, steps: int, learners: int, overlap: int
 
 
 class PlainLoop:
-    """What a user would write: autocast, torch.compile, fused AdamW, clipping."""
+    """What a user would write: autocast, torch.compile, fused AdamW, clipping, batches prepared ahead in pinned memory."""
 
     def __init__(self, task: Task, device: torch.device) -> None:
         self._task, self._device = task, device
         self._model = task.build().to(device)
         self._optimizer = build_optimizer(task.config, dict(self._model.named_parameters()), task.layout.fragments)
         self._loss = loss_of(task.loss, resolved(task.config, device), device)
-        self._position = 0
+        self._place = Place(0, 0, 1.0)
+        self._ahead = BatchesAhead(lambda place: [task.batch(0, place.stream, place.batch)]) if device.type == "cuda" else None
 
     def tokens_per_second(self, seconds: float) -> float:
         for _ in range(WARM_STEPS):
@@ -81,11 +83,13 @@ class PlainLoop:
         return tokens / (time.monotonic() - began)
 
     def _step(self) -> int:
-        batch = self._task.batch(0, 0, self._position)
-        self._position += 1
+        self._place = self._place.following()
+        (batch,) = self._ahead.take(self._place) if self._ahead else [self._task.batch(0, 0, self._place.batch)]
+        if self._ahead:
+            self._ahead.prepare(self._place.following())
         self._model.train()
         self._loss(self._model, to_device(batch, self._device)).backward()
-        optimizer_step(self._task.config, self._optimizer, self._position)
+        optimizer_step(self._task.config, self._optimizer, self._place.batch)
         return self._task.count(batch)[0]
 
     def _wait(self) -> None:

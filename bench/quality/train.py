@@ -29,6 +29,7 @@ import torch
 from atoll.chaos import ChaosPlan, Scavenge
 from atoll.config import ALL, Config, changed, load
 from atoll.config.models import SIZES
+from atoll.executor.compute import ComputeMode
 from atoll.executor.fleet.executor import FleetExecutor
 from atoll.executor.virtual_run import evaluated_on
 from atoll.ids import SYNCER, LearnerId, Nanos, WorkerId
@@ -178,7 +179,8 @@ def train(chosen: argparse.Namespace) -> dict[str, object]:
     task = language_task(config)
     on_device = evaluated_on(task, device)
     total = learners_expected(config, plan_for(chosen, config))
-    executor = FleetExecutor(on_device, device, learners=total, compiled=chosen.compiled)
+    compute = ComputeMode("bf16" if device.type == "cuda" else "fp32", chosen.compiled)
+    executor = FleetExecutor(on_device, device, learners=total, compute=compute)
     prepared = time.time()
     view, steps = RunView(total), Steps()
     first = on_device.evaluate_theta(*executor.disk.theta())

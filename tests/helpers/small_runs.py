@@ -51,6 +51,7 @@ def configured(preset: str = "decoupled", *, seed: int = 0, learners: int = 3, t
         protocol["fragments"] = 2
     overrides = {"seed": seed, "learners": learners, "total_steps": total_steps, **sections}
     overrides["protocol"] = protocol | sections.get("protocol", {})
+    overrides["model"] = {"precision": "fp32", "compile": "off"} | sections.get("model", {})  # the same bits on every device
     return load(preset_name=preset, overrides=overrides)
 
 

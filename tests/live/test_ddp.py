@@ -187,6 +187,7 @@ def test_interrupt_ends_every_rank(tmp_path: Path) -> None:
     assert ranks_of(tmp_path) == {}
 
 
+@pytest.mark.soak
 @on_linux
 def test_ranks_do_not_outlive_a_parent_that_was_killed(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.toml"

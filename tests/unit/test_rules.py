@@ -105,9 +105,10 @@ def test_lead_is_tau_where_everybody_counts_and_unlimited_elsewhere(preset: str,
     assert Schedule(load(preset_name=preset)).policy(1).lead == lead
 
 
-def test_lead_of_a_quorum_of_all_learners_by_number_is_tau() -> None:
-    config = load(assignments=["learners=3", "protocol.quorum=3"])
-    assert Schedule(config).policy(1).lead == 2
+@pytest.mark.parametrize(("quorum", "lead"), [("3", -1), ("all", 2)])
+def test_only_a_quorum_of_all_by_name_bounds_the_lead(quorum: str, lead: int) -> None:
+    config = load(assignments=["learners=3", f"protocol.quorum={quorum}"])
+    assert Schedule(config).policy(1).lead == lead
 
 
 def test_ramp_intervals_double_from_one_and_stay_below_h() -> None:

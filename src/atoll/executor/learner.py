@@ -16,8 +16,10 @@ from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.config.codecs import codec_spec
 from atoll.errors import NotFinite
 from atoll.executor.compute import BatchLoss, ComputeMode, loss_of, resolved, warm_up
-from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of, first_samples, on_host, to_device
+from atoll.executor.cuda.ahead import BatchesAhead, Place
+from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of
 from atoll.executor.cuda.staging import adopt_into
+from atoll.executor.cuda.transfer import first_samples, on_host, to_device
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.executor.peer_state import PeerStateCheck
 from atoll.ids import FragmentId, LearnerId, OuterStep
@@ -110,6 +112,8 @@ class TensorLearner:
         self._residuals: dict[FragmentId, Tensor] = {}
         self._uncommitted: dict[FragmentId, Tensor] = {}
         self._loss: BatchLoss | None = None
+        self._ahead: BatchesAhead | None = None
+        """From the first inner step on a GPU on: a user's own loop brings its own batches."""
 
     def prepare(self) -> ComputeMode:
         """Resolves how this learner computes. A compiled step is built here, so that no inner step takes that long."""
@@ -124,6 +128,8 @@ class TensorLearner:
         """Removes our hook from the optimiser, which a user's loop goes on using."""
         if self._cuda is not None:
             self._cuda.unhook()
+        if self._ahead is not None:
+            self._ahead.close()
 
     # ------------------------------------------------------------ effects
 
@@ -175,8 +181,10 @@ class TensorLearner:
         assert self._loss is not None
         if self._gradients:
             self.model.zero_grad(set_to_none=True)
-        count = config.inner.accumulate
-        batches = [self._micro_batch(effect, effect.batch * count + micro) for micro in range(count)]
+        count, place = config.inner.accumulate, Place(effect.stream, effect.batch, effect.share)
+        if self._cuda is not None and self._ahead is None:
+            self._ahead = BatchesAhead(self._micro_batches)
+        batches = self._micro_batches(place) if self._ahead is None else self._ahead.take(place)
         counts = [task.count(batch) for batch in batches]
         parts = divisors([tokens for tokens, _ in counts])
         total = 0.0
@@ -193,12 +201,17 @@ class TensorLearner:
             if config.protocol.freeze_not_due:
                 self._freeze(effect.outer_step)
             optimizer_step(config, self.optimizer, effect.outer_step)
+        if self._ahead is not None:
+            self._ahead.prepare(place.following())
         tokens, samples = (sum(column) for column in zip(*counts, strict=True))
         return StepDone(tokens, samples, 0, total if self._cuda is None else self._cuda.loss(parts))
 
-    def _micro_batch(self, effect: InnerStep, position: int) -> Any:
-        batch = self._task.batch(self._learner, effect.stream, position)
-        return first_samples(batch, effect.share, position) if effect.share < 1.0 else batch
+    def _micro_batches(self, place: Place) -> list[Any]:
+        count, found = self._config.inner.accumulate, []
+        for position in range(place.batch * count, (place.batch + 1) * count):
+            batch = self._task.batch(self._learner, place.stream, position)
+            found.append(first_samples(batch, place.share, position) if place.share < 1.0 else batch)
+        return found
 
     def _seed(self, seed: int) -> None:
         """Not torch.manual_seed: for every kind of absent device it queues a call with a stack trace, at every step, and the

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import nn
@@ -59,7 +60,8 @@ def evaluated_on(task: Task, device: torch.device) -> Task:
         return measured
 
     accuracy = None if task.accuracy is None else there(task.accuracy)
-    return dataclasses.replace(task, evaluate=there(task.evaluate), accuracy=accuracy)
+    scratch = cache(lambda: task.build().to(device))  # initial weights of a large model take seconds to draw
+    return dataclasses.replace(task, evaluate=there(task.evaluate), accuracy=accuracy, scratch=scratch)
 
 
 def is_fleet(config: Config) -> bool:

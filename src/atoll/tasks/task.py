@@ -50,16 +50,23 @@ class Task:
     notes: tuple[str, ...] = ()
     """Sentences for the user about the data, such as which files were left out."""
     tokenizer: Tokenizer | None = None
+    scratch: Callable[[], nn.Module] | None = None
+    """A model to be overwritten and measured, kept where it is evaluated. None: a new one each time."""
 
     def evaluate_theta(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> float:
         """Held-out loss of the outer parameters, not of a learner's weights."""
-        return self.evaluate(self.model_of(params, buffers))
+        return self.evaluate(self._filled(self._measured_model(), params, buffers))
 
     def accuracy_of_theta(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> float | None:
-        return None if self.accuracy is None else self.accuracy(self.model_of(params, buffers))
+        return None if self.accuracy is None else self.accuracy(self._filled(self._measured_model(), params, buffers))
 
     def model_of(self, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
-        model = self.build()
+        return self._filled(self.build(), params, buffers)
+
+    def _measured_model(self) -> nn.Module:
+        return (self.scratch or self.build)()
+
+    def _filled(self, model: nn.Module, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
         tensors = named_tensors(model)
         for fragment, flat, values in zip(self.layout.fragments, params, buffers, strict=True):
             write_params(tensors, fragment, flat)

@@ -11,8 +11,8 @@ import torch
 from small_runs import configured, mlp, small_task_for
 from torch import Tensor, nn
 
-from atoll.executor.cuda.learner import on_host
 from atoll.executor.cuda.staging import master_weights
+from atoll.executor.cuda.transfer import on_host
 from atoll.executor.learner import TensorLearner
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import LoadSnapshot, LoadState

@@ -7,7 +7,6 @@ sending thread; nothing else here waits for a fragment's bytes.
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,9 +18,9 @@ from torch import Tensor
 from atoll.codecs import Packet
 from atoll.errors import ConfigError, NotFinite
 from atoll.executor.cuda.staging import CudaStager, Incoming, StagedPacket
+from atoll.executor.cuda.transfer import each_tensor
 from atoll.ids import FragmentId, OuterStep
 from atoll.protocol.interface import Payload
-from atoll.rules import shrunk
 from atoll.tensors.layout import Fragment
 
 Key = tuple[FragmentId, OuterStep]
@@ -184,10 +183,10 @@ class CudaSide:
 
     def pinned(self, value: Any) -> Any:
         """The same tensors in pinned memory, which staging reads without a wait."""
-        return _each_tensor(value, lambda tensor: self.stager.pin(tensor) if tensor.numel() else tensor)
+        return each_tensor(value, lambda tensor: self.stager.pin(tensor) if tensor.numel() else tensor)
 
     def on_device(self, value: Any) -> Any:
-        return _each_tensor(value, lambda tensor: tensor.to(self.device))
+        return each_tensor(value, lambda tensor: tensor.to(self.device))
 
 
 def cuda_device_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
@@ -199,35 +198,3 @@ def cuda_device_of(tensors: Mapping[str, Tensor]) -> torch.device | None:
         where = ", ".join(sorted(map(str, devices)))
         raise ConfigError(f"the model is on {where}: put all parameters and buffers of a learner on one device")
     return devices.pop()
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Copies from pinned memory: from pageable memory, a copy would wait for the previous step. Other leaves stay as they are."""
-
-    def move(tensor: Tensor) -> Tensor:
-        here = tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
-        return here.to(device, non_blocking=True)
-
-    return _each_tensor(batch, move, lambda leaf: leaf.to(device) if hasattr(leaf, "to") else leaf)
-
-
-def first_samples(batch: Any, share: float, position: int) -> Any:
-    """The first samples of a batch, as many as the running slices can hold."""
-    return _each_tensor(batch, lambda tensor: tensor[: shrunk(tensor.shape[0], share, position)] if tensor.dim() else tensor)
-
-
-def on_host(value: Any) -> Any:
-    """A copy with all tensors on the host. It waits for the device: recoveries and snapshots are rare."""
-    return _each_tensor(value, lambda tensor: tensor.detach().cpu() if tensor.is_cuda else tensor.detach().clone(), copy.deepcopy)
-
-
-def _each_tensor(value: Any, change: Any, other: Any = lambda leaf: leaf) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {key: _each_tensor(item, change, other) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_each_tensor(item, change, other) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(_each_tensor(item, change, other) for item in value)
-    return other(value)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from atoll.errors import ConfigError
 from atoll.executor.compute import PLAIN, ComputeMode, autocast, use_matrix_precision
-from atoll.executor.cuda.learner import first_samples
+from atoll.executor.cuda.transfer import first_samples
 from atoll.executor.fleet.optimizer import StackedOptimizer
 from atoll.executor.learner import TensorLearner
 from atoll.executor.null import batch_size

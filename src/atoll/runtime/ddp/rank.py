@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll.config import load
 from atoll.errors import AtollError, NotFinite, UserError
 from atoll.executor.compute import compiling, loss_of, resolved
-from atoll.executor.cuda.learner import to_device
+from atoll.executor.cuda.transfer import to_device
 from atoll.executor.environment import use_threads
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.executor.virtual_run import evaluated_on

@@ -148,7 +148,9 @@ class LiveLearner:
 
     @property
     def over(self) -> bool:
-        return self._over
+        """Ended in order. After a failure it is not over: the next call of `next_step` raises the reason, which a loop that only
+        asks whether it is over would never hear."""
+        return self._over and self._error is None
 
     def rates(self) -> str:
         link = self._link

@@ -40,12 +40,12 @@ def verdict(
         raise RunFailed(f"the token counts of {directory} do not add up: {outcome.fates}")
     task = task or task_for(config)
     disk = DurableVersions.open(directory / "syncer", read_only=True)
-    first = task.evaluate_theta(*_start(directory, task).theta())
+    first, theta = task.evaluate_theta(*_start(directory, task).theta()), disk.theta()
     points = [point for point in points_in(directory) if point.outer_step < config.total_steps]
     return summarise(
-        config, view, outcome.fates, loss_first=first, loss_final=task.evaluate_theta(*disk.theta()),
+        config, view, outcome.fates, loss_first=first, loss_final=task.evaluate_theta(*theta),
         theta_sha256=disk.theta_sha256(), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory), clock="wall",
-        theta=str(directory / "syncer" / THETA_FILE), faults=faults, accuracy=task.accuracy_of_theta(*disk.theta()),
+        theta=str(directory / "syncer" / THETA_FILE), faults=faults, accuracy=task.accuracy_of_theta(*theta),
         points=points, missing=outcome.missing,
         compute={str(h.worker): h.compute for h in open_run(directory).headers() if h.compute},
     )  # fmt: skip

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from atoll.codecs import Packet, codec
 from atoll.errors import ConfigError, NotFinite
-from atoll.executor.cuda.learner import StagedSend, cuda_device_of, on_host, to_device
+from atoll.executor.cuda.learner import StagedSend, cuda_device_of
 from atoll.executor.cuda.staging import PinnedPool, StagedPacket
+from atoll.executor.cuda.transfer import on_host, to_device
 from atoll.executor.learner import TensorLearner
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER, Incarnation, WorkerId
