@@ -41,6 +41,7 @@ types: $(INSTALLED)
 soak: $(INSTALLED)
 	$(BIN)/python bench/histories.py --count 10000
 	$(BIN)/python bench/kills.py --minutes 60
+	$(BIN)/python bench/hostile_messages.py --messages 1000000
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m soak
 
 bench: $(INSTALLED)

@@ -26,7 +26,7 @@ from test_hostile import Unfooled, withstands  # noqa: E402
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=1_000_000)
-    parser.add_argument("--steps", type=int, default=22_000, help="of the run under attack, which must outlast it")
+    parser.add_argument("--steps", type=int, default=70_000, help="of the run under attack, which must outlast it")
     parser.add_argument("--links", type=int, default=12, help="attackers at a time")
     parser.add_argument("--seed", type=int, default=2)
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "hostile_messages.jsonl")

@@ -36,6 +36,7 @@ from atoll.protocol.vocabulary import (
     Recovered,
     Send,
     Stage,
+    StateTransfer,
     StepDone,
     Unstage,
 )  # fmt: skip
@@ -411,7 +412,7 @@ if torch.cuda.is_available():
         with torch.no_grad():
             learner._tensors[name].view(-1)[0] = math.nan
         assert learner.execute(Stage(0, 2, NO_VERSION, False), None) == ()
-        assert payload_of(contribution(learner)) is None, "the send finds it"
+        assert payload_of(contribution(learner)) == b"", "the send finds it"
         payload = contribution(learner)
         assert (payload.nbytes, payload.content) == (0, None), "and from then on it is known"
         (event,) = learner.execute(Stage(1, 2, NO_VERSION, False), None)
@@ -433,7 +434,7 @@ if torch.cuda.is_available():
         data = b"".join(wire.to_buffers(Payload("state", 0, giver.state())) or ())
         host = TensorLearner(giver._task, 0)
         for learner in (taker, host):
-            learner.execute(LoadState(1, (0,)), Payload("state", 0, wire.unpack(memoryview(data))))
+            learner.execute(LoadState(1, (0,)), wire.from_buffer(StateTransfer(1, 0, (0,), ()), memoryview(data)))
             assert all(torch.equal(t.cpu(), state["tensors"][name]) for name, t in learner._tensors.items())
         assert all(t.device == CUDA for t in taker._tensors.values()) and all(a is None or a.is_pinned() for a in taker.anchors)
         for learner in (giver, taker):
