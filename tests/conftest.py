@@ -13,6 +13,8 @@ from typing import Any
 
 import hypothesis
 import pytest
+from _pytest.runner import runtestprotocol
+from stalls import Stalls
 from xdist.scheduler import LoadScopeScheduling
 
 from atoll.executor.environment import use_threads
@@ -47,6 +49,36 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long group begins first; the short files of tests/unit fill up the end."""
     items.sort(key=lambda item: not item.nodeid.startswith(SERIAL))
+
+
+AGAIN = "the machine stood still"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+    """A test with real processes that fails while the machine stands still is run once more, and the last lines say so: its
+    processes are given up for silent within a second. One that fails otherwise has failed."""
+    if not item.nodeid.startswith(SERIAL):
+        return None
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    with Stalls() as stalls:
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+    if stalls.stalled and any(report.failed for report in reports):
+        reports = runtestprotocol(item, nextitem=nextitem, log=False)
+        for report in reports:
+            report.user_properties.append((AGAIN, f"{stalls.longest:.1f} s"))
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for what, long in getattr(report, "user_properties", ()):
+                if what == AGAIN and report.when == "call":
+                    terminalreporter.write_line(f"run again, because {AGAIN} for {long}: {report.nodeid}")
 
 
 @pytest.fixture(scope="session")
