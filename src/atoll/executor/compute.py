@@ -7,7 +7,6 @@ what is exchanged are fp32 always, so none of this is visible to another process
 from __future__ import annotations
 
 import importlib.util
-import logging
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,8 +17,6 @@ from torch import Tensor, nn
 
 from atoll.config import Config
 from atoll.errors import ConfigError, UserError
-
-log = logging.getLogger("atoll.learner")
 
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 COMPILERS = ("c++", "g++", "clang++")
