@@ -35,7 +35,7 @@ def run_virtually(
     allowed: Collection[str] = (),
 ) -> Summary:  # fmt: skip
     from atoll.executor.environment import use_threads  # torch takes seconds to import; --help and config do not wait for it
-    from atoll.executor.virtual_run import checked_device
+    from atoll.executor.virtual_run import checked_device, refuse_too_many
     from atoll.sim.run import run_virtual
 
     began = time.monotonic()
@@ -48,6 +48,8 @@ def run_virtually(
     view = RunView(settings.learners)
     with RunProgress(settings, view, quiet, "virtual ") as observer, readable_tape(directory):
         task = built(settings, allowed, observer.say) if tensors else None
+        if task is not None:
+            refuse_too_many(task, there, settings.learners)
         done = run_virtual(
             settings, plan, directory, tensors=tensors, observers=[view, observer], task=task, device=there,
             on_point=observer.on_point,
@@ -191,12 +193,13 @@ def cluster_summary(
     settings: Config, plan: ChaosPlan, directory: Path, threads: int, device: str, allowed: list[str],
     resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
 ) -> Summary:  # fmt: skip
-    from atoll.executor.virtual_run import checked_device, evaluated_on
+    from atoll.executor.virtual_run import checked_device, evaluated_on, refuse_too_many
     from atoll.runtime.local.cluster import LocalCluster
     from atoll.runtime.local.summary import verdict
     from atoll.runtime.syncer.resume import refuse_other_data, resume_warnings
 
     task = built(settings, allowed, progress.say)
+    refuse_too_many(task, checked_device(device), settings.learners)
     if resume is not None:
         refuse_other_data(_syncer_part(*resume), task)
         for warning in resume_warnings(_syncer_part(*resume), settings, task):

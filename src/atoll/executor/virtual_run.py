@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import cache
+from typing import Final
 
 import torch
 from torch import nn
@@ -62,6 +63,21 @@ def evaluated_on(task: Task, device: torch.device) -> Task:
     accuracy = None if task.accuracy is None else there(task.accuracy)
     scratch = cache(lambda: task.build().to(device))  # initial weights of a large model take seconds to draw
     return dataclasses.replace(task, evaluate=there(task.evaluate), accuracy=accuracy, scratch=scratch)
+
+
+STATE_BYTES: Final = 16
+"""Of a parameter on a learner's device: weight, gradient and two moments, fp32 each. Activations come on top."""
+
+
+def refuse_too_many(task: Task, device: torch.device, learners: int) -> None:
+    """Before any of them is started, and not after the last of them ran out of memory."""
+    if device.type != "cuda":
+        return
+    parameters = sum(fragment.numel for fragment in task.layout.fragments)
+    each, (free, _) = STATE_BYTES * parameters, torch.cuda.mem_get_info(device)
+    if learners * each > free:
+        needs = f"a learner needs {each / 1e9:.1f} GB for weights, gradients and moments, and {free / 1e9:.1f} GB are free"
+        raise UserError(f"--device {device}: {learners} learners do not fit: {needs}, so at most {int(free // each)} fit")
 
 
 def is_fleet(config: Config) -> bool:

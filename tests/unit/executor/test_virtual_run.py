@@ -15,7 +15,7 @@ from atoll.config import Config, load
 from atoll.errors import UserError
 from atoll.executor import virtual_run as where
 from atoll.executor.compute import PLAIN, ComputeMode
-from atoll.executor.virtual_run import TensorExecutor, checked_device, evaluated_on, executor_on, is_fleet
+from atoll.executor.virtual_run import TensorExecutor, checked_device, evaluated_on, executor_on, is_fleet, refuse_too_many
 from atoll.sim.cluster import VirtualCluster
 from atoll.sim.run import learners_expected
 from atoll.tasks.registry import task_for
@@ -81,6 +81,16 @@ def test_resident_learners_take_the_same_course_to_the_same_bits(preset: str, ke
         VirtualCluster(config, plan=plan, executor_for=executor).run(until_seconds=10_000)
         found.add(executor.disk.theta_sha256())
     assert len(found) == 1
+
+
+def test_more_learners_than_fit_are_refused_with_what_each_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, there = task_for(small("decoupled")), torch.device("cuda", 1)
+    each = 16 * sum(fragment.numel for fragment in task.layout.fragments)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (4 * each, 9 * each))
+    refuse_too_many(task, there, 4)
+    refuse_too_many(task, CPU, 400)
+    with pytest.raises(UserError, match=r"^--device cuda:1: 5 learners do not fit: .* at most 4 fit$"):
+        refuse_too_many(task, there, 5)
 
 
 def test_held_out_set_is_measured_where_the_tensors_lie(monkeypatch: pytest.MonkeyPatch) -> None:
