@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from provenance import commit
 
 from atoll.chaos import ChaosPlan
 from atoll.config import Config, load
 from atoll.executor.compute import loss_of, resolved
-from atoll.executor.cuda.ahead import BatchesAhead, Place
+from atoll.executor.cuda.ahead import BatchesAhead, BatchPosition
 from atoll.executor.cuda.transfer import to_device
 from atoll.executor.optim.build import build_optimizer, optimizer_step
 from atoll.executor.virtual_run import evaluated_on
@@ -69,7 +69,7 @@ class PlainLoop:
         self._model = task.build().to(device)
         self._optimizer = build_optimizer(task.config, dict(self._model.named_parameters()), task.layout.fragments)
         self._loss = loss_of(task.loss, resolved(task.config, device), device)
-        self._place = Place(0, 0, 1.0)
+        self._place = BatchPosition(0, 0, 1.0)
         self._ahead = BatchesAhead(lambda place: [task.batch(0, place.stream, place.batch)]) if device.type == "cuda" else None
 
     def tokens_per_second(self, seconds: float) -> float:
@@ -143,12 +143,11 @@ def main() -> None:
     figures = live(config, task, asked.device)
     after = plain.tokens_per_second(asked.seconds)
     rate = (before + after) / 2
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     line = {
         "size": asked.size, "parameters": sum(f.numel for f in task.layout.fragments), "learners": asked.learners,
         "interval": asked.interval, "overlap": asked.overlap, "plain_tokens_per_second": round(rate),
         "plain_before": round(before), "plain_after": round(after), "ratio": round(figures["live_tokens_per_second"] / rate, 4),
-        **figures, "commit": commit, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        **figures, "commit": commit(), "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }  # fmt: skip
     with asked.out.open("a") as file:
         print(json.dumps(line), file=file)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -20,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "live"), str(ROOT / "tests" / "helpers")]
 
 import harness  # noqa: E402
+from provenance import commit  # noqa: E402
 from test_hostile import Unfooled, withstands  # noqa: E402
 
 
@@ -36,9 +36,8 @@ def main() -> None:
         figures = withstands(
             Path(folder), goal=asked.messages, total_steps=asked.steps, workers=asked.links, seed=asked.seed, offences=10**9
         )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
     with asked.out.open("a") as file:
-        print(json.dumps({**figures, "commit": commit, "machine": platform.machine()}), file=file)
+        print(json.dumps({**figures, "commit": commit(), "machine": platform.machine()}), file=file)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import json
 import platform
 import random
 import resource
-import subprocess
 import sys
 import tempfile
 import threading
@@ -27,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "live"))
 
 from harness import judge, small  # noqa: E402
+from provenance import commit  # noqa: E402
 
 from atoll.chaos import ChaosPlan, Fault, Rollback, Slow, random_plan  # noqa: E402
 from atoll.runtime.local.cluster import LocalCluster  # noqa: E402
@@ -99,10 +99,6 @@ def one_run(seed: int, minutes: float, folder: Path) -> dict[str, Any]:
         "faults": dict(sorted(struck.items())), "full_disks": disks.count, "merged": outcome.fates.merged,
         "trained": outcome.fates.trained, "verdict": "clean",
     }  # fmt: skip
-
-
-def commit() -> str:
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def main() -> None:

@@ -63,10 +63,11 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     with Stalls() as stalls:
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
-    if stalls.stalled and any(report.failed for report in reports):
+    failures = [report.longreprtext for report in reports if report.failed]
+    if stalls.stalled and failures:
         reports = runtestprotocol(item, nextitem=nextitem, log=False)
         for report in reports:
-            report.user_properties.append((AGAIN, f"{stalls.longest:.1f} s"))
+            report.user_properties.append((AGAIN, f"{stalls.longest:.1f} s, at first:\n{failures[0]}"))
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
@@ -78,7 +79,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in reports:
             for what, long in getattr(report, "user_properties", ()):
                 if what == AGAIN and report.when == "call":
-                    terminalreporter.write_line(f"run again, because {AGAIN} for {long}: {report.nodeid}")
+                    terminalreporter.write_line(f"{report.nodeid} was run again, because {AGAIN} for {long}")
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.config.codecs import codec_spec
 from atoll.errors import NotFinite
 from atoll.executor.compute import BatchLoss, ComputeMode, loss_of, resolved, warm_up
-from atoll.executor.cuda.ahead import BatchesAhead, Place
+from atoll.executor.cuda.ahead import BatchesAhead, BatchPosition
 from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of
 from atoll.executor.cuda.staging import adopt_into
 from atoll.executor.cuda.transfer import first_samples, on_host, to_device
@@ -181,7 +181,7 @@ class TensorLearner:
         assert self._loss is not None
         if self._gradients:
             self.model.zero_grad(set_to_none=True)
-        count, place = config.inner.accumulate, Place(effect.stream, effect.batch, effect.share)
+        count, place = config.inner.accumulate, BatchPosition(effect.stream, effect.batch, effect.share)
         if self._cuda is not None and self._ahead is None:
             self._ahead = BatchesAhead(self._micro_batches)
         batches = self._micro_batches(place) if self._ahead is None else self._ahead.take(place)
@@ -206,7 +206,7 @@ class TensorLearner:
         tokens, samples = (sum(column) for column in zip(*counts, strict=True))
         return StepDone(tokens, samples, 0, total if self._cuda is None else self._cuda.loss(parts))
 
-    def _micro_batches(self, place: Place) -> list[Any]:
+    def _micro_batches(self, place: BatchPosition) -> list[Any]:
         count, found = self._config.inner.accumulate, []
         for position in range(place.batch * count, (place.batch + 1) * count):
             batch = self._task.batch(self._learner, place.stream, position)

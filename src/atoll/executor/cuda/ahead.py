@@ -12,33 +12,33 @@ from atoll.executor.cuda.transfer import each_tensor
 from atoll.ids import LearnerId
 
 
-class Place(NamedTuple):
+class BatchPosition(NamedTuple):
     """Which micro-batches a step takes: a pure function of this gives them."""
 
     stream: LearnerId
     batch: int
     share: float
 
-    def following(self) -> Place:
+    def following(self) -> BatchPosition:
         """The usual next step. Another one, after a grant or a recovery, costs one wait for its batch."""
         return self._replace(batch=self.batch + 1)
 
 
 class BatchesAhead:
-    def __init__(self, draw: Callable[[Place], list[Any]]) -> None:
+    def __init__(self, draw: Callable[[BatchPosition], list[Any]]) -> None:
         self._draw = draw
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
-        self._next: tuple[Place, Future[list[Any]]] | None = None
+        self._next: tuple[BatchPosition, Future[list[Any]]] | None = None
 
-    def take(self, place: Place) -> list[Any]:
+    def take(self, place: BatchPosition) -> list[Any]:
         expected, self._next = self._next, None
         return expected[1].result() if expected is not None and expected[0] == place else self._pinned(place)
 
-    def prepare(self, place: Place) -> None:
+    def prepare(self, place: BatchPosition) -> None:
         self._next = (place, self._thread.submit(self._pinned, place))
 
     def close(self) -> None:
         self._thread.shutdown()
 
-    def _pinned(self, place: Place) -> list[Any]:
+    def _pinned(self, place: BatchPosition) -> list[Any]:
         return [each_tensor(batch, Tensor.pin_memory) for batch in self._draw(place)]

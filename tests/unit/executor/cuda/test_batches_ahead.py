@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from atoll.executor.cuda.ahead import BatchesAhead, Place
+from atoll.executor.cuda.ahead import BatchesAhead, BatchPosition
 
 
 class Draws:
     def __init__(self) -> None:
-        self.drawn: list[tuple[Place, str]] = []
+        self.drawn: list[tuple[BatchPosition, str]] = []
 
-    def __call__(self, place: Place) -> list[Any]:
+    def __call__(self, place: BatchPosition) -> list[Any]:
         self.drawn.append((place, threading.current_thread().name))
         return [torch.tensor([place.stream, place.batch])]
 
@@ -28,23 +28,23 @@ def draws(monkeypatch: pytest.MonkeyPatch) -> Draws:
 
 
 def test_following_batch_is_drawn_by_the_other_thread_and_given_once(draws: Draws) -> None:
-    ahead, first = BatchesAhead(draws), Place(0, 5, 1.0)
+    ahead, first = BatchesAhead(draws), BatchPosition(0, 5, 1.0)
     try:
         assert ahead.take(first)[0].tolist() == [0, 5]
         ahead.prepare(first.following())
-        assert ahead.take(Place(0, 6, 1.0))[0].tolist() == [0, 6]
-        assert ahead.take(Place(0, 6, 1.0))[0].tolist() == [0, 6]
+        assert ahead.take(BatchPosition(0, 6, 1.0))[0].tolist() == [0, 6]
+        assert ahead.take(BatchPosition(0, 6, 1.0))[0].tolist() == [0, 6]
     finally:
         ahead.close()
-    assert [place for place, _ in draws.drawn] == [first, Place(0, 6, 1.0), Place(0, 6, 1.0)]
+    assert [place for place, _ in draws.drawn] == [first, BatchPosition(0, 6, 1.0), BatchPosition(0, 6, 1.0)]
     assert [name.startswith("batches") for _, name in draws.drawn] == [False, True, False]
 
 
-@pytest.mark.parametrize("other", [Place(1, 6, 1.0), Place(0, 9, 1.0), Place(0, 6, 0.5)])
-def test_another_step_than_expected_gets_its_own_batch(draws: Draws, other: Place) -> None:
+@pytest.mark.parametrize("other", [BatchPosition(1, 6, 1.0), BatchPosition(0, 9, 1.0), BatchPosition(0, 6, 0.5)])
+def test_another_step_than_expected_gets_its_own_batch(draws: Draws, other: BatchPosition) -> None:
     ahead = BatchesAhead(draws)
     try:
-        ahead.prepare(Place(0, 6, 1.0))
+        ahead.prepare(BatchPosition(0, 6, 1.0))
         assert ahead.take(other)[0].tolist() == [other.stream, other.batch]
     finally:
         ahead.close()
