@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -37,6 +38,12 @@ Watch = Callable[[LocalCluster, Record], None]
 
 UNHURRIED = 3.0
 """Learners are slowed by so much: steps last longer than they cost, and one machine has room for all processes."""
+LONG = 3000
+"""Steps of a run that ends when the test has seen enough (`until`): they bound its patience, to about a minute."""
+STEADY = {"warmup_share": 0.0, "schedule": "constant"}
+"""Of [inner], for such a run: the usual schedule counts on its length."""
+PATIENT = {"silence_steps": 1e4, "patience_seconds": 60.0, "recovery_intervals": 1e4}
+"""Of [limits], where a test is about something else than a learner that is slow to answer: any process may stall for seconds."""
 
 
 def small(learners: int = 3, *, preset: str = "decoupled", total_steps: int = 150, **sections: Any) -> Config:
@@ -86,19 +93,28 @@ class SharedForkServer:
 
 
 def run(
-    directory: Path, config: Config, *faults: Fault, watch: Watch | None = None, resume: tuple[Path, int] | None = None,
-    fork_server: type[ForkServer] | type[SharedForkServer] = SharedForkServer,
+    directory: Path, config: Config, *faults: Fault, watch: Watch | None = None, until: Callable[[], bool] | None = None,
+    resume: tuple[Path, int] | None = None, fork_server: type[ForkServer] | type[SharedForkServer] = SharedForkServer,
 ) -> LocalCluster:  # fmt: skip
-    """To the end. `watch` sees the syncer's records as they come, and may strike."""
+    """To the end, or until enough was seen: then the syncer is stopped (SIGTERM), and so are its learners. `watch` sees the
+    syncer's records as they come, and may strike; `until` is asked after each."""
     cluster: LocalCluster
+    stopped = False
 
     def seen(record: Record) -> None:
+        nonlocal stopped
         if watch is not None:
             watch(cluster, record)
+        if until is not None and not stopped and until():
+            stopped = True
+            cluster.syncer_child().signal(signal.SIGTERM)
 
     slow = [Slow(0.0, m, UNHURRIED, 1e6) for m in range(config.learners)]
     cluster = LocalCluster(config, directory, ChaosPlan((*slow, *faults)), watch=seen, resume=resume)
-    with patch.object(cluster_module, "ForkServer", fork_server):
+    with ExitStack() as patched:
+        patched.enter_context(patch.object(cluster_module, "ForkServer", fork_server))
+        if until is not None:  # nobody will come back for whom they would wait
+            patched.enter_context(patch.object(cluster_module, "LEAVE_SECONDS", 0.0))
         cluster.run()
     return cluster
 
@@ -132,8 +148,9 @@ class _Cast:
                 self._learners[record.worker] = machine
 
 
-def judge(directory: Path, config: Config) -> Outcome:
-    """Every decision as taped, every invariant held after every event, and the fates of all tokens add up."""
+def judge(directory: Path, config: Config, *, whole: bool = True) -> Outcome:
+    """Every decision as taped, every invariant held after every event, and the fates of all tokens add up. `whole`: and the
+    run took all of its steps."""
     cast, safety = _Cast(), Safety(config)
     safety.attach(cast)  # type: ignore[arg-type]
 
@@ -145,15 +162,16 @@ def judge(directory: Path, config: Config) -> Outcome:
 
     outcome = replay(open_run(directory), observe=observe)
     assert outcome.fates is not None and outcome.fates.add_up()
-    assert outcome.outer_step == config.total_steps
+    assert outcome.outer_step == config.total_steps or not whole
     return outcome
 
 
-def retrain(directory: Path) -> None:
-    """Train it all again from the tapes, and demand the live run's Theta bit for bit."""
+def retrain(directory: Path, *, whole: bool = True) -> None:
+    """Train it all again from the tapes, and demand the live run's Theta bit for bit: every one that is taped, and of a `whole`
+    run the last on disk. (A syncer that is stopped may have stored one more than it taped.)"""
     use_threads(1)
     _, theta, _ = replay_run(open_run(directory), weights=True, executor_of=executor_for_replay(directory))
-    assert theta == DurableVersions.open(directory / "syncer", read_only=True).theta_sha256()
+    assert not whole or theta == DurableVersions.open(directory / "syncer", read_only=True).theta_sha256()
 
 
 def effects_of(directory: Path, *kinds: type[Effect]) -> list[Any]:
