@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -96,27 +96,25 @@ def run(
     directory: Path, config: Config, *faults: Fault, watch: Watch | None = None, until: Callable[[], bool] | None = None,
     resume: tuple[Path, int] | None = None, fork_server: type[ForkServer] | type[SharedForkServer] = SharedForkServer,
 ) -> LocalCluster:  # fmt: skip
-    """To the end, or until enough was seen: then the syncer is stopped (SIGTERM), and so are its learners. `watch` sees the
-    syncer's records as they come, and may strike; `until` is asked after each."""
+    """To the end, or until enough was seen: then all its processes are killed. `watch` sees the syncer's records as they come,
+    and may strike; `until` is asked after each."""
     cluster: LocalCluster
-    stopped = False
 
     def seen(record: Record) -> None:
-        nonlocal stopped
         if watch is not None:
             watch(cluster, record)
-        if until is not None and not stopped and until():
-            stopped = True
-            cluster.syncer_child().signal(signal.SIGTERM)
+        if until is not None and until():
+            raise _Enough
 
     slow = [Slow(0.0, m, UNHURRIED, 1e6) for m in range(config.learners)]
     cluster = LocalCluster(config, directory, ChaosPlan((*slow, *faults)), watch=seen, resume=resume)
-    with ExitStack() as patched:
-        patched.enter_context(patch.object(cluster_module, "ForkServer", fork_server))
-        if until is not None:  # nobody will come back for whom they would wait
-            patched.enter_context(patch.object(cluster_module, "LEAVE_SECONDS", 0.0))
+    with patch.object(cluster_module, "ForkServer", fork_server), suppress(_Enough):
         cluster.run()
     return cluster
+
+
+class _Enough(BaseException):
+    """As Ctrl-C would, it goes through whatever runs the cluster."""
 
 
 def learner_argv(directory: Path, address: str, learner: LearnerId) -> list[str]:
@@ -168,7 +166,7 @@ def judge(directory: Path, config: Config, *, whole: bool = True) -> Outcome:
 
 def retrain(directory: Path, *, whole: bool = True) -> None:
     """Train it all again from the tapes, and demand the live run's Theta bit for bit: every one that is taped, and of a `whole`
-    run the last on disk. (A syncer that is stopped may have stored one more than it taped.)"""
+    run the last on disk. (A syncer that is killed may have stored one more than it taped.)"""
     use_threads(1)
     _, theta, _ = replay_run(open_run(directory), weights=True, executor_of=executor_for_replay(directory))
     assert not whole or theta == DurableVersions.open(directory / "syncer", read_only=True).theta_sha256()

@@ -6,10 +6,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from harness import effects_of, judge, learner_argv, retrain, run, small
+from harness import LONG, PATIENT, STEADY, effects_of, judge, learner_argv, retrain, run, small
 
 from atoll.chaos import Scavenge
-from atoll.protocol.vocabulary import Goodbye, Membership, Received, Recovered, Resumed, StepDone
+from atoll.protocol.vocabulary import FixParticipants, Goodbye, Membership, Received, Recovered, Resumed, StepDone, Stored
 from atoll.runtime.local.cluster import LocalCluster
 from atoll.runtime.local.forkserver import Child
 from atoll.runtime.local.summary import verdict
@@ -51,12 +51,12 @@ class Scavengers:
             self.here[learner] = cluster.fork_server.spawn(learner_argv(self._directory, cluster.address, learner), out / "log")
 
 
-@pytest.mark.parametrize(("joins", "total_steps"), [(3, 130), pytest.param(20, 600, marks=pytest.mark.soak)])
-def test_many_joins_and_polite_leaves(joins: int, total_steps: int, tmp_path: Path) -> None:
-    config = small(2, total_steps=total_steps)
+@pytest.mark.parametrize("joins", [3, pytest.param(20, marks=pytest.mark.soak)])
+def test_many_joins_and_polite_leaves(joins: int, tmp_path: Path) -> None:
+    config = small(2, total_steps=LONG, limits=PATIENT)
     scavengers = Scavengers(tmp_path, joins, min(4, joins - 1))
-    run(tmp_path, config, watch=scavengers.watch)
-    judge(tmp_path, config)
+    run(tmp_path, config, watch=scavengers.watch, until=lambda: len(scavengers.codes) == joins)
+    judge(tmp_path, config, whole=False)
     goodbyes = [
         r for r in open_run(tmp_path).records()
         if isinstance(r.event, Received) and isinstance(r.event.envelope.body, Goodbye)
@@ -82,16 +82,31 @@ def test_plan_scavenges_a_learner_that_joins_trains_and_leaves(tmp_path: Path) -
 
 def test_run_resumed_from_a_snapshot_with_other_numbers_of_learners(tmp_path: Path) -> None:
     first, again = tmp_path / "first", tmp_path / "again"
-    config = small(2, total_steps=50, protocol={"snapshot_interval": 12})
-    run(first, config)
-    judge(first, config)
-    snapshots = list_snapshots(first)
-    assert snapshots and snapshots[-1].complete and snapshots[-1].present == (0, 1)
-    at = snapshots[-1].outer_step
+    snapshots, inner = {"snapshot_interval": 12}, {"inner": STEADY}
+    config = small(2, total_steps=LONG, limits=PATIENT, protocol=snapshots, **inner)
+    sealed: list[int] = []
+
+    def watch(cluster: LocalCluster, record: Record) -> None:
+        if isinstance(record.event, Stored):  # a snapshot is taped first, and then sealed on disk
+            whole = [found for found in list_snapshots(first) if found.complete and found.present == (0, 1)]
+            sealed[:] = [found.outer_step for found in whole if found.outer_step > 40]
+
+    run(first, config, watch=watch, until=lambda: bool(sealed))
+    judge(first, config, whole=False)
+    assert sealed, list_snapshots(first)
+    at = sealed[-1]
     assert verify(first, at) == []
-    longer = small(3, total_steps=80, protocol={"snapshot_interval": 12})
-    run(again, longer, resume=(first, at))
-    judge(again, longer)
+    # The first round waits for three, and the third for a broadcast: it is the short patience that ends this, with Theta.
+    longer = small(3, total_steps=LONG, limits=PATIENT | {"patience_seconds": 0.5}, protocol=snapshots, **inner)
+    rounds = 0
+
+    def count(cluster: LocalCluster, record: Record) -> None:
+        nonlocal rounds
+        rounds += sum(isinstance(e, FixParticipants) and e.participants == (0, 1, 2) for e in record.effects)
+
+    run(again, longer, watch=count, until=lambda: rounds > 20, resume=(first, at))
+    judge(again, longer, whole=False)
+    assert rounds > 20, "all three train together"
     records = list(open_run(again).records())
     assert {r.worker for r in records if isinstance(r.event, Resumed)} == {0, 1}
     assert 2 in {r.worker for r in records if isinstance(r.event, StepDone)}, "a third joined as a newcomer"
@@ -99,4 +114,4 @@ def test_run_resumed_from_a_snapshot_with_other_numbers_of_learners(tmp_path: Pa
     assert summary.loss_final is not None and before.loss_first is not None and summary.loss_first is not None
     assert summary.loss_first < 0.85 * before.loss_first, "it goes on from what the first had learnt"
     assert summary.loss_final < 0.85 * before.loss_first, "and stays there"
-    retrain(again)
+    retrain(again, whole=False)
