@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 from command import atoll
-from harness import judge, run, small
+from harness import LONG, STEADY, judge, run, small
 
 from atoll.protocol.vocabulary import Stored
 from atoll.runtime.local.cluster import LocalCluster
@@ -32,10 +32,10 @@ def evaluators_of(directory: Path) -> list[int]:
 
 
 def test_losses_on_the_way_are_reported_and_kept(tmp_path: Path) -> None:
-    config = small(2, total_steps=80, data={"heldout_every": EVERY})
-    run(tmp_path, config)
-    judge(tmp_path, config)
-    points = [point for point in points_in(tmp_path) if point.outer_step < 80]
+    config = small(2, total_steps=LONG, data={"heldout_every": EVERY}, inner=STEADY)
+    run(tmp_path, config, until=lambda: len(points_in(tmp_path)) > 1 and points_in(tmp_path)[-1].outer_step > 60)
+    judge(tmp_path, config, whole=False)
+    points = points_in(tmp_path)
     steps = [point.outer_step for point in points]
     assert steps, (tmp_path / "heldout.log").read_text()
     assert len({step // EVERY for step in steps}) == len(steps), "at most one for each multiple"
@@ -50,7 +50,7 @@ def test_run_ends_as_usual_when_its_evaluator_is_killed(tmp_path: Path) -> None:
     killed: list[int] = []
 
     def inject(cluster: LocalCluster, record: Record) -> None:
-        if not killed and isinstance(record.event, Stored) and record.event.outer_step > 30:
+        if not killed and isinstance(record.event, Stored):  # as soon as it is there: it must not live to see the end
             killed.extend(evaluators_of(tmp_path))
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
