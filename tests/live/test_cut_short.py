@@ -17,6 +17,9 @@ from atoll.runtime.local.forkserver import ForkServer
 from atoll.store.durable import DurableVersions
 from atoll.tape.format import Record
 
+NEVER_DUE = {"fragments": 1, "local_steps_per_round": 150}
+"""Merges at the last step alone: however late the interrupt comes, it is before."""
+
 
 def test_interrupted_run_is_evaluated_and_its_outer_step_told(tmp_path: Path) -> None:
     def interrupt(cluster: LocalCluster, record: Record) -> None:
@@ -38,7 +41,7 @@ def test_run_interrupted_before_its_first_round_is_refused(tmp_path: Path) -> No
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, small(1, limits={"start_wait_seconds": 60.0}), watch=interrupt)
+        run(tmp_path, small(1, protocol=NEVER_DUE), watch=interrupt)
     done = CliRunner().invoke(app, ["export", str(tmp_path), "--hf", str(tmp_path / "hf")])
     assert isinstance(done.exception, UserError) and "(outer step 0 of 150)" in str(done.exception)
     assert not (tmp_path / "hf").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,9 +30,11 @@ def test_child_reports_whose_fault_its_end_is_unless_it_is_killed(fork_server: S
     refused.wait(60.0)
     assert refused.poll() == 2 and refused.failure is not None and refused.failure.users_fault
     assert "missing" in refused.failure.message and refused.failure.message in (tmp_path / "refused.log").read_text()
-    killed = fork_server.spawn(["learner", "--syncer", "127.0.0.1:1"], tmp_path / "killed.log")
-    killed.signal(signal.SIGKILL)
-    killed.wait(60.0)
+    with socket.create_server(("127.0.0.1", 0)) as nobody:  # where it would wait for an answer, and so does not end by itself
+        address = f"127.0.0.1:{nobody.getsockname()[1]}"
+        killed = fork_server.spawn(["learner", "--syncer", address, "--token", "atoll1.x"], tmp_path / "killed.log")
+        killed.signal(signal.SIGKILL)
+        killed.wait(60.0)
     assert (killed.poll(), killed.failure) == (-signal.SIGKILL, None)
     fine = fork_server.spawn(["--version"], tmp_path / "fine.log")
     fine.wait(60.0)
