@@ -37,6 +37,7 @@ def test_two_learners_of_the_example_train_one_model(example: str, tmp_path: Pat
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     words = [sys.executable, "-m", "atoll", "syncer", REPOSITORY / "recipes" / "custom.toml", "--dir", tmp_path / "s"]
     words += ["--listen", "127.0.0.1:0", "--set", "total_steps=16", "--set", "limits.start_wait_seconds=120"]
+    words += ["--set", "protocol.quorum=2"]  # else one of them may take all steps while the other stalls
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, env=environment) as syncer:
         assert syncer.stderr is not None
         line = next(line for line in syncer.stderr if "listens on" in line)

@@ -16,12 +16,13 @@ SNAPSHOT = 10
 STEPS = 2 * SNAPSHOT - 1
 SLOW = "\n".join(f'[[faults]]\nfault = "slow"\nat = 0.0\nlearner = {m}\nfactor = 8.0\nlasts = 1000.0' for m in (0, 1))
 """One snapshot, in the middle. One that is not written when the next is due or the run ends is abandoned: so the steps are slow,
-200 ms and eight times what they cost on any machine, and the snapshot has nine of them. Its parts cost less than one."""
+200 ms and eight times what they cost on any machine, and the snapshot has nine of them. Its parts cost less than one. No round
+is without both learners, so one that stalls is not left behind."""
 TINY = [
     word
     for key in (
         f"total_steps={STEPS}", "learners=2", "protocol.fragments=4", "protocol.local_steps_per_round=4",
-        "limits.silence_steps=1000",
+        "limits.silence_steps=1000", "protocol.quorum=2",
         "data.seq_len=16", "data.batch_size=2", "data.max_bytes=200000", "data.heldout_batches=2",
         "model.numbers={width=16, layers=2, heads=2, mlp=24}", f"protocol.snapshot_interval={SNAPSHOT}",
     )

@@ -14,13 +14,16 @@ PLUGIN = Path(__file__).parents[1] / "helpers" / "sign_plugin.py"
 RECIPE = """
 preset = "decoupled"
 learners = 2
-total_steps = 24
+total_steps = 23
 [protocol]
 local_steps_per_round = 4
 fragments = 4
+quorum = 2
 codec_up = "sign64"
 merge = "median"
 snapshot_interval = 12
+[limits]
+silence_steps = 1000.0
 [data]
 seq_len = 16
 batch_size = 4
@@ -31,6 +34,8 @@ width = 16
 layers = 2
 heads = 2
 """
+SLOW = "\n".join(f'[[faults]]\nfault = "slow"\nat = 0.0\nlearner = {m}\nfactor = 8.0\nlasts = 1000.0' for m in (0, 1))
+"""One snapshot, which must be written before the run is over: so its eleven last steps are slow, and none is without both."""
 ALLOW = ("--allow-plugin", str(PLUGIN))
 
 
@@ -63,13 +68,14 @@ def atoll(*commands: tuple[object, ...], cwd: Path, code: int = 0) -> list[str]:
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plugins")
     (folder / "own.toml").write_text(RECIPE)
+    (folder / "slow.toml").write_text(SLOW)
     return folder
 
 
 @pytest.mark.live
 def test_processes_train_with_a_registered_codec_replay_bit_for_bit_and_go_on(home: Path) -> None:
     trained, replayed, resumed, _ = atoll(
-        ("train", "own.toml", *ALLOW, "--json", "--out", "live"),
+        ("train", "own.toml", *ALLOW, "--chaos", "slow.toml", "--json", "--out", "live"),
         ("replay", "live", "--weights", *ALLOW),
         ("train", "--resume", "live", *ALLOW, "--set", "total_steps=32", "--json", "--out", "resumed"),
         ("export", "live", "--hf", "exported", *ALLOW),
