@@ -111,7 +111,8 @@ class Siege:
 
     @property
     def over(self) -> bool:
-        return self.stopped.is_set() or self.count >= self.goal
+        """Enough was thrown, also by somebody who was let in and pulled from: on a slow machine that takes longer."""
+        return self.stopped.is_set() or (self.count >= self.goal and self.pulled > 0)
 
     async def run(self, workers: int) -> None:
         turncoats = [self._attack(turncoat, Rng(f"{self.seed} turncoat {n}")) for n in range(2)]  # some in every siege

@@ -23,6 +23,7 @@ from atoll.protocol.reasons import Why
 from atoll.protocol.vocabulary import (
     Effect,
     FixParticipants,
+    Membership,
     Merge,
     Received,
     Refuse,
@@ -69,8 +70,9 @@ class Aftermath:
 
 
 def besiege(directory: Path, config: Config, goal: int, workers: int, seed: int) -> Aftermath:
-    """Starts with the first round; the run goes on to its end afterwards."""
-    begun = threading.Event()
+    """Starts with the first rounds. The run lasts until the siege is over and what it held is let go of; `config.total_steps`
+    bounds how long that may take."""
+    begun, ended = threading.Event(), threading.Event()
     clusters: list[LocalCluster] = []
 
     def watch(cluster: LocalCluster, record: Record) -> None:
@@ -79,7 +81,7 @@ def besiege(directory: Path, config: Config, goal: int, workers: int, seed: int)
             begun.set()
 
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(run, directory, config, watch=watch)
+        running = pool.submit(run, directory, config, watch=watch, until=ended.is_set)
         running.add_done_callback(lambda _: begun.set())
         assert begun.wait(120)
         assert clusters, f"it did not begin: {running.exception()}"
@@ -90,20 +92,21 @@ def besiege(directory: Path, config: Config, goal: int, workers: int, seed: int)
         siege = Siege(cluster.address, token, seed, goal, HONEST, members_max=config.limits.members_max)
         running.add_done_callback(lambda _: siege.stopped.set())
         vitals, started = Vitals(pid, log), now()
-        asyncio.run(siege.run(workers))
-        seconds, samples = now() - started, len(vitals.rss)
-        files_after = settled(vitals)
-        pid_after = cluster.syncer_child().pid
         try:
-            running.result()
+            asyncio.run(siege.run(workers))
+            seconds, samples = now() - started, len(vitals.rss)
+            files_after = settled(vitals)
+            pid_after = cluster.syncer_child().pid
         finally:
+            ended.set()
             vitals.stop()
+        running.result()
     return Aftermath(siege, vitals, seconds, samples, (pid, pid_after), files_after, log.read_text(errors="replace"))
 
 
 def settled(vitals: Vitals) -> int:
     """Open files once the last links are let go of: a farewell takes seconds."""
-    until = now() + 12
+    until = now() + 60
     while now() < until and vitals.files[-1] > vitals.files[0] + 10:
         time.sleep(0.3)
     return vitals.files[-1]
@@ -114,6 +117,8 @@ def refusals(directory: Path) -> tuple[Counter[str], dict[str, Any]]:
     kinds: Counter[str] = Counter()
     rounds = starts = 0
     honest_rounds: Counter[int] = Counter()
+    possible: Counter[int] = Counter()
+    in_sync: set[int] = set()
     stored: list[int] = []
     for record in Tape(live_tapes(directory)[0]).records():
         starts += isinstance(record.event, Started)
@@ -124,8 +129,11 @@ def refusals(directory: Path) -> tuple[Counter[str], dict[str, Any]]:
                 kinds[effect.reason.why] += 1
                 late = effect.reason.why is Why.LATE
                 assert effect.peer >= HONEST or late, f"an honest learner was refused: {effect}"
+            if isinstance(effect, Membership) and effect.learner < HONEST:
+                (in_sync.add if effect.standing == "in_sync" else in_sync.discard)(effect.learner)
             if isinstance(effect, Merge):
                 rounds += 1
+                possible.update(in_sync)
                 honest_rounds.update(share.learner for share in effect.shares)
     waited = [
         record.event.envelope.body.waited_nanos
@@ -133,7 +141,8 @@ def refusals(directory: Path) -> tuple[Counter[str], dict[str, Any]]:
         if isinstance(record.event, Received) and record.event.envelope.sender < HONEST
         and isinstance(record.event.envelope.body, Report)
     ]  # fmt: skip
-    return kinds, {"starts": starts, "stored": stored, "merges": rounds, "honest": honest_rounds, "waited": max(waited)}
+    counted = {"merges": rounds, "honest": honest_rounds, "possible": possible}
+    return kinds, {"starts": starts, "stored": stored, "waited": max(waited), **counted}
 
 
 def withstands(
@@ -161,12 +170,12 @@ def withstands(
     assert siege.entered and siege.pulled, "nobody got in who then lied"
     assert after.pids[0] == after.pids[1] and honest["starts"] == 1, "the syncer was started again"
     assert "Traceback" not in after.log
-    judge(directory, config)
+    judge(directory, config, whole=False)
     assert honest["waited"] == 0
     assert len(live_tapes(directory)) == 1 + HONEST, "an honest learner had to come back as another incarnation"
     assert honest["stored"] == sorted(set(honest["stored"])) and all(
-        honest["honest"][m] > 0.5 * honest["merges"] for m in range(HONEST)
-    )
+        honest["honest"][m] > 0.5 * honest["possible"][m] > 0 for m in range(HONEST)
+    ), "of the merges while it was in sync: one that stalls is not, and has no part in them"
     assert max(rss) < rss[0] + 150
     during = rss[: after.samples]
     late = during[len(during) // 2 :]
@@ -185,4 +194,4 @@ def withstands(
 
 def test_syncer_withstands_hundreds_of_hostile_messages(tmp_path: Path) -> None:
     """`bench/hostile_messages.py` sends a million."""
-    withstands(tmp_path, goal=800, total_steps=90, workers=6, seed=1, offences=20)
+    withstands(tmp_path, goal=800, total_steps=harness.LONG, workers=6, seed=1, offences=20)
