@@ -30,7 +30,7 @@ def main(address: str, source: str, count: int, seconds: float, kind: str, hold:
     began = time.monotonic()
     for number in range(count):
         one = socket.socket()
-        one.settimeout(10)
+        one.settimeout(60)
         try:
             one.bind((source, 0))
             one.connect((host, int(port)))

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -172,7 +173,7 @@ def test_learner_whose_place_was_taken_while_it_was_away_goes_on_in_another(
     network.run(proxy.stop())
     network.stop()
     joined = [e.learner for r in syncer.tape() for e in r.effects if isinstance(e, Membership) and e.standing == "in_sync"]
-    assert joined == [0, 1]
+    assert [learner for learner, _ in groupby(joined)] == [0, 1], "one that stalls may enter its own place again"
     assert (tmp_path / "learners" / "1" / "0.tape").exists(), "beside the old one, where a replay finds it"
 
 

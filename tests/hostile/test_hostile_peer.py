@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from thread_syncer import PATIENCE_SECONDS, Syncer, custom, model_of, train
+from thread_syncer import PATIENCE_SECONDS, UNHURRIED, Syncer, custom, model_of, train
 
 from atoll.executor.learner import TensorLearner
 from atoll.ids import SYNCER
@@ -83,7 +83,7 @@ class Peers:
 def test_bad_state_is_asked_for_once_and_its_victim_recovers_from_another(
     spoil: Callable[[Any], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    syncer = Syncer(tmp_path / "syncer", custom(total_steps=10**6))
+    syncer = Syncer(tmp_path / "syncer", custom(total_steps=10**6, limits=UNHURRIED))
     try:
         peers = Peers(syncer, spoil, monkeypatch)
         with peers.training():
