@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transport_peers import Memory, Recorder, admit, credentials_of, run, started
+from transport_peers import PATIENCE_SECONDS, Memory, Recorder, admit, credentials_of, run, started
 
 from atoll.transport import Caps, LinkFailed, LinkLimits, Refused, Server, call, dial, raise_open_files_limit, upload, uploads
 from atoll.transport.door import EARLY_BYTES_MAX, Door, Endpoint, address_group, endpoint_of, endpoint_of_peer
@@ -150,7 +150,8 @@ def silent(address: str, source: str, count: int, words: bytes = b"") -> Iterato
     with ExitStack() as stack:
         made = []
         for _ in range(count):
-            one = stack.enter_context(socket.create_connection((host, int(port)), timeout=5, source_address=(source, 0)))
+            made_one = socket.create_connection((host, int(port)), timeout=PATIENCE_SECONDS, source_address=(source, 0))
+            one = stack.enter_context(made_one)
             one.sendall(words)
             one.setblocking(False)
             made.append(one)
@@ -169,7 +170,7 @@ def is_open(one: socket.socket) -> bool:
         return False
 
 
-async def until(condition: object, seconds: float = 5.0) -> None:
+async def until(condition: object, seconds: float = PATIENCE_SECONDS) -> None:
     assert callable(condition)
     async with asyncio.timeout(seconds):
         while not condition():
@@ -181,7 +182,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0
 
 @pytest.mark.parametrize("words", [b"", PREFACE], ids=["silent", "http2"])
 def test_server_closes_what_is_not_admitted_and_an_honest_link_stays(words: bytes) -> None:
-    caps = Caps(connections=200, unadmitted=30, unadmitted_per_address=20, admission_seconds=1.5)
+    caps = Caps(connections=200, unadmitted=30, unadmitted_per_address=20, admission_seconds=5.0)
 
     async def story() -> None:
         here, there = Recorder(), Recorder(echo=True)
@@ -282,7 +283,7 @@ def test_upload_is_refused_before_its_bytes_are_read() -> None:
 
 
 def test_upload_that_comes_too_slowly_is_refused_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "UPLOAD_SECONDS", 0.3)
+    monkeypatch.setattr(uploads, "UPLOAD_SECONDS", 3.0)
 
     async def story() -> None:
         sink = Memory(8 << 20)

@@ -314,8 +314,8 @@ def context(side: ssl._SSLMethod, where: Path, name: str, ca: Path) -> ssl.SSLCo
 def handshake(server: ssl.SSLContext, client: ssl.SSLContext, expects: str) -> str:
     """Both ends over a socket pair; the client's name as the server sees it. Raises what either end raised."""
     left, right = socket.socketpair()
-    left.settimeout(5)
-    right.settimeout(5)
+    left.settimeout(60)
+    right.settimeout(60)
     seen: list[str | BaseException] = []
 
     def serve() -> None:

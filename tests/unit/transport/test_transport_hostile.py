@@ -109,7 +109,7 @@ def test_hostile_frames_of_every_kind_leave_an_honest_link_untouched() -> None:
     async def story() -> None:
         there, here = Recorder(), Recorder()
         async with serving(there, LIMITS) as (server, address):
-            honest = await dial(address, here, peer="s", metadata=credentials_of("honest"), limits=LIMITS, timeout=5)
+            honest = await dial(address, here, peer="s", metadata=credentials_of("honest"), limits=LIMITS, timeout=60)
             for name in FRAMES:
                 await assail(address, server, there, name)
                 honest.send(name.encode(), [name.encode() * 10_000])
@@ -194,7 +194,7 @@ def test_limit_of_payloads_may_be_lowered_later() -> None:
     async def story() -> None:
         here, there = Recorder(), Recorder()
         async with serving(there) as (server, address):
-            link = await dial(address, here, peer="s", metadata=credentials_of("x"), timeout=5)
+            link = await dial(address, here, peer="s", metadata=credentials_of("x"), timeout=60)
             link.send(b"fits", [bytes(2000)])
             await there.until(lambda: there.heads == [b"fits"])
             server.payload_bytes_max = 1000

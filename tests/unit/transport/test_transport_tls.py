@@ -57,14 +57,14 @@ def test_roles_are_checked_on_both_ends() -> None:
         here, there = Recorder(), Recorder(echo=True)
         async with serving(there, credentials=server) as (running, address):
             running._admit = lambda metadata: seen.append(metadata[":certificate"]) or metadata["name"]
-            link = await dial(address, here, peer="s", metadata=credentials_of("a"), credentials=good, timeout=5)
+            link = await dial(address, here, peer="s", metadata=credentials_of("a"), credentials=good, timeout=60)
             link.send(b"secret", [bytes(3 << 20)])
             await here.until(lambda: here.heads == [b"secret"])
             for bad in (wrong_role, unknown, None):
                 with pytest.raises(LinkFailed):
                     await dial(address, here, peer="s", metadata=credentials_of("a"), credentials=bad, timeout=2)
             with pytest.raises(LinkFailed, match="unimplemented"):
-                await call(address, "nothing", {}, b"", good, 5)
+                await call(address, "nothing", {}, b"", good, 60)
         assert seen == ["atoll-learner"]
 
     run(story())

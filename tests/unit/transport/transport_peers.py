@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import random
+import selectors
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 from atoll.transport import Link, LinkLimits, Refused, Server, ServerCredentials
 from atoll.transport.link import Notifier
+
+PATIENCE_SECONDS = 60.0
+"""Against hanging only: any thread may stall for seconds."""
 
 
 class Recorder:
@@ -39,7 +43,7 @@ class Recorder:
         self.told.append(("closed", link.peer))
         self._notifier.notify_all()
 
-    async def until(self, condition: Callable[[], bool], timeout: float = 8.0) -> None:
+    async def until(self, condition: Callable[[], bool], timeout: float = PATIENCE_SECONDS) -> None:
         async with asyncio.timeout(timeout):
             while not condition():
                 await self._notifier.wait()
@@ -170,13 +174,34 @@ async def started(server: Server) -> AsyncIterator[str]:
         await server.stop(0.5)
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    """A leftover task or an unhandled error in the loop fails the test."""
+class Hasty(selectors.DefaultSelector):
+    """Does not wait: the seconds that it was asked to wait for have passed."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.now += timeout or 0.0
+        return super().select(0.0 if timeout is not None else None)
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    """For stories without a network: its time passes only while nothing can go on, so a stall of the machine takes none."""
+
+    def __init__(self) -> None:
+        self._hasty = Hasty()
+        super().__init__(self._hasty)
+
+    def time(self) -> float:
+        return self._hasty.now
+
+
+def run(test: Coroutine[Any, Any, None], *, virtual: bool = False) -> None:
+    """A leftover task or an unhandled error in the loop fails the test. `virtual`: on a clock of its own."""
     errors: list[Any] = []
 
     async def watched() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: errors.append(context))
-        async with asyncio.timeout(14):
+        async with asyncio.timeout(2 * PATIENCE_SECONDS):
             await test
         left = asyncio.all_tasks() - {asyncio.current_task()}
         own = {task for task in left if "atoll" in repr(task.get_coro())}
@@ -184,7 +209,8 @@ def run(test: Coroutine[Any, Any, None]) -> None:
             await asyncio.wait(own, timeout=3)
         assert not [task for task in own if not task.done()]
 
-    asyncio.run(watched())
+    with asyncio.Runner(loop_factory=VirtualLoop if virtual else None) as runner:
+        runner.run(watched())
     # gRPC may complete an operation of an earlier test, whose loop is closed: that says nothing about this one.
     errors = [error for error in errors if "PollerCompletionQueue" not in error["message"]]
     assert not errors, errors

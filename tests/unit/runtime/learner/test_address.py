@@ -106,8 +106,8 @@ def test_learner_that_waits_says_so_at_once_and_again_at_a_bounded_rate(
         raise LinkFailed("nobody listens there")
 
     monkeypatch.setattr(addresses, "call", closed)
-    monkeypatch.setattr(addresses, "WAIT_LINE_SECONDS", 0.1)
-    address = Address(syncer="127.0.0.1:1", token="t", join_timeout_seconds=0.4)
+    monkeypatch.setattr(addresses, "WAIT_LINE_SECONDS", 0.5)
+    address = Address(syncer="127.0.0.1:1", token="t", join_timeout_seconds=2.0)
     with caplog.at_level(logging.INFO), pytest.raises(UserError, match=r"^syncer 127\.0\.0\.1:1: cannot be joined: nobody"):
         asyncio.run(request_place(address, -1, random.Random(0)))
     first, *waits = caplog.records

@@ -17,7 +17,7 @@ from atoll.errors import PlanError, UserError
 from atoll.ids import SYNCER
 from atoll.runtime.local.proxy import CONNECTIONS_MAX, Faults, Proxy
 
-SOON, LIMIT = 0.04, 5.0
+SOON, LIMIT = 0.04, 60.0
 """Long enough for loopback to show what is not held; a test that hangs ends after LIMIT."""
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -404,7 +404,7 @@ async def test_a_limit_is_kept_by_all_connections_together_and_lifted(wires: Wir
     slow = await through()
     assert slow >= 0.9 * 2 * each / rate
     proxy.limit(None)
-    assert await through() < slow
+    assert min([await through() for _ in range(5)]) < slow, "one of them may be stalled"
 
 
 @live
@@ -489,8 +489,8 @@ def test_a_fault_strikes_its_link_in_its_direction(fault: Clog | Partition, held
 @live
 async def test_a_fault_ends_by_itself(wires: Wires) -> None:
     faults, named = await cluster(wires)
-    await faults.inject(Partition(0.0, 0, SYNCER, SOON))
-    await faults.inject(Clog(0.0, 0, SYNCER, SOON / 2))
+    await faults.inject(Partition(0.0, 0, SYNCER, 2.0))
+    await faults.inject(Clog(0.0, 0, SYNCER, 1.0))
     assert faults.active == 2
     await until(lambda: faults.active == 0)
     assert await passes(wires, named["m0"][1], "up") and await passes(wires, named["m0"][1], "down")
