@@ -3,8 +3,8 @@
     python bench/hostile_messages.py --messages 1000000 --out bench/results/hostile_messages.jsonl
 
 The checks are those of tests/live/test_hostile.py: no crash, no restart, flat memory, descriptors given back, honest learners in
-more than half of the merges while they are in sync, every invariant on the tapes. One JSON line with what was measured; exit code 1
-if a check fails.
+more than half of the merges while they are in sync, every invariant on the tapes. One JSON line with what was measured; exit
+code 1 if a check fails.
 """
 
 from __future__ import annotations
