@@ -87,4 +87,4 @@ def test_learners_with_full_disks_train_on_and_their_tapes_say_what_they_lack(tm
     assert without and all(2 not in s.learners for s in without)
     kept = list_snapshots(tmp_path)
     assert kept[0].learners == (0, 1, 2, 3) and not kept[0].missing, "the last of everybody stays"
-    assert all(verify(tmp_path, info.outer_step) == [] for info in kept)
+    assert all(verify(tmp_path, info.outer_step) == [] for info in kept if info.complete), "one may be open still"

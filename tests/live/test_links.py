@@ -53,7 +53,7 @@ def test_partitioned_learner_trains_on_and_catches_up_when_it_heals(tmp_path: Pa
             elif isinstance(effect, FixParticipants) and standing[-1:] == ["in_sync"] and {"lost", "silent"} & set(standing):
                 rounds += 1 in effect.participants
 
-    partition = Partition(at=0.5, a=1, b=SYNCER, lasts=2.6)
+    partition = Partition(at=0.5, a=1, b=SYNCER, lasts=5.0)  # its connections break after 3 s: no slow step hides that
     run(tmp_path, config, partition, watch=watch, until=lambda: rounds > 20 and long_alone(tmp_path) >= 10)
     judge(tmp_path, config, whole=False)
     assert long_alone(tmp_path) >= 10, "it must train on without the syncer"
