@@ -32,7 +32,9 @@ def test_child_reports_whose_fault_its_end_is_unless_it_is_killed(fork_server: S
     assert "missing" in refused.failure.message and refused.failure.message in (tmp_path / "refused.log").read_text()
     with socket.create_server(("127.0.0.1", 0)) as nobody:  # where it would wait for an answer, and so does not end by itself
         address = f"127.0.0.1:{nobody.getsockname()[1]}"
-        killed = fork_server.spawn(["learner", "--syncer", address, "--token", "atoll1.x"], tmp_path / "killed.log")
+        (tmp_path / "token").write_text("atoll1.x")
+        words = ["learner", "--syncer", address, "--token", str(tmp_path / "token")]
+        killed = fork_server.spawn(words, tmp_path / "killed.log")
         killed.signal(signal.SIGKILL)
         killed.wait(60.0)
     assert (killed.poll(), killed.failure) == (-signal.SIGKILL, None)
