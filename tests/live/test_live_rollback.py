@@ -7,13 +7,14 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness import judge, retrain, run, small
+from harness import judge, retrain, run, sends, small
 from typer.testing import CliRunner
 
 from atoll.chaos import KillSyncer
 from atoll.cli.app import app
 from atoll.errors import UserError
-from atoll.protocol.vocabulary import AnswerRollback, LoadTheta, Stored
+from atoll.protocol.messages import Loaded, TakeRollback
+from atoll.protocol.vocabulary import AnswerRollback, LoadTheta, Received, Stored
 from atoll.runtime.local.cluster import LocalCluster
 from atoll.store.lock import is_locked
 from atoll.tape.format import Record, Tape
@@ -25,15 +26,14 @@ class Operator(threading.Thread):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         self._folder = folder
-        self.answered, self.killed = threading.Event(), threading.Event()
+        self.killed = threading.Event()
         self.said: list[str] = []
         self.kept: list[int] = []
 
     def run(self) -> None:
         self.kept = json.loads(self._call("--json"))["steps"]
         self._call("--to", str(self.kept[0]), "--reason", "the loss went up")
-        self.answered.set()
-        self.killed.wait(60)
+        assert self.killed.wait(60), "no learner loaded what the run was rolled back to"
         pause = threading.Event()
         while is_locked(self._folder / "syncer"):
             pause.wait(0.01)
@@ -50,10 +50,13 @@ def test_running_and_killed_syncers_roll_back_and_replay_has_every_theta(tmp_pat
     config = small(2, total_steps=220, protocol={"rollback_interval": 10}, limits={"rollback_points": 20})
     operator = Operator(tmp_path)
 
+    tickets: set[int] = set()
+
     def watch(cluster: LocalCluster, record: Record) -> None:
         if isinstance(record.event, Stored) and record.event.outer_step == 20:
             operator.start()
-        if operator.answered.is_set() and not operator.killed.is_set():
+        tickets.update(envelope.body.ticket for envelope in sends(record, TakeRollback))
+        if loads_one_of(tickets, record) and not operator.killed.is_set():
             cluster.inject(KillSyncer(0.0, 3.0))
             operator.killed.set()
 
@@ -71,6 +74,11 @@ def test_running_and_killed_syncers_roll_back_and_replay_has_every_theta(tmp_pat
     assert not (tmp_path / "syncer" / "rollback.json").exists()
     with pytest.raises(UserError, match="is over"):
         CliRunner().invoke(app, ["rollback", str(tmp_path), "--to", "10"], catch_exceptions=False)
+
+
+def loads_one_of(tickets: set[int], record: Record) -> bool:
+    body = record.event.envelope.body if isinstance(record.event, Received) else None
+    return isinstance(body, Loaded) and body.ticket in tickets
 
 
 def tape_of(folder: Path, learner: int) -> list[Record]:
