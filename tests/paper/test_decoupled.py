@@ -288,7 +288,7 @@ def test_pull_is_answered_from_the_copy_staged_at_a_boundary_with_its_counters()
     assert answered > 100  # in mid-step, at once
 
 
-def test_learner_stages_what_is_due_in_its_next_tau_outer_steps_at_every_boundary() -> None:
+def test_learner_stages_at_every_boundary_what_is_due_in_its_next_tau_plus_1_steps() -> None:
     """At every step boundary the learner stages the fragments due in its next tau outer steps."""
     story = Story(small())
     schedule = Schedule(story.config)
@@ -299,7 +299,7 @@ def test_learner_stages_what_is_due_in_its_next_tau_outer_steps_at_every_boundar
         if isinstance(event, Received) and isinstance(event.envelope.body, Announce):
             known = max(known, event.envelope.body.outer_step)
         if isinstance(event, StepDone) and not any(type(e).__name__ == "Finished" for e in effects):
-            wanted = set(schedule.due(known + 1)) | set(schedule.due(known + 2))
+            wanted = schedule.due_between(known + 1, known + 3)
             assert {e.fragment for e in effects if isinstance(e, Stage)} == wanted
 
 

@@ -113,17 +113,17 @@ def test_learner_buffers_only_the_newest_version_of_each_fragment_while_joining(
 
 
 def test_boundary_on_arrival_stages_what_is_due_next_then_reports_then_steps() -> None:
-    stage = LearnerStage(arrival())
+    stage = LearnerStage(arrival(fragments=4, interval=4))
     stage.enters()
     effects = stage.steps()
-    assert others(effects) == [Stage(1, 1, NO_VERSION, False), InnerStep(2, 0, 1, 0)]
-    assert [type(e) for e in effects][1].__name__ == "Send"
+    assert others(effects) == [Stage(1, 1, NO_VERSION, False), Stage(2, 1, NO_VERSION, False), InnerStep(2, 0, 1, 0)]
+    assert [type(e) for e in effects][2].__name__ == "Send"
     (report,) = sent(effects)
     assert report == Report(1, 1, 1, TOKENS, 1, 100 * MS, 0, 0, 0, (), 0, None)
 
 
 def test_boundary_on_arrival_adopts_before_it_stages_and_reports_the_adoption() -> None:
-    stage = LearnerStage(arrival())
+    stage = LearnerStage(arrival(fragments=4, interval=4))
     stage.enters()
     stage.steps()
     assert stage.announced(1, 1, previous=0) == [Keep(1, 1, 0)]
@@ -131,7 +131,8 @@ def test_boundary_on_arrival_adopts_before_it_stages_and_reports_the_adoption() 
     assert others(effects) == [
         Adopt(1, 1, 0.0, True, Reason(Why.DUE)),
         Unstage(1, NO_VERSION),
-        Stage(0, 2, NO_VERSION, False),
+        Stage(2, 2, NO_VERSION, False),
+        Stage(3, 2, NO_VERSION, False),
         InnerStep(3, 0, 2, 1),
     ]
     (report,) = sent(effects, kind=Report)
@@ -156,25 +157,26 @@ def test_learner_on_arrival_never_waits_however_far_the_syncer_is_behind() -> No
         assert of(effects, InnerStep) == [InnerStep(n + 1, 0, n, 0)]
 
 
-def test_staging_ahead_covers_the_fragments_of_the_next_tau_outer_steps() -> None:
-    stage = LearnerStage(arrival(fragments=4, interval=4, overlap=3))
+def test_staging_ahead_covers_the_tau_rounds_in_flight_and_the_next() -> None:
+    stage = LearnerStage(arrival(fragments=8, interval=8, overlap=3))
     stage.enters()
-    assert [s.fragment for s in of(stage.steps(), Stage)] == [1, 2, 3]
+    assert [s.fragment for s in of(stage.steps(), Stage)] == [1, 2, 3, 4]
     stage.hears(Tick(1))
     effects = stage.steps()
     assert of(effects, Unstage) == [Unstage(1, NO_VERSION)]
-    assert [s.fragment for s in of(effects, Stage)] == [0, 2, 3]
+    assert [s.fragment for s in of(effects, Stage)] == [2, 3, 4, 5]
 
 
-def test_staging_ahead_covers_as_many_more_rounds_as_passed_during_the_last_step() -> None:
-    stage = LearnerStage(arrival(fragments=8, interval=8, overlap=2))
+def test_staging_ahead_covers_as_many_more_rounds_as_passed_during_a_recent_step() -> None:
+    stage = LearnerStage(arrival(fragments=16, interval=16, overlap=2))
     stage.enters()
-    assert [s.fragment for s in of(stage.steps(), Stage)] == [1, 2]
+    assert [s.fragment for s in of(stage.steps(), Stage)] == [1, 2, 3]
     for outer_step in (1, 2, 3):
         stage.hears(Tick(outer_step))
-    assert [s.fragment for s in of(stage.steps(), Stage)] == [4, 5, 6, 7]
+    assert [s.fragment for s in of(stage.steps(), Stage)] == [4, 5, 6, 7, 8]
+    assert [len(of(stage.steps(), Stage)) for _ in range(3)] == [4, 3, 3], "a long step is forgotten slowly"
     stage.hears(Tick(103))
-    assert [s.fragment for s in of(stage.steps(), Stage)] == list(range(8)), "never more than all"
+    assert [s.fragment for s in of(stage.steps(), Stage)] == list(range(16)), "never more than all"
 
 
 def test_learning_rate_follows_the_outer_step_last_seen() -> None:
@@ -229,13 +231,22 @@ def test_pull_in_mid_step_is_answered_at_once_from_the_staged_copy() -> None:
 
 
 def test_pull_in_mid_step_of_what_is_not_staged_waits_for_the_boundary() -> None:
-    stage = LearnerStage(arrival())
+    stage = LearnerStage(arrival(fragments=4, interval=4))
     stage.enters()
     stage.steps()
-    assert stage.hears(Pull(2, (0,))) == []
+    assert stage.hears(Pull(3, (3,))) == []
     effects = stage.steps()
-    assert sent(effects, kind=Contribution) == [Contribution(2, 0, 2, 0, 2, 2 * TOKENS, 2, 2 * TOKENS)]
-    assert Stage(0, 2, NO_VERSION, False) in effects
+    assert sent(effects, kind=Contribution) == [Contribution(3, 3, 2, 0, 2, 2 * TOKENS, 2, 2 * TOKENS)]
+    assert Stage(3, 2, NO_VERSION, False) in effects
+
+
+def test_pull_for_staged_copies_only_is_answered_or_declined_in_mid_step() -> None:
+    stage = LearnerStage(arrival(fragments=4, interval=4))
+    stage.enters()
+    stage.steps()
+    assert sent(stage.hears(Pull(1, (1,), staged_only=True))) == [Contribution(1, 1, 1, 0, 1, TOKENS, 1, TOKENS)]
+    assert sent(stage.hears(Pull(3, (3,), staged_only=True))) == [Decline(3, Reason(Why.NOT_STAGED, "fragment 3"))]
+    assert sent(stage.steps(), kind=Contribution) == []
 
 
 def test_pull_tells_the_counters_and_anchor_of_the_staged_copy_not_of_now() -> None:
@@ -622,7 +633,7 @@ def test_recover_in_mid_step_lets_the_step_end_and_then_starts_over() -> None:
     assert stage.hears(Recover(Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten"))) == []
     effects = stage.steps()
     assert of(effects, InnerStep, Report) == []
-    assert of(effects, Unstage) == [Unstage(1, NO_VERSION)]
+    assert of(effects, Unstage) == [Unstage(0, NO_VERSION), Unstage(1, NO_VERSION)]
     (hello,) = sent(effects)
     assert isinstance(hello, Hello)
     assert (hello.needs_state, hello.held, hello.reason.why) == (True, (NO_VERSION, NO_VERSION), Why.VERSION_FORGOTTEN)

@@ -124,9 +124,9 @@ def test_later_rounds_have_no_start_up_wait() -> None:
 # ---------------------------------------------------------------- grace
 
 
-def graced() -> SyncerStage:
-    """Three learners, K = 1, tau = 2, steps of 100 ms; round 1 was fixed at 0 with learner 0, round 2 is open."""
-    s = SyncerStage(arrival(3, fragments=4, interval=4, overlap=2, grace="adaptive"), joined=3)
+def graced(quorum: int = 1) -> SyncerStage:
+    """Three learners, tau = 2, steps of 100 ms; with K = 1 round 1 was fixed at 0 with learner 0, and round 2 is open."""
+    s = SyncerStage(arrival(3, fragments=4, interval=4, overlap=2, grace="adaptive", quorum=quorum), joined=3)
     s.steps(0, 0)
     return s
 
@@ -151,7 +151,7 @@ def test_grace_with_straggler_after_the_window_leaves_it_to_the_next_round() -> 
     s = graced()
     s.steps(1, 120 * MS)
     (fixed,) = of(s.passes(184 * MS), FixParticipants)
-    assert fixed.participants == (1,)
+    assert 2 not in fixed.participants
     s.steps(2, 185 * MS)
     assert 2 not in s.machine.rounds[2].participants
     assert s.machine.rounds[3].phase == "grace"
@@ -171,6 +171,55 @@ def test_grace_whose_only_fresh_learner_is_lost_goes_back_to_gathering() -> None
     s.on(ConnectionLost(1, "gone"), 130 * MS)
     assert s.machine.rounds[2].phase == GATHERING
     assert of(s.passes(184 * MS), FixParticipants) == []
+
+
+# ---------------------------------------------------------------- learners in mid-step when the window closes
+
+
+def test_learner_in_mid_step_is_asked_for_the_copy_of_its_last_boundary() -> None:
+    s = graced()  # round 1 took fragment 1 of learner 0, which has trained fragment 2 as well
+    s.steps(1, 120 * MS)
+    effects = s.passes(184 * MS)
+    assert [f.participants for f in of(effects, FixParticipants)] == [(0, 1)]
+    assert [sent(effects, m, Pull) for m in (0, 1)] == [[Pull(2, (2,), staged_only=True)], [Pull(2, (2,))]]
+
+
+def test_learner_in_mid_step_counts_for_no_quorum() -> None:
+    s = graced(quorum=2)
+    s.steps(1, 1 * MS)  # round 1 has its quorum
+    assert of([*s.steps(2, 120 * MS), *s.passes(184 * MS)], FixParticipants) == []
+
+
+def test_learner_in_mid_step_that_declines_is_dropped_and_nobody_waits() -> None:
+    s = graced()
+    s.contributes(0, 1, 1, 10 * MS)
+    s.stored(1, 20 * MS)
+    s.steps(1, 120 * MS)
+    s.passes(200 * MS)
+    s.contributes(1, 2, 2, 210 * MS)
+    effects = s.hears(0, Decline(2, Reason(Why.NOT_STAGED, "fragment 2")), 220 * MS)
+    assert [d.learner for d in of(effects, Discard)] == [0]
+    assert [[share.learner for share in merge.shares] for merge in of(effects, Merge)] == [[1]]
+
+
+def test_learner_without_new_work_on_a_fragment_is_not_asked_for_it_again() -> None:
+    s = SyncerStage(arrival(3, grace="adaptive", grace_gamma=0.1), joined=3)
+    s.steps(0, 0)  # round 1 takes fragment 1
+    s.contributes(0, 1, 1)
+    s.stored(1)
+    s.steps(1, 40 * MS, adopts=False)  # round 2 takes fragment 0
+    s.passes(50 * MS)
+    for learner in (0, 1):
+        s.contributes(learner, 2, 0)
+    s.stored(2)
+    s.steps(2, 70 * MS)  # round 3 takes fragment 1 again
+    (fixed,) = of(s.passes(80 * MS), FixParticipants)
+    assert fixed.participants == (1, 2)
+
+
+def test_learner_whose_step_takes_four_times_as_long_as_usual_is_not_asked() -> None:
+    (fixed,) = of(graced().steps(1, 401 * MS), FixParticipants)
+    assert fixed.participants == (1,)
 
 
 # ---------------------------------------------------------------- pace

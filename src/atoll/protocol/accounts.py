@@ -34,17 +34,20 @@ class StepMost(NamedTuple):
 
 
 class Account:
-    __slots__ = ("_announced", "_asked", "_since")
+    __slots__ = ("_announced", "_asked", "_since", "_taken")
 
     def __init__(self, fragments: int) -> None:
         self._since: list[LocalStep] = [0] * fragments
         self._announced: dict[FragmentId, tuple[OuterStep, LocalStep]] = {}
         self._asked: dict[FragmentId, LocalStep] = {}
         """From where work counted when it was pulled from: a report of a newer adoption may overtake the answer."""
+        self._taken: list[LocalStep] = [0] * fragments
+        """Up to which step work on a fragment was taken into a round."""
 
     def begins(self, local_step: LocalStep) -> None:
         """A new incarnation, or one that loaded new weights: nothing before this step counts."""
         self._since = [max(0, local_step)] * len(self._since)
+        self._taken = list(self._since)
         self._announced.clear()
         self._asked.clear()
 
@@ -70,6 +73,13 @@ class Account:
     def answered(self, fragments: Sequence[FragmentId]) -> None:
         for fragment in fragments:
             self._asked.pop(fragment, None)
+
+    def taken(self, fragment: FragmentId, local_step: LocalStep) -> None:
+        self._taken[fragment] = max(self._taken[fragment], local_step)
+
+    def has_untaken(self, fragments: Sequence[FragmentId], reported: LocalStep) -> bool:
+        """Whether it trained all of them since it adopted them, and since they were last taken from it."""
+        return all(reported > max(self._since[p], self._taken[p]) for p in fragments)
 
     def counts_from(self, fragment: FragmentId, local_step: LocalStep) -> None:
         self._since[fragment] = max(self._since[fragment], local_step)

@@ -99,7 +99,9 @@ class Gathering:
 
     def _fix(self, round_: Round, everybody: bool) -> None:
         now = self._effects.now
-        participants = self._roster.invited(self.reported, round_.outer_step, self.quorum(round_), round_.policy)
+        reported = self._roster.invited(self.reported, round_.outer_step, self.quorum(round_), round_.policy)
+        in_step = self._in_mid_step(round_)
+        participants = tuple(sorted((*reported, *in_step)))
         for learner in participants:
             member = self._roster.get(learner)
             assert member is not None
@@ -115,8 +117,20 @@ class Gathering:
         if round_.due:
             for learner in participants:
                 self._versions.lend(learner, round_.due)
-                self._effects.send(learner, Pull(round_.outer_step, round_.due))
+                self._effects.send(learner, Pull(round_.outer_step, round_.due, learner in in_step))
         self._pulse.fixed(now, self._roster.in_sync())
         if (following := self._rounds.gathering()) is not None:
             following.opened_at = now
         self.remark()
+
+    def _in_mid_step(self, round_: Round) -> tuple[LearnerId, ...]:
+        """Who has not reported since it was last counted, but trained what is due since that was last taken: it gives the copy of
+        its last boundary. Else the round's result would overwrite an interval of its work because one step took a little longer.
+        It counts for no quorum, and nobody waits for it. Without a grace window only those who reported take part."""
+        if self._config.protocol.grace == "none" or round_.policy.exact or round_.policy.lead >= 0 or not round_.due:
+            return ()
+        return tuple(
+            member.learner for member in self._roster.in_sync()
+            if member.learner not in self.reported and member.skipped_until < round_.outer_step
+            and member.account.has_untaken(round_.due, member.reported) and self._pulse.is_in_step(member, self._effects.now)
+        )  # fmt: skip

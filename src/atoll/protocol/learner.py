@@ -95,6 +95,8 @@ class LearnerMachine:
         self._place = Position(config, self.schedule, learner)
         self.outer_known: OuterStep = 0
         self._known_at_boundary: OuterStep = 0
+        self._spin = 1
+        """Rounds that may go by during one step."""
         self.counters = Counters(p.fragments)
         self.held: list[OuterStep] = [NO_VERSION] * p.fragments
         self._pending: dict[FragmentId, Pending] = {}
@@ -359,11 +361,12 @@ class LearnerMachine:
                 self._stage(fragment, self.position)
 
     def _stage_ahead(self) -> None:
-        """The fragments due in the next tau outer steps, anew at every boundary: a pull finds a fresh copy. Where rounds
-        spin faster than steps, as many more as went by during the last step."""
-        spin = max(1, self.outer_known - self._known_at_boundary)
-        self._known_at_boundary = self.outer_known
-        ahead = min(self.config.protocol.overlap + spin - 1, self.schedule.policy(self.outer_known + 1).interval)
+        """The fragments due in the next tau + 1 outer steps, anew at every boundary: tau rounds may be in flight, and the one
+        beyond them is pulled next. Where rounds spin faster than steps, as many more as went by during the last step, or during
+        a longer one not long ago."""
+        went_by, self._known_at_boundary = self.outer_known - self._known_at_boundary, self.outer_known
+        self._spin = max(1, went_by, self._spin - 1)
+        ahead = min(self.config.protocol.overlap + self._spin, self.schedule.policy(self.outer_known + 1).interval)
         wanted = self.schedule.due_between(self.outer_known + 1, self.outer_known + ahead)
         self._staged.keep_only(wanted)
         for fragment in sorted(wanted):
@@ -394,6 +397,8 @@ class LearnerMachine:
             missing = [p for p in pull.fragments if (p, slot) not in self._staged]
             if missing and exact:
                 self._send(Decline(pull.outer_step, Reason(Why.OUT_OF_STEP, f"stands at outer step {self.position}")))
+            elif missing and self.phase not in AT_REST and pull.staged_only:
+                self._send(Decline(pull.outer_step, Reason(Why.NOT_STAGED, f"fragment {missing[0]}")))
             elif missing and self.phase not in AT_REST:
                 waiting.append(pull)
             else:

@@ -245,6 +245,8 @@ class Pull(Sent, frozen=True):
 
     outer_step: OuterStep
     fragments: tuple[FragmentId, ...]
+    staged_only: bool = False
+    """It did not report in time: it answers from what it has staged, or declines, and nobody waits for its next boundary."""
 
 
 class Announce(Sent, frozen=True):

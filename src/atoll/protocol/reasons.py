@@ -56,6 +56,7 @@ class Why(StrEnum):
     # a pull declined, a wait
     NOT_TRAINING = "not_training"
     OUT_OF_STEP = "out_of_step"
+    NOT_STAGED = "not_staged"
     LAST_STEP_DONE = "last_step_done"
     VERSION_AWAITED = "version_awaited"
     DUE = "due"
@@ -82,6 +83,7 @@ class Why(StrEnum):
 
 
 SENTENCES: dict[Why, str] = {
+    Why.NOT_STAGED: "there is no copy of it from the last step boundary",
     Why.NOT_A_LEARNER: "is not a learner",
     Why.NO_HELLO: "did not say Hello on this connection",
     Why.ALREADY_LEFT: "it left; it may come back as a new incarnation",

@@ -271,6 +271,7 @@ class SyncerMachine:
             return self._poisoned(member, body, unusual)
         round_.take(member.learner, body, count, measure.norm if measure is not None else None)
         self.versions.give_back(member, (body.fragment,))
+        member.account.taken(body.fragment, body.local_step)
         member.missed = member.skipped_until = 0
         self.pulse.answered(member, body.outer_step, self._effects.now, whole=member.learner not in round_.awaited)
         self.leases.pulled(member.learner, body.fragment, body.local_step)
