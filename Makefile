@@ -1,5 +1,5 @@
 # Two commands do everything on a machine with Python >= 3.11, pip and make:
-#   make train   creates .venv, installs, and trains the default recipe on a local cluster; two learners are killed on the way
+#   make train   creates .venv, installs, and trains a first run on a local cluster; two learners are killed on the way
 #   make test    creates .venv, installs, lints, type-checks, and runs the tests
 # `make quick` runs the tests that take seconds, for the inner loop; `make soak` those that take hours.
 
@@ -11,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 .PHONY: train quick test test-extras docs lint types soak bench clean
 
 train: $(INSTALLED)
-	$(BIN)/atoll train recipes/tiny.toml --set total_steps=400 --chaos recipes/two_kills.toml --twin
+	$(BIN)/atoll train recipes/first.toml --chaos recipes/two_kills.toml --twin
 
 QUICK := tests/test_tidy.py tests/protocol tests/transcripts tests/unit/tensors tests/unit/codecs
 quick: lint

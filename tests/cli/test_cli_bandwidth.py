@@ -139,7 +139,6 @@ def test_csv_holds_the_same_cells_and_the_published_ones(tmp_path: Path) -> None
 
 
 def test_figure_is_written_as_png_or_svg(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     ask("1B", "--figure", str(tmp_path / "a.png"))
     ask("1B", "--method", "diloco", "--figure", str(tmp_path / "a.svg"))
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")

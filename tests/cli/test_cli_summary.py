@@ -72,7 +72,7 @@ def test_shares_of_tokens_add_up_and_tokens_are_counted_once(run: tuple[Path, st
     assert sum(summary["token_shares"].values()) == pytest.approx(1.0, abs=1e-5)
     assert summary["tokens_trained"] == summary["tokens"]["trained"] // 4
     assert summary["tokens_trained"] % (2 * 16) == 0, "samples, tokens"
-    assert "(token, fragment)" not in run[1] and "time, not tokens" in run[1]
+    assert "(token, fragment)" not in run[1] and "goodput of time" in run[1] and "goodput of tokens" in run[1]
 
 
 def test_every_fate_of_a_token_has_words() -> None:

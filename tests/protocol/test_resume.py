@@ -167,15 +167,13 @@ def test_missing_learners_units_are_issued_again_after_a_while_and_not_before() 
     assert s.machine.outer_step == 40
 
 
-def test_learner_more_than_the_snapshot_had_joins_by_a_peer_once_one_is_in_sync() -> None:
+def test_learner_more_than_the_snapshot_had_joins_by_a_peer_that_is_in_sync() -> None:
     s = resumed(syncer_state(*TWO), learners=3)
     back(s, 0, units(0, 4, 5))
     back(s, 1, units(1, 4, 5))
     s.cast[0].held = s.cast[1].held = list(NEWEST)
-    assert sent(s.hello(2), 2) == [Welcome(10)]
-    s.now = 61_000 * MS  # the start-up wait is over
-    s.full_round(who=[0, 1])
-    assert s.machine.admission._roster.get(2).peer == 0  # type: ignore[union-attr]
+    (ticket,) = sent(s.hello(2), 2, Ticket)
+    assert (ticket.peer, ticket.outer_step) == (0, 10), "before the first round, which waits for it"  # type: ignore[union-attr]
 
 
 def test_learner_more_than_the_snapshot_had_takes_theta_where_nobody_is_in_sync() -> None:

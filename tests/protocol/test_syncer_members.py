@@ -128,19 +128,25 @@ def running(learners: int = 3, **protocol: object) -> SyncerStage:
     return s
 
 
-def test_newcomer_to_a_running_cluster_waits_for_the_first_broadcast() -> None:
+def test_newcomer_gets_a_ticket_for_the_lowest_peer_at_once() -> None:
     s = running()
-    assert sent(s.comes_back(2), 2) == [Welcome(1)]
+    effects = s.comes_back(2)
+    assert sent(effects, 2) == [Welcome(1), Ticket(1 + 3, 0, 1, sent(effects, 2, Ticket)[0].patience)]  # type: ignore[union-attr]
+    assert sent(effects, 0, Serve) == [Serve(4, 2, 1)]
 
 
-def test_newcomer_gets_a_ticket_for_the_lowest_peer_with_the_first_broadcast() -> None:
+def test_newcomer_is_sent_in_full_what_is_announced_after_its_hello() -> None:
     s = running()
     s.comes_back(2)
     s.steps(0)
     s.contributes(0, 2, 0)
-    effects = s.stored(2)
-    assert sent(effects, 2) == [Announce(2, 0, NO_VERSION, (0,)), Ticket(1 + 3, 0, 2, sent(effects, 2, Ticket)[0].patience)]  # type: ignore[union-attr]
-    assert sent(effects, 0, Serve) == [Serve(4, 2, 2)]
+    assert sent(s.stored(2), 2) == [Announce(2, 0, NO_VERSION, (0,))]
+
+
+def test_ticket_lasts_no_shorter_than_the_least_patience() -> None:
+    s = running(limits={"patience_seconds": 5.0})
+    (ticket,) = sent(s.comes_back(2), 2, Ticket)
+    assert ticket.patience == 5 * SECOND  # type: ignore[union-attr]
 
 
 def with_ticket(learners: int = 3, **protocol: object) -> SyncerStage:
@@ -161,7 +167,7 @@ def test_newcomer_whose_source_dies_is_given_the_next_peer_and_then_theta() -> N
     s = with_ticket()
     effects = s.on(ConnectionLost(0, "gone"))
     assert [(t.ticket, t.peer) for t in sent(effects, 2, Ticket)] == [(5, 1)]  # type: ignore[union-attr]
-    assert sent(effects, 1, Serve) == [Serve(5, 2, 2)]
+    assert sent(effects, 1, Serve) == [Serve(5, 2, 1)]
     effects = s.on(ConnectionLost(1, "gone"))
     assert sent(effects, 2, TakeTheta) == [TakeTheta(6, Reason(Why.NO_PEER_LEFT))]
     assert sent(effects, 2, Announce) == [Announce(1, 1, NO_VERSION, (0,))]  # fragment 0 it was sent already
@@ -239,14 +245,14 @@ def test_newcomer_whose_source_falls_silent_is_given_the_next_peer() -> None:
     pytest.fail("the source was never replaced")
 
 
-def test_newcomer_without_a_broadcast_in_two_expected_rounds_gets_theta() -> None:
+def test_newcomer_of_whose_transfer_nobody_hears_gets_theta() -> None:
     s = running()
-    s.comes_back(2, at=10 * MS)
+    (ticket,) = sent(s.comes_back(2, at=10 * MS), 2, Ticket)
     member = s.machine.roster.get(2)
-    assert member is not None and member.join_deadline is not None
-    assert member.join_deadline == 10 * MS + 2 * s.machine.pulse.expected_round()
-    effects = s.passes(SECOND)
-    assert sent(effects, 2, TakeTheta) == [TakeTheta(4, Reason(Why.NO_BROADCAST))]
+    assert member is not None and member.join_deadline == 10 * MS + 2 * ticket.patience  # type: ignore[union-attr]
+    s.steps(0, member.join_deadline - MS)  # its source trains on, and is not given up
+    effects = s.passes(member.join_deadline)
+    assert sent(effects, 2, TakeTheta) == [TakeTheta(5, Reason(Why.TRANSFER_SILENT))]
     assert {(a.outer_step, a.fragment, a.previous) for a in sent(effects, 2, Announce)} == {(0, 0, -1), (1, 1, -1)}  # type: ignore[union-attr]
 
 
@@ -262,11 +268,7 @@ def test_newcomers_are_shared_out_over_the_peers() -> None:
     s.full_round(who=[0])
     for m in (2, 3):
         s.on(ConnectionLost(m, "gone"))
-        s.comes_back(m)
-    s.steps(0)
-    s.contributes(0, 2, 0)
-    effects = s.stored(2)
-    assert [sent(effects, m, Ticket)[0].peer for m in (2, 3)] == [0, 1]  # type: ignore[union-attr]
+    assert [sent(s.comes_back(m), m, Ticket)[0].peer for m in (2, 3)] == [0, 1]  # type: ignore[union-attr]
 
 
 def test_peer_serves_no_more_newcomers_than_the_limit() -> None:
@@ -274,13 +276,8 @@ def test_peer_serves_no_more_newcomers_than_the_limit() -> None:
     s.full_round(who=[0])
     for m in (1, 2, 3):
         s.on(ConnectionLost(m, "gone"))
-    for m in (2, 3):
-        s.comes_back(m)
-    s.steps(0)
-    s.contributes(0, 2, 0)
-    effects = s.stored(2)
-    assert [t.peer for t in sent(effects, 2, Ticket)] == [0]  # type: ignore[union-attr]
-    assert sent(effects, 3, TakeTheta) == [TakeTheta(5 + 1, Reason(Why.NO_PEER_LEFT))]
+    assert [t.peer for t in sent(s.comes_back(2), 2, Ticket)] == [0]  # type: ignore[union-attr]
+    assert sent(s.comes_back(3), 3, TakeTheta) == [TakeTheta(5 + 1, Reason(Why.NO_PEER_LEFT))]
 
 
 # ---------------------------------------------------------------- a short stall

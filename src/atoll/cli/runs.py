@@ -86,9 +86,25 @@ def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: P
 
 
 def _finished(summary: Summary, directory: Path, began: float) -> Summary:
+    summary = with_curve(summary, directory)
     summary = msgspec.structs.replace(summary, command_seconds=round(time.monotonic() - began, 3))
     write_summary(directory, summary)
     return summary
+
+
+def with_curve(summary: Summary, directory: Path, twin: Summary | None = None) -> Summary:
+    """Draws the held-out losses, where some were measured on the way. A run is not lost for its picture."""
+    if not summary.heldout:
+        return summary
+    from atoll.views.curve import CURVE, draw_curve
+
+    runs = {"this run": summary} if twin is None else {"with faults": summary, "its twin without": twin}
+    try:
+        draw_curve(directory / CURVE, runs)
+    except UserError as error:
+        err.print(f"warning: {error}", soft_wrap=True)
+        return summary
+    return msgspec.structs.replace(summary, curve=str(directory / CURVE))
 
 
 def run_on_tape(

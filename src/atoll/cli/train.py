@@ -12,7 +12,7 @@ from atoll import config
 from atoll.chaos import ChaosPlan, load_plan
 from atoll.cli.options import AllowOption, DeviceOption, PluginOption
 from atoll.cli.resume import snapshot_to_resume
-from atoll.cli.runs import run_live, run_on_tape, run_virtually
+from atoll.cli.runs import run_live, run_on_tape, run_virtually, with_curve
 from atoll.cli.shared import (
     ChaosOption,
     JsonOption,
@@ -101,7 +101,7 @@ def train(
     summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start)
     if twin:
         again = run_live(settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start)
-        summary = msgspec.structs.replace(summary, twin_loss=again.loss_final)
+        summary = with_curve(msgspec.structs.replace(summary, twin_loss=again.loss_final), directory, again)
         write_summary(directory, summary)
     show(summary, as_json)
 

@@ -115,19 +115,9 @@ class Admission:
         elif not self._peers(member):
             self._send_theta(member, Reason(Why.NO_PEER))
         else:
-            member.wants_ticket = True
-            # a broadcast comes with every round that has something due: every ceil(H/P) outer steps
-            p = self._config.protocol
-            rounds = 2 * max(1, -(-p.local_steps_per_round // p.fragments))
-            member.join_deadline = self._effects.now + self._pulse.broadcast_patience(rounds)
-
-    def broadcast_went_out(self, outer_step: OuterStep) -> None:
-        """Newcomers now have their t_s."""
-        for member in self._roster:
-            if member.wants_ticket and member.connected:
-                member.wants_ticket = False
-                member.seen = outer_step
-                self._give_ticket(member)
+            # It is sent all that is announced from now on, so a state that has seen all that was announced before lacks nothing.
+            member.seen = self._outer_step()
+            self._give_ticket(member)
 
     def _peers(self, newcomer: Member) -> list[Member]:
         return [
@@ -149,15 +139,14 @@ class Admission:
         peer = min(peers, key=lambda p: (serving.count(p.learner), p.learner))
         self._tickets += 1
         member.ticket, member.peer = self._tickets, peer.learner
-        interval = self._config.protocol.local_steps_per_round
-        patience = int(self._config.limits.recovery_intervals * max(2, interval) * self._pulse.expected_round())
+        patience = self._pulse.transfer_patience()
         member.join_deadline = self._effects.now + 2 * patience  # the newcomer gives up first; this is for one that cannot say so
         self._effects.send(peer.learner, Serve(member.ticket, member.learner, member.seen))
         self._effects.send(member.learner, Ticket(member.ticket, peer.learner, member.seen, patience))
 
     def _send_theta(self, member: Member, reason: Reason) -> None:
         self._tickets += 1
-        member.ticket, member.peer, member.wants_ticket = self._tickets, -1, False
+        member.ticket, member.peer = self._tickets, -1
         member.join_deadline = None
         self._versions.announce_missing(member)
         self._effects.send(member.learner, TakeTheta(member.ticket, reason))
@@ -298,12 +287,12 @@ class Admission:
                 self._give_ticket(member)
 
     def deadline_passed(self, member: Member) -> None:
-        """No broadcast within two expected rounds, or a transfer that nobody hears of: Theta itself."""
-        self._send_theta(member, Reason(Why.NO_BROADCAST if member.wants_ticket else Why.TRANSFER_SILENT))
+        """A transfer that nobody hears of: Theta itself."""
+        self._send_theta(member, Reason(Why.TRANSFER_SILENT))
 
     @staticmethod
     def forget_joining(member: Member) -> None:
-        member.entering = member.wants_ticket = False
+        member.entering = False
         member.peer, member.ticket, member.join_deadline = -1, 0, None
         member.tried = set()
         member.sources_failed = 0

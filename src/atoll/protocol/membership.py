@@ -101,7 +101,6 @@ class Member:
         "ticket",
         "tokens",
         "tried",
-        "wants_ticket",
     )  # fmt: skip
 
     def __init__(self, learner: LearnerId, fragments: int, moved: Callable[[], None] = lambda: None) -> None:
@@ -143,7 +142,6 @@ class Member:
         self.deferred: dict[FragmentId, OuterStep] = {}
         # joining
         self.entering = False
-        self.wants_ticket = False
         self.ticket = 0
         self.peer: LearnerId = -1
         self.tried: set[LearnerId] = set()

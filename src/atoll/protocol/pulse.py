@@ -128,8 +128,10 @@ class Pulse:
         away = 2 * max(member.pull_time or 0, self._sync_time or 0)  # a trip there and back, measured: distance is no silence
         return max(self._floor, int(self._limits.silence_steps * max(member.step_ema, self.step_time)) + away)
 
-    def broadcast_patience(self, rounds: int) -> Nanos:
-        return max(self._floor, rounds * self.expected_round())
+    def transfer_patience(self) -> Nanos:
+        """For a peer's state to arrive."""
+        steps = self._limits.recovery_intervals * max(2, self._protocol.local_steps_per_round)
+        return max(self._floor, int(steps * self.expected_round()))
 
     def give_up_after(self) -> Nanos:
         return max(self._floor, 2 * self._protocol.local_steps_per_round * self.expected_round())

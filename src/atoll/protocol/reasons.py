@@ -72,7 +72,6 @@ class Why(StrEnum):
     NOTHING_MERGED = "nothing_merged"
     NO_PEER = "no_peer"
     NO_PEER_LEFT = "no_peer_left"
-    NO_BROADCAST = "no_broadcast"
     # a snapshot sealed
     PARTS_WRITTEN = "parts_written"
     NOT_WRITTEN = "not_written"
@@ -113,7 +112,6 @@ SENTENCES: dict[Why, str] = {
     Why.NOTHING_MERGED: "nothing was merged yet",
     Why.NO_PEER: "no peer is in sync",
     Why.NO_PEER_LEFT: "no reachable peer is left to ask",
-    Why.NO_BROADCAST: "no broadcast within two expected rounds",
     Why.PARTS_WRITTEN: "every live learner has written its part",
     Why.NOT_WRITTEN: "its part is not written",
     Why.NOBODY_TO_WAIT_FOR: "no learner is in sync",

@@ -387,7 +387,6 @@ class SyncerMachine:
         self.versions.announce_step(round_.outer_step, round_.due)
         if round_.due:
             self.pulse.announced(round_)
-            self.admission.broadcast_went_out(round_.outer_step)
 
     def _finish(self) -> None:
         self.finished = True

@@ -1,4 +1,4 @@
-"""Summaries as a figure. Matplotlib is an optional extra, so it is imported only when a figure is drawn."""
+"""Summaries as a figure. Matplotlib takes a second to import, so it is imported only when a figure is drawn."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ def check_suffix(path: Path) -> None:
 def save(path: Path, drawn: Callable[[], Figure]) -> None:
     """Draws and writes the figure; a failure is a UserError of one sentence."""
     check_suffix(path)
-    try:
-        import matplotlib
-    except ImportError:
-        raise UserError("figures need matplotlib: pip install atoll[figures]") from None
+    import matplotlib
+
     undated = {"Date": None} if path.suffix.lower() == ".svg" else None
     try:
         # Equal runs give equal files; a dollar in a name is a dollar.

@@ -74,6 +74,8 @@ class RunView:
         self.bytes_between_learners = 0
         self.recoveries: list[Recovery] = []
         self.losses: dict[LearnerId, float] = {}
+        self.tokens_done = 0
+        """Of all inner steps that ended, as the learners' own tapes have them."""
         self._useful: Nanos = 0
         self._reported: dict[tuple[LearnerId, int], int] = {}
         self._stepping: list[tuple[Nanos, Nanos]] = []
@@ -132,6 +134,7 @@ class RunView:
 
     def _learner(self, now: Nanos, worker: LearnerId, event: Event, effects: Sequence[Effect]) -> None:
         if isinstance(event, StepDone):
+            self.tokens_done += event.tokens
             self.began = min(now - event.nanos, self.began if self.began is not None else now)
             self._stepped(now - event.nanos, now)
         elif isinstance(event, Received) and event.payload_bytes:
@@ -209,6 +212,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the run that were reached. A step of the run is one inner step of every learner that keeps pace."""
     goodput: float
     """Share of the learners' time spent in inner steps that were reported to the syncer: time, not tokens."""
+    token_goodput: float = 0.0
+    """Share of all trained tokens, those in steps that the syncer never heard of included, that reached Theta."""
     uptime: float
     """Share of the time in which at least one learner was stepping."""
     waited_seconds: float
@@ -241,7 +246,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Rounds that merged the updates of at least one learner: with P fragments and H local steps a round, at most P in every H
     steps of the run."""
     tokens_trained: int = 0
-    """By all learners together."""
+    """By all learners together, as far as the syncer heard of it."""
+    tokens_unreported: int = 0
+    """Trained in steps that the syncer never heard of, because their learner was killed or cut off first. They are counted on the
+    learners' tapes, and are part of none of the shares below."""
     compute: dict[str, str] = {}
     """Precision and compilation of the inner steps as each learner resolved them, by learner; `all` in virtual time."""
     token_shares: dict[str, float] = {}
@@ -266,6 +274,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     to there."""
     heldout: list[HeldoutPoint] = []
     """Held-out losses of Theta during training, where data.heldout_every asks for them."""
+    curve: str | None = None
+    """Path of the picture of them."""
 
 
 def summarise(
@@ -275,7 +285,9 @@ def summarise(
     faults: Sequence[str] = (), accuracy: float | None = None, points: Sequence[HeldoutPoint] = (),
     missing: Sequence[Missing] = (), compute: Mapping[str, str] | None = None,
 ) -> Summary:  # fmt: skip
-    tokens = tokens_of(fates)
+    tokens, fragments = tokens_of(fates), max(1, config.protocol.fragments)
+    trained = tokens.trained // fragments
+    done = max(trained, view.tokens_done)  # a tape with a gap lacks some that were reported
     return Summary(
         preset=config.preset, learners=config.learners, seed=config.seed, total_steps=view.outer_step,
         goodput=round(view.goodput, 6), uptime=round(view.uptime, 6), waited_seconds=round(seconds(view.waited), 6),
@@ -284,7 +296,8 @@ def summarise(
         loss_final=loss_final, theta_sha256=theta_sha256, theta=theta, tape=tape, run_dir=run_dir,
         clock=clock, seconds=round(seconds(view.lasted), 6), fragments=config.protocol.fragments, traffic=view.traffic(),
         rounds_merged=sum(count for n, count in view.participants.items() if n), token_shares=token_shares(tokens),
-        tokens_trained=tokens.trained // max(1, config.protocol.fragments),
+        tokens_trained=trained, tokens_unreported=done - trained,
+        token_goodput=round(tokens.merged / (fragments * done), 6) if done else 0.0,
         refused=view.refused, expelled={str(m): why for m, why in sorted(view.expelled.items())},
         rejected_merges=view.rejected, rollbacks=view.rollbacks,
         faults=list(faults), accuracy=accuracy, heldout=list(points), missing=list(missing), compute=dict(compute or {}),

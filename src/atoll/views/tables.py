@@ -37,7 +37,8 @@ def _times(s: Summary) -> Rows:
     waited = f"{s.waited_seconds:,.1f} s, all learners together" if s.waited_seconds else "no learner ever waited"
     return [
         *rows,
-        ("goodput", f"{s.goodput:.1%} of the learners' time was spent in steps that the syncer counted: time, not tokens"),
+        ("goodput of time", f"{s.goodput:.1%} of the learners' time was spent in steps that the syncer counted"),
+        ("goodput of tokens", f"{s.token_goodput:.1%} of the trained tokens reached Theta"),
         ("uptime", f"{s.uptime:.1%} of the time at least one learner was stepping"),
         ("waited", waited),
     ]
@@ -65,7 +66,10 @@ def _tokens(s: Summary) -> Rows:
         return []
     # A token trains every fragment, and fragments are merged at different steps: hence shares.
     shares = [(f"  {share:.1%}", FATES.get(name, name)) for name, share in s.token_shares.items()]
-    return [("tokens trained", f"{s.tokens_trained:,} by all learners; of their training, mean over the fragments:"), *shares]
+    rows = [("tokens trained", f"{s.tokens_trained:,} by all learners; of their training, mean over the fragments:"), *shares]
+    if s.tokens_unreported:
+        rows.append(("  beside them", f"{s.tokens_unreported:,} in steps whose learner was gone before it could report them"))
+    return rows
 
 
 def _traffic(s: Summary) -> Rows:
@@ -89,6 +93,8 @@ def _losses(s: Summary) -> Rows:
         rows.append(("held-out loss", f"{s.loss_first:.4f} at first, {s.loss_final:.4f} at the end"))
     if s.heldout:
         rows.append(("  by step", _on_the_way(s)))
+    if s.curve is not None:
+        rows.append(("  as a picture", s.curve))
     if s.accuracy is not None:
         rows.append(("held-out accuracy", f"{s.accuracy:.2%}"))
     if s.twin_loss and s.loss_final:

@@ -14,8 +14,6 @@ from atoll.errors import UserError
 from atoll.views.figures import draw_runs, plot_comparison
 from atoll.views.run import Summary, TokenCounts
 
-pytest.importorskip("matplotlib")
-
 
 def summary(preset: str, loss: float | None = 2.5, **changes: Any) -> Summary:
     usual: dict[str, Any] = {
@@ -116,9 +114,3 @@ def test_drawing_leaves_pyplot_and_its_backend_alone() -> None:
 def test_what_cannot_be_drawn_is_refused(runs: list[Summary], name: str, sentence: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=sentence):
         plot_comparison(runs, tmp_path / name)
-
-
-def test_without_matplotlib_the_user_is_told_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UserError, match=r"^figures need matplotlib: pip install atoll\[figures\]$"):
-        plot_comparison(FAMILY, tmp_path / "a.png")

@@ -11,8 +11,6 @@ import pytest
 from atoll.errors import UserError
 from atoll.views.utilisation_figure import USUAL, Line, Panel, draw_utilisation, plot_utilisation
 
-pytest.importorskip("matplotlib")
-
 POINTS = [(0.1 * 1.21**k, min(1.0, 0.02 * 1.21**k)) for k in range(49)]
 
 

@@ -144,4 +144,5 @@ def summary_of(config: Config, outcome: DdpOutcome, run_dir: Path) -> Summary:
         clock="wall", seconds=round(outcome.seconds, 6), fragments=1, accuracy=outcome.ranks[0].accuracy,
         heldout=list(outcome.points), theta=str(run_dir / THETA_FILE), rounds_merged=config.total_steps,
         tokens_trained=outcome.tokens, token_shares=token_shares(tokens),
+        token_goodput=round(tokens.merged / tokens.trained, 6) if tokens.trained else 0.0,
     )  # fmt: skip
