@@ -4,10 +4,10 @@
 
 A syncer and two loops with `atoll.join` on this machine: a network of a million parameters with AdamW, steps of about `--step`
 seconds. One loop trains throughout. The other is killed (SIGKILL) after it was merged, and a process that has imported everything
-already joins in its place: the clock runs from its call of `join` to the moment at which it may take its first step, with Theta and
-the optimiser's state of the other loop. The breakdown is from its own tape. The steps of the loop that stays are timed while the
-other comes back; none may last longer than twice its median. The last line is one JSON object. The target is a median of less than
-0.3 s. Exit code 1 if a target is missed.
+already joins in its place. The clock runs from its call of `join` to the moment at which it may take its first step, with Theta
+and the optimiser's state of the other loop. The breakdown is from its own tape. The steps of the loop that stays are timed while
+the other comes back; none may last longer than twice its median. The last line is one JSON object. The target is a median of less
+than 0.3 s. Exit code 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ import platform
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +53,10 @@ def loop(options: argparse.Namespace) -> None:
     data, target = torch.randn(32, WIDTH), torch.randint(0, 10, (32,))
     print("ready", flush=True)
     sys.stdin.readline()
-    began, clock = time.monotonic(), time.monotonic_ns()
+    began = time.monotonic()
     joining = atoll.join(options.syncer, model, optimizer, token=options.token, out=options.folder)
     with joining as learner:
-        print(json.dumps({"joined": time.monotonic() - began, "clock": clock, "id": learner.id}), flush=True)
+        print(json.dumps({"joined": time.monotonic() - began}), flush=True)
         while not learner.over:
             began = time.monotonic()
             loss = nn.functional.cross_entropy(model(data), target)
@@ -71,7 +73,8 @@ class Loop:
         words = ["--syncer", cluster.address, "--token", str(cluster.token), "--folder", str(folder), "--step", str(step)]
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--loop", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            [sys.executable, __file__, "--loop", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+            text=True,
         )  # fmt: skip
         assert self._process.stdout is not None and self._process.stdin is not None
         self._lines, self._words = self._process.stdout, self._process.stdin
@@ -109,10 +112,12 @@ def breakdown(tape: Path) -> dict[str, float]:
         if any(isinstance(effect, InnerStep) for effect in record.effects):
             break
     moments = sorted(passed.items(), key=lambda item: item[1])
-    return {name: round((at - before) / 1e6, 1) for (_, before), (name, at) in zip(moments, moments[1:], strict=False)}
+    return {name: round((at - before) / 1e6, 1) for (_, before), (name, at) in pairwise(moments)}
 
 
-def come_back(cluster: Cluster, steady: Loop, returning: Loop, options: argparse.Namespace, number: int) -> tuple[Loop, dict[str, Any]]:
+def come_back(
+    cluster: Cluster, steady: Loop, returning: Loop, options: argparse.Namespace, number: int
+) -> tuple[Loop, dict[str, Any]]:
     """Kills it after some steps, and lets the next process, which waits, take its place."""
     following = Loop(cluster, cluster.folder / "b", options.step, cluster.folder / f"b{number}.log")
     for _ in range(2 * options.interval):
@@ -130,8 +135,10 @@ def come_back(cluster: Cluster, steady: Loop, returning: Loop, options: argparse
     meanwhile = [step for at, step in usual if at >= joined_from]
     steps = [step for _, step in usual]
     tape = sorted((cluster.folder / "b").glob("*.tape"), key=lambda path: int(path.stem))[-1]
+    stages = breakdown(tape)
+    stages = {"place, model, tape": round(1e3 * joined["joined"] - sum(stages.values()), 1), **stages}
     figures = {
-        "seconds": round(joined["joined"], 4), "stages_ms": breakdown(tape),
+        "seconds": round(joined["joined"], 4), "stages_ms": stages,
         "median_step": round(statistics.median(steps), 4), "longest_step_meanwhile": round(max(meanwhile), 4),
     }  # fmt: skip
     return following, figures
@@ -157,25 +164,23 @@ def main() -> int:
     with Cluster(config) as cluster:
         steady = Loop(cluster, cluster.folder / "a", options.step, cluster.folder / "a.log")
         returning = Loop(cluster, cluster.folder / "b", options.step, cluster.folder / "b.log")
-        steady_joined = steady.begin
-        import threading
-
-        starter = threading.Thread(target=steady_joined)
-        starter.start()
+        first = threading.Thread(target=steady.begin)  # the first round waits for both
+        first.start()
         returning.begin()
-        starter.join()
+        first.join()
         lines = []
         for number in range(options.times):
             returning, figures = come_back(cluster, steady, returning, options, number)
             lines.append(figures)
             print(json.dumps(figures), flush=True)
-        steady.kill(), returning.kill()
-    times = [line["seconds"] for line in lines]
+        steady.kill()
+        returning.kill()
+    times, stages = [line["seconds"] for line in lines], [line["stages_ms"] for line in lines]
     slowest = max(line["longest_step_meanwhile"] / line["median_step"] for line in lines)
     result = {
         "parameters": sum(p.numel() for p in network().parameters()), "median": round(statistics.median(times), 4),
         "most": max(times), "times": times, "longest_step_over_median": round(slowest, 2), "step": options.step,
-        "stages_ms": {name: round(statistics.median(line["stages_ms"].get(name, 0.0) for line in lines), 1) for name in lines[0]["stages_ms"]},
+        "stages_ms": {name: round(statistics.median(s.get(name, 0.0) for s in stages), 1) for name in stages[0]},
         "load": load_average(), "cores": os.cpu_count(), "machine": platform.machine(), "commit": commit(),
     }  # fmt: skip
     if options.out is not None:

@@ -13,6 +13,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from atoll.chaos import Hostile
@@ -346,9 +347,9 @@ class LiveLearner:
         """In another thread: a peer's state, with the reason if it cannot be used. Its bytes end a recovery, never a learner."""
         try:
             payload = wire.from_buffer(body, memoryview(data))
-            flaw = self._executor.inspect(body, payload).flaw
-            if flaw is None and self._digests:
-                flaw = wrong_anchor(body, payload.content, self._digests)
+            with ThreadPoolExecutor(1, "digests") as beside:  # neither holds the interpreter's lock for long
+                anchors = beside.submit(wrong_anchor, body, payload.content, self._digests)
+                flaw = self._executor.inspect(body, payload).flaw or anchors.result()
         except Exception as error:
             payload, flaw = Payload("state", len(data), None), Reason(Why.BAD_STATE, f"bytes that cannot be used: {error}"[:300])
         if flaw is not None:
