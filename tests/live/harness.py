@@ -7,6 +7,7 @@ invariant checker as the simulator after every event.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -111,6 +112,16 @@ def run(
     with patch.object(cluster_module, "ForkServer", fork_server), suppress(_Enough):
         cluster.run()
     return cluster
+
+
+def holders_of(file: Path) -> list[int]:
+    """Processes that have this file open."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended
+            if any(os.readlink(handle) == str(file) for handle in (process / "fd").iterdir()):
+                found.append(int(process.name))
+    return found
 
 
 class _Enough(BaseException):

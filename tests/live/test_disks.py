@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from harness import LONG, PATIENT, STEADY, judge, retrain, run, small
+from harness import LONG, PATIENT, STEADY, holders_of, judge, retrain, run, small
 
 from atoll.errors import TapeError
 from atoll.protocol.vocabulary import SealSnapshot
@@ -22,13 +22,10 @@ pytestmark = pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="limits
 
 def limit_files(tape: Path, most: int) -> None:
     """The learner that writes this tape can write no file beyond `most` bytes."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            if any(os.readlink(handle) == str(tape) for handle in (process / "fd").iterdir()):
-                hard = resource.prlimit(int(process.name), resource.RLIMIT_FSIZE)[1]
-                resource.prlimit(int(process.name), resource.RLIMIT_FSIZE, (most, hard))
-        except OSError:
-            continue  # it has ended
+    for process in holders_of(tape):
+        with suppress(OSError):  # it has ended
+            hard = resource.prlimit(process, resource.RLIMIT_FSIZE)[1]
+            resource.prlimit(process, resource.RLIMIT_FSIZE, (most, hard))
 
 
 class Disks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import signal
 import socket
@@ -12,12 +13,14 @@ from pathlib import Path
 
 import pytest
 from crashing_syncer import MOMENTS
-from harness import LONG, judge, learner_argv, retrain, run, small
+from harness import LONG, PATIENT, STEADY, holders_of, judge, learner_argv, retrain, run, small
 
 from atoll.config import Config, to_toml
-from atoll.protocol.vocabulary import Started, Stored
+from atoll.protocol.vocabulary import ConnectionLost, Started, Stored
 from atoll.runtime.local.cluster import LocalCluster
 from atoll.runtime.local.forkserver import Child, ForkServer
+from atoll.store.lock import is_locked
+from atoll.store.snapshots import list_snapshots
 from atoll.tape.format import Record, Tape
 from atoll.tape.weave import open_run
 
@@ -121,3 +124,23 @@ def test_full_disk_stops_announcing_and_loses_nothing(tmp_path: Path) -> None:
     records = [r for r in open_run(tmp_path).records() if r.worker == -1]
     full = next(n for n, r in enumerate(records) if isinstance(r.event, Stored) and r.event.outer_step == FULL_AT)
     assert max(b.now - a.now for a, b in pairwise(records[full:])) > 1e9, "it stood still while it could not write"
+
+
+def test_syncer_that_is_asked_to_stop_takes_no_step_as_it_disconnects_learners(tmp_path: Path) -> None:
+    """It went on with whoever was disconnected last, and snapshots of that one replaced those of everybody."""
+    config = small(3, total_steps=LONG, protocol={"snapshot_interval": 4}, limits=PATIENT, inner=STEADY)
+    tape, stopped, pause = tmp_path / "syncer" / "run.tape", threading.Event(), threading.Event()
+
+    def watch(cluster: LocalCluster, record: Record) -> None:
+        if isinstance(record.event, Stored) and record.event.outer_step == 30:
+            (syncer,) = set(holders_of(tape)) - {os.getpid()}  # this process reads it
+            os.kill(syncer, signal.SIGTERM)
+            while is_locked(tmp_path / "syncer"):
+                pause.wait(0.01)
+            stopped.set()
+
+    run(tmp_path, config, watch=watch, until=stopped.is_set)
+    assert stopped.is_set()
+    judge(tmp_path, config, whole=False)
+    assert not [r for r in Tape(tape).records() if isinstance(r.event, ConnectionLost)]
+    assert [s for s in list_snapshots(tmp_path) if s.complete][-1].learners == (0, 1, 2)

@@ -54,6 +54,11 @@ class Driver:
     def is_blocked(self) -> bool:
         return self._held is not None
 
+    def stop(self) -> None:
+        """Ignores later events. The tape ends here and has no footer: the run can go on from it."""
+        with self._lock:
+            self._closed = True
+
     def close(self) -> None:
         """Ignores later events, so that a sealed tape stays as it is."""
         with self._lock:

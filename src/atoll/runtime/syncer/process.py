@@ -165,6 +165,8 @@ class SyncerProcess:
         self._expiry.stop()
         if refused := self._directory.places.refused + self._server.refused:
             log.info("%s", refusals_line(refused))
+        if not self._directory.machine.finished:
+            self._driver.stop()  # or it would go on with those that are disconnected last, and replace snapshots of all by theirs
         await self._server.stop(2.0)
         for peer in self._links.values():
             peer.queue.cancel()  # messages of a peer that has just disconnected may remain: the tape ends here
