@@ -42,7 +42,7 @@ soak: $(INSTALLED)
 	$(BIN)/python bench/histories.py --count 10000
 	$(BIN)/python bench/kills.py --minutes 60
 	$(BIN)/python bench/hostile_messages.py --messages 1000000
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m soak
+	ATOLL_EXAMPLES=anew $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not extras"
 
 bench: $(INSTALLED)
 	$(BIN)/python bench/codecs.py

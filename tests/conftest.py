@@ -20,8 +20,11 @@ from xdist.scheduler import LoadScopeScheduling
 from atoll.executor.environment import use_threads
 
 use_threads(1)
-hypothesis.settings.register_profile("atoll", deadline=None)  # a busy machine stalls an example for longer than any deadline
-hypothesis.settings.load_profile("atoll")
+# A busy machine stalls an example for longer than any deadline. The same examples every time: a change is judged by what it
+# changes. `make soak` searches anew.
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("anew", deadline=None)
+hypothesis.settings.load_profile(os.environ.get("ATOLL_EXAMPLES", "same"))
 
 _CACHE = tempfile.TemporaryDirectory(prefix="atoll-test-cache-")  # of this process and those it starts; gone with it
 os.environ["XDG_CACHE_HOME"] = _CACHE.name
