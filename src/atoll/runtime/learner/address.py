@@ -15,7 +15,6 @@ import msgspec
 
 from atoll.config.codecs import codec_digests
 from atoll.errors import NotAdmitted, UserError
-from atoll.executor.environment import code_version
 from atoll.runtime.learner.place import NO_PLACE, KeptPlace
 from atoll.runtime.log import PacedLog, rate_limited
 from atoll.runtime.syncer.places import JoinRequest, Placement
@@ -80,7 +79,6 @@ async def request_place(address: Address, wants: int, rng: random.Random, kept: 
     metadata = {"token": address.token} | ({"run": address.run} if address.run else {})
     asked = JoinRequest(wants=wants, codecs=codec_digests(), place=kept.learner, place_key=kept.key)
     request = msgspec.msgpack.encode(asked)
-    asyncio.get_running_loop().run_in_executor(None, code_version)  # its tape's header needs it: read while the syncer answers
     while True:
         try:
             reply = await call(address.syncer, "Join", metadata, request, address.credentials)
