@@ -337,7 +337,7 @@ def test_outer_gradient_is_anchored_at_the_syncers_present_value() -> None:
 def test_difference_against_a_forgotten_version_is_refused_and_its_learner_recovers() -> None:
     """A difference against a version that is gone is refused and that learner goes through recovery: never re-based."""
     story = Story(
-        small(total_steps=120, limits={"versions_max": 2, "silence_steps": 1e6, "first_pull_seconds": 1.0}),
+        small(total_steps=120, grace="none", limits={"versions_max": 2, "silence_steps": 1e6, "first_pull_seconds": 1.0}),
         ChaosPlan((Pause(20.2, 2, 40.0),)),
     )
     assert story.cluster.syncer.outer_step == 120

@@ -217,8 +217,10 @@ def test_learner_without_new_work_on_a_fragment_is_not_asked_for_it_again() -> N
     assert fixed.participants == (1, 2)
 
 
-def test_learner_whose_step_takes_four_times_as_long_as_usual_is_not_asked() -> None:
-    (fixed,) = of(graced().steps(1, 401 * MS), FixParticipants)
+def test_learner_in_mid_step_that_missed_its_last_deadline_is_not_asked() -> None:
+    s = graced()
+    s.passes(5 * SECOND)  # it owed fragment 1 for round 1
+    (fixed,) = of([*s.steps(1, 6 * SECOND), *s.passes(7 * SECOND)], FixParticipants)
     assert fixed.participants == (1,)
 
 

@@ -126,11 +126,12 @@ class Gathering:
     def _in_mid_step(self, round_: Round) -> tuple[LearnerId, ...]:
         """Who has not reported since it was last counted, but trained what is due since that was last taken: it gives the copy of
         its last boundary. Else the round's result would overwrite an interval of its work because one step took a little longer.
-        It counts for no quorum, and nobody waits for it. Without a grace window only those who reported take part."""
+        It counts for no quorum, and nobody waits for its boundary; one that hangs misses its deadline, and is not asked again
+        for a while. Without a grace window only those who reported take part."""
         if self._config.protocol.grace == "none" or round_.policy.exact or round_.policy.lead >= 0 or not round_.due:
             return ()
         return tuple(
             member.learner for member in self._roster.in_sync()
             if member.learner not in self.reported and member.skipped_until < round_.outer_step
-            and member.account.has_untaken(round_.due, member.reported) and self._pulse.is_in_step(member, self._effects.now)
+            and member.account.has_untaken(round_.due, member.reported)
         )  # fmt: skip

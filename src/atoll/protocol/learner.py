@@ -76,6 +76,9 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 from atoll.rules import Schedule
 
+LONG_STEPS_FADE = 0.97
+"""By so much the number of rounds that went by during a long step is lowered at each boundary: half of it in 23 steps."""
+
 
 class LearnerMachine:
     def __init__(self, config: Config, learner: LearnerId, incarnation: Incarnation) -> None:
@@ -95,7 +98,7 @@ class LearnerMachine:
         self._place = Position(config, self.schedule, learner)
         self.outer_known: OuterStep = 0
         self._known_at_boundary: OuterStep = 0
-        self._spin = 1
+        self._spin = 1.0
         """Rounds that may go by during one step."""
         self.counters = Counters(p.fragments)
         self.held: list[OuterStep] = [NO_VERSION] * p.fragments
@@ -365,8 +368,8 @@ class LearnerMachine:
         beyond them is pulled next. Where rounds spin faster than steps, as many more as went by during the last step, or during
         a longer one not long ago."""
         went_by, self._known_at_boundary = self.outer_known - self._known_at_boundary, self.outer_known
-        self._spin = max(1, went_by, self._spin - 1)
-        ahead = min(self.config.protocol.overlap + self._spin, self.schedule.policy(self.outer_known + 1).interval)
+        self._spin = max(1.0, went_by, LONG_STEPS_FADE * self._spin)
+        ahead = min(self.config.protocol.overlap + round(self._spin), self.schedule.policy(self.outer_known + 1).interval)
         wanted = self.schedule.due_between(self.outer_known + 1, self.outer_known + ahead)
         self._staged.keep_only(wanted)
         for fragment in sorted(wanted):

@@ -18,10 +18,6 @@ JITTER: Nanos = nanos(0.1)
 """Time between reports below this says nothing: the network and a busy machine shift them by as much."""
 
 
-IN_STEP = 4
-"""A step that lasts longer than so many usual ones may never end: its learner is not asked before it reports again."""
-
-
 LATE_REPORTS = 2
 """After it is back, a learner's first report is of a step that began before, and comes late: neither it nor the time to the next
 says how long a step takes. Such steps count as no longer than usual."""
@@ -107,10 +103,6 @@ class Pulse:
             return 0
         quorum_time = round_.quorum_at - round_.opened_at
         return grace_window(round_.policy.overlap, self.step_time, quorum_time, self._sync_time or 0, p.grace_gamma)
-
-    def is_in_step(self, member: Member, now: Nanos) -> bool:
-        """Its step under way takes no longer than steps do, so it will answer a pull."""
-        return member.step_ema is not None and now - member.reported_at <= IN_STEP * max(member.step_ema, self.step_time)
 
     def pull_patience(self, invited: Sequence[Member], needed: int) -> Nanos:
         """The slowest answers decide how long to wait, but where a round can do without them, not those of the slowest learner
