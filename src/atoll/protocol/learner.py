@@ -21,7 +21,7 @@ from atoll.protocol.position import Position
 from atoll.protocol.reasons import DUE, Reason, Why, wrong_receiver
 from atoll.protocol.recovery import PendingTransfer, Service
 from atoll.protocol.snapshot import marker_of
-from atoll.protocol.staging import Pending, Staging
+from atoll.protocol.staging import Lookahead, Pending, Staging
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
@@ -76,9 +76,6 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 from atoll.rules import Schedule
 
-LONG_STEPS_FADE = 0.97
-"""By so much the number of rounds that went by during a long step is lowered at each boundary: half of it in 23 steps."""
-
 
 class LearnerMachine:
     def __init__(self, config: Config, learner: LearnerId, incarnation: Incarnation) -> None:
@@ -97,9 +94,7 @@ class LearnerMachine:
         self.position: OuterStep = 0
         self._place = Position(config, self.schedule, learner)
         self.outer_known: OuterStep = 0
-        self._known_at_boundary: OuterStep = 0
-        self._spin = 1.0
-        """Rounds that may go by during one step."""
+        self._lookahead = Lookahead(p.overlap)
         self.counters = Counters(p.fragments)
         self.held: list[OuterStep] = [NO_VERSION] * p.fragments
         self._pending: dict[FragmentId, Pending] = {}
@@ -364,12 +359,8 @@ class LearnerMachine:
                 self._stage(fragment, self.position)
 
     def _stage_ahead(self) -> None:
-        """The fragments due in the next tau + 1 outer steps, anew at every boundary: tau rounds may be in flight, and the one
-        beyond them is pulled next. Where rounds spin faster than steps, as many more as went by during the last step, or during
-        a longer one not long ago."""
-        went_by, self._known_at_boundary = self.outer_known - self._known_at_boundary, self.outer_known
-        self._spin = max(1.0, went_by, LONG_STEPS_FADE * self._spin)
-        ahead = min(self.config.protocol.overlap + round(self._spin), self.schedule.policy(self.outer_known + 1).interval)
+        """The fragments that may be pulled before the next boundary, anew at every boundary."""
+        ahead = min(self._lookahead.at(self.outer_known), self.schedule.policy(self.outer_known + 1).interval)
         wanted = self.schedule.due_between(self.outer_known + 1, self.outer_known + ahead)
         self._staged.keep_only(wanted)
         for fragment in sorted(wanted):

@@ -67,3 +67,24 @@ class Staging:
         for key in [k for k in self._copies if unwanted(k)]:
             del self._copies[key]
             self._effects.emit(Unstage(*key))
+
+
+LONG_STEPS_FADE = 0.97
+"""By so much the number of outer steps that went by during a long step is lowered at each boundary: half of it in 23 steps."""
+
+
+class Lookahead:
+    """How many outer steps ahead copies are staged: of the tau rounds that may be in flight, and of the one beyond them, which is
+    pulled next. Where outer steps go by faster than a learner's own, as many more as went by during its last step, or during a
+    longer one not long ago."""
+
+    def __init__(self, overlap: int) -> None:
+        self._overlap = overlap
+        self._known: OuterStep = 0
+        self._went_by = 1.0
+
+    def at(self, known: OuterStep) -> int:
+        """At a boundary, with the outer step that is known there."""
+        self._went_by = max(1.0, known - self._known, LONG_STEPS_FADE * self._went_by)
+        self._known = known
+        return self._overlap + round(self._went_by)
