@@ -177,6 +177,7 @@ def test_staging_ahead_covers_as_many_more_rounds_as_passed_during_a_recent_step
     assert [len(of(stage.steps(), Stage)) for _ in range(60)][::12] == [5, 4, 3, 3, 3], "a long step is forgotten slowly"
     stage.hears(Tick(103))
     assert [s.fragment for s in of(stage.steps(), Stage)] == list(range(16)), "never more than all"
+    assert len(of(stage.steps(), Stage)) == 2 + 8, "a stall is no long step"
 
 
 def test_learning_rate_follows_the_outer_step_last_seen() -> None:

@@ -94,7 +94,7 @@ def _finished(summary: Summary, directory: Path, began: float) -> Summary:
 
 def with_curve(summary: Summary, directory: Path, twin: Summary | None = None) -> Summary:
     """Draws the held-out losses, where some were measured on the way. A run is not lost for its picture."""
-    if not summary.heldout:
+    if not summary.heldout or summary.loss_first is None:
         return summary
     from atoll.views.curve import CURVE, draw_curve
 

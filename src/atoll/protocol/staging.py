@@ -69,8 +69,9 @@ class Staging:
             self._effects.emit(Unstage(*key))
 
 
-LONG_STEPS_FADE = 0.97
-"""By so much the number of outer steps that went by during a long step is lowered at each boundary: half of it in 23 steps."""
+LONG_STEPS_FADE, LONG_STEPS_MOST = 0.97, 8.0
+"""At each boundary the number of outer steps that went by during a long step is lowered to this share: to half of it in 23 steps.
+More than so many are not remembered: a learner that was stopped, or has just joined, does not stage its whole model for long."""
 
 
 class Lookahead:
@@ -81,10 +82,10 @@ class Lookahead:
     def __init__(self, overlap: int) -> None:
         self._overlap = overlap
         self._known: OuterStep = 0
-        self._went_by = 1.0
+        self._longest = 1.0
 
     def at(self, known: OuterStep) -> int:
         """At a boundary, with the outer step that is known there."""
-        self._went_by = max(1.0, known - self._known, LONG_STEPS_FADE * self._went_by)
-        self._known = known
-        return self._overlap + round(self._went_by)
+        went_by, self._known = known - self._known, known
+        self._longest = min(LONG_STEPS_MOST, max(1.0, went_by, LONG_STEPS_FADE * self._longest))
+        return self._overlap + max(went_by, round(self._longest))
