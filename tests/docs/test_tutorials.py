@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from pages import DOCS, ROOT
+from command import atoll
+from pages import DOCS
+from plugged import plugged
 
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -28,13 +27,10 @@ def test_the_merge_and_the_codec_of_the_tutorial_train(tmp_path: Path) -> None:
     (tmp_path / "my_codecs.py").write_text(codec, encoding="utf8")
     command = (
         "train --virtual --learners 3 --set total_steps=12 --set protocol.merge=median --set protocol.codec_up=sign "
-        "--set protocol.local_steps_per_round=4 --set protocol.fragments=4 "
-        "--allow-plugin my_merges.py --allow-plugin my_codecs.py --out run --json"
+        "--set protocol.local_steps_per_round=4 --set protocol.fragments=4 --out run --json"
     )
-    done = subprocess.run(
-        [sys.executable, "-m", "atoll", *command.split()],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    with plugged(Path("my_merges.py"), Path("my_codecs.py")) as allow:
+        done = atoll(*command.split(), *allow, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["loss_final"] < summary["loss_first"]

@@ -1,11 +1,14 @@
-"""A fork server whose syncers kill themselves, by SIGKILL, at a named moment of a round."""
+"""The fork server of the live tests: its children are `atoll` in the folder of whoever asked, and syncers among them may kill
+themselves, by SIGKILL, at a named moment of a round."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from atoll.cli import main
@@ -79,13 +82,22 @@ def set_up(fuse: Fuse) -> None:
     after(fuse, DurableVersions, "put", lambda t, versions: "stored, not taped" if t else "")
 
 
-def crash_or_be() -> None:
-    """A child's arguments: `crash MOMENT ROUNDS ...` is a syncer that will die; anything else is `atoll` as it is."""
-    if sys.argv[1] == "crash":
-        set_up(Fuse(sys.argv[2], int(sys.argv[3])))
-        sys.argv = ["atoll", *sys.argv[4:]]
+def become() -> None:
+    """A child's arguments: `FOLDER ...`, to be there, for the server stays where it was started. Then `crash MOMENT ROUNDS ...`
+    is a syncer that will die, `python FILE ...` is that script, and anything else is `atoll` as it is."""
+    folder, *words = sys.argv[1:]
+    os.chdir(folder)
+    if words[0] == "python":
+        sys.argv, os.environ["HF_HUB_OFFLINE"] = words[1:], "1"
+        sys.path.insert(0, str(Path(words[1]).parent))
+        runpy.run_path(words[1], run_name="__main__")
+        return
+    if words[0] == "crash":
+        set_up(Fuse(words[1], int(words[2])))
+        words = words[3:]
+    sys.argv = ["atoll", *words]
     main()
 
 
 if __name__ == "__main__":
-    serve(crash_or_be)
+    serve(become)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -65,18 +65,18 @@ def small(learners: int = 3, *, preset: str = "decoupled", total_steps: int = 15
 
 class SharedForkServer:
     """One fork server for all runs of the session, since importing torch takes seconds of a core. A run that ends kills its
-    own children alone."""
+    own children alone. Its children are where this process is when they are asked for."""
 
     _server: ClassVar[ForkServer | None] = None
 
     def __init__(self) -> None:
         if SharedForkServer._server is None:
-            SharedForkServer._server = ForkServer()
+            SharedForkServer._server = ForkServer([str(Path(__file__).with_name("crashing_syncer.py"))])
         self._children: list[Child] = []
 
     def spawn(self, argv: Sequence[str], log: Path) -> Child:
         assert self._server is not None
-        self._children.append(self._server.spawn(argv, log))
+        self._children.append(self._server.spawn([str(Path.cwd()), *argv], log.absolute()))
         return self._children[-1]
 
     def close(self) -> None:
@@ -91,6 +91,13 @@ class SharedForkServer:
         if cls._server is not None:
             cls._server.close()
         cls._server = None
+
+
+@contextmanager
+def forks_of(fork_server: type[ForkServer] | type[SharedForkServer] = SharedForkServer) -> Iterator[None]:
+    """Live runs begun here, by a command too, get their processes from this one."""
+    with patch.object(cluster_module, "ForkServer", fork_server):
+        yield
 
 
 def run(
@@ -109,7 +116,7 @@ def run(
 
     slow = [Slow(0.0, m, UNHURRIED, 1e6) for m in range(config.learners)]
     cluster = LocalCluster(config, directory, ChaosPlan((*slow, *faults)), watch=seen, resume=resume)
-    with patch.object(cluster_module, "ForkServer", fork_server), suppress(_Enough):
+    with forks_of(fork_server), suppress(_Enough):
         cluster.run()
     return cluster
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command import atoll
+from harness import forks_of
 from typer.testing import CliRunner
 
 from atoll.cli.app import app
@@ -37,7 +38,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, obje
     """A live run's folder and its summary."""
     folder = tmp_path_factory.mktemp("new-user")
     (folder / "slow.toml").write_text(SLOW)
-    done = atoll("train", *TINY, "--chaos", "slow.toml", "--out", "run", "--json", cwd=folder)
+    with forks_of():
+        done = atoll("train", *TINY, "--chaos", "slow.toml", "--out", "run", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "run", json.loads(done.stdout)
 

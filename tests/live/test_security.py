@@ -23,6 +23,7 @@ from typing import Any
 import grpc
 import pytest
 from command import atoll
+from harness import SharedForkServer
 
 from atoll.errors import UserError
 from atoll.runtime.learner.address import Address, request_place
@@ -282,24 +283,28 @@ def secrets_of(island: Island) -> dict[str, list[bytes]]:
     return found
 
 
-def test_honest_learner_is_served_among_strangers_and_no_secret_is_written_anywhere(island: Island) -> None:
+def test_honest_learner_is_served_among_strangers_and_no_secret_is_written_anywhere(
+    island: Island, tmp_path: Path
+) -> None:
     out = island.folder / "learners" / "0"
     seen = len(island.syncer.lines)
-    learner = Process(
-        "learner", "--syncer", island.address, "--keys", island.keys, "--name", "learner-1", "--id", "0", "--out", out
-    )  # fmt: skip
+    words = ["learner", "--syncer", island.address, "--keys", island.keys, "--name", "learner-1", "--id", "0", "--out", out]
+    fork_server, log = SharedForkServer(), tmp_path / "learner.log"
     try:
+        learner = fork_server.spawn(list(map(str, words)), log)
         with pytest.raises(UserError, match="wrong token"):
             island.ask_for_place("atoll1.AAAA")
         island.syncer.until("learner0 has joined", seen)
         with pytest.raises(UserError, match="wrong token"):
             island.ask_for_place("atoll1.AAAA")
-        assert learner.stop() == 0, learner.text
+        learner.signal(signal.SIGTERM)
+        learner.wait(PATIENCE_SECONDS)
+        assert learner.poll() == 0, log.read_text()
         island.syncer.until("learner0 has left", seen)
     finally:
-        learner.kill()
+        fork_server.close()
     assert island.syncer.is_alive
-    logs = {"the syncer's log": island.syncer.text.encode(), "the learner's log": learner.text.encode()}
+    logs = {"the syncer's log": island.syncer.text.encode(), "the learner's log": log.read_bytes()}
     files = [path for path in island.folder.rglob("*") if path.is_file() and not path.is_relative_to(island.keys)]
     written = [path for path in files if path.name != "run.secret" and not path.is_relative_to(island.strangers)]
     assert {path.name for path in written} >= {"run.tape", "0.tape", "places.jsonl", "config.toml"}

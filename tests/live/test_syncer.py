@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from crashing_syncer import MOMENTS
-from harness import LONG, PATIENT, STEADY, holders_of, judge, learner_argv, retrain, run, small
+from harness import LONG, PATIENT, STEADY, SharedForkServer, holders_of, judge, learner_argv, retrain, run, small
 
 from atoll.config import Config, to_toml
 from atoll.protocol.vocabulary import ConnectionLost, Started, Stored
 from atoll.runtime.local.cluster import LocalCluster
-from atoll.runtime.local.forkserver import Child, ForkServer
+from atoll.runtime.local.forkserver import Child
 from atoll.store.lock import is_locked
 from atoll.store.snapshots import list_snapshots
 from atoll.tape.format import Record, Tape
@@ -65,7 +65,7 @@ def wait_for_words(words: str, log: Path, child: Child) -> None:
 def test_syncer_killed_in_the_phases_of_a_round_goes_on_where_it_was(tmp_path: Path, moments: tuple[str, ...]) -> None:
     """One run. Each syncer dies at another moment of its third round; the learners are the same processes throughout."""
     config = small(2, total_steps=20 + 6 * len(moments))
-    fork_server = ForkServer([str(Path(__file__).with_name("crashing_syncer.py"))])
+    fork_server = SharedForkServer()
     log, address = tmp_path / "syncer.log", "127.0.0.1:0"
     learners: list[Child] = []
     try:
