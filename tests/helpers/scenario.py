@@ -135,7 +135,10 @@ class Scenario:
 
 
 def verdict(seed: int, **machines: Callable[..., object]) -> AtollError | AssertionError | None:
-    scenario = Scenario(seed, **machines)  # type: ignore[arg-type]
+    return verdict_of(Scenario(seed, **machines))  # type: ignore[arg-type]
+
+
+def verdict_of(scenario: Scenario) -> AtollError | AssertionError | None:
     try:
         scenario.run()
     except (AtollError, AssertionError, KeyError, IndexError) as error:

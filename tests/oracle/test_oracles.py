@@ -27,6 +27,7 @@ from task import (
     relative,
     theta,
 )
+from tiers import mostly_soak
 from torch import Tensor, nn
 
 from atoll.codecs import codec
@@ -141,8 +142,16 @@ def assert_streaming_is_algorithm_2(taus: list[int], alpha: float, up: str, **pr
     assert_learners_hold(executor, models)
 
 
-@pytest.mark.parametrize("up", ["fp32", "e3m0"])
-@pytest.mark.parametrize(("tau", "alpha"), [(0, 0.0), (0, 0.5), (1, 0.0), (1, 0.5), (4, 0.25)])
+MIXES = [(0, 0.0), (0, 0.5), (1, 0.0), (1, 0.5), (4, 0.25)]
+
+
+@pytest.mark.parametrize(
+    ("tau", "alpha", "up"),
+    mostly_soak(
+        [(tau, alpha, up) for up in ("fp32", "e3m0") for tau, alpha in MIXES],
+        keep=[(0, 0.0, "fp32"), (0, 0.5, "e3m0"), (1, 0.0, "e3m0"), (1, 0.5, "fp32"), (4, 0.25, "e3m0")],
+    ),
+)  # fmt: skip
 def test_streaming_with_any_mixing_and_overlap_is_algorithm_2_bit_for_bit(tau: int, alpha: float, up: str) -> None:
     assert_streaming_is_algorithm_2([tau] * 3, alpha, up, overlap=tau)
 

@@ -7,8 +7,8 @@ survives any one of them, with bounded harm, and says which one it was.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from statistics import median
-from typing import Any
 
 import pytest
 import torch
@@ -46,10 +46,14 @@ class Watcher:
                 self.clock = max(self.clock, len(effect.envelope.clock))
 
 
-def attacked(attack: Attack, size: float = 1.0, **overrides: Any) -> tuple[VirtualCluster, Watcher]:
-    config = load(preset_name="decoupled", overrides={"learners": 5, "total_steps": 120} | overrides)
+STEPS = 60
+
+
+@cache
+def attacked(attack: Attack) -> tuple[VirtualCluster, Watcher]:
+    config = load(preset_name="decoupled", overrides={"learners": 5, "total_steps": STEPS})
     safety, watcher = Safety(config), Watcher()
-    plan = ChaosPlan((Hostile(0.0, HOSTILE, attack, size),))
+    plan = ChaosPlan((Hostile(0.0, HOSTILE, attack, 1.0),))
     cluster = VirtualCluster(config, plan=plan, observers=[safety, watcher])
     safety.attach(cluster)
     cluster.run(until_seconds=2000)
@@ -59,7 +63,7 @@ def attacked(attack: Attack, size: float = 1.0, **overrides: Any) -> tuple[Virtu
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_no_attack_breaks_an_invariant_or_slows_the_others_below_seven_tenths(attack: Attack) -> None:
     cluster, watcher = attacked(attack)
-    assert cluster.virtual_seconds() < 120 / 0.7
+    assert cluster.virtual_seconds() < STEPS / 0.7
     assert {learner for learner, _ in watcher.refused} <= {HOSTILE}, "a victim is not blamed"
 
 
@@ -96,6 +100,7 @@ def test_a_learner_that_goes_on_breaking_the_rules_is_expelled() -> None:
 # ---------------------------------------------------------------- with tensors
 
 
+@cache
 def trained(merge: str, attack: Attack | None, size: float) -> Run:
     config = configured("decoupled", learners=5, total_steps=40, protocol={"merge": merge, "embedding_merge": merge})
     return run(config, () if attack is None else (Hostile(0.0, HOSTILE, attack, size),))

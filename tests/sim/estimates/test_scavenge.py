@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tiers import mostly_soak
 
 from atoll.chaos import ChaosPlan, Kill, Scavenge, check_plan
 from atoll.config import Config, load
@@ -28,7 +29,7 @@ def base() -> float:
     return base_alone_seconds(SCENARIO)
 
 
-@pytest.mark.parametrize("share", [0.25, *(pytest.param(s, marks=pytest.mark.soak) for s in (0.5, 1.0)), 3.0])
+@pytest.mark.parametrize("share", mostly_soak([0.25, 0.5, 1.0, 3.0], keep=[0.25]))
 def test_scavenging_reaches_the_ideal_time(share: float, base: float) -> None:
     a = scavenge(SCENARIO, share, FailureModel(), base)
     assert a.ideal == 0.5 + 0.5 / (1 + share)
