@@ -71,7 +71,7 @@ def test_learner_that_resizes_stands_for_as_long_and_trains_with_as_much_less(tm
 
 def test_taped_goodput_is_the_simulators(tmp_path: Path) -> None:
     """Share of the learners' time in steps: the machines' own account against sim/goodput."""
-    config = settings(learners=8, total_steps=1500)
+    config = settings(learners=8, total_steps=750)
     records = list(record(config, tmp_path / "run", chips=1_200_000).records())
     stepping = sum(r.event.nanos for r in records if isinstance(r.event, StepDone))
     share = 100 * stepping / (8 * records[-1].now)
