@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import resource
 import signal
 import socket
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from crashing_syncer import MOMENTS
-from harness import LONG, PATIENT, STEADY, SharedForkServer, holders_of, judge, learner_argv, retrain, run, small
+from harness import LONG, PATIENT, STEADY, SharedForkServer, judge, learner_argv, retrain, run, small
 
 from atoll.config import Config, to_toml
 from atoll.protocol.vocabulary import ConnectionLost, Started, Stored
@@ -138,8 +137,7 @@ def test_syncer_that_is_asked_to_stop_takes_no_step_as_it_disconnects_learners(t
 
     def watch(cluster: LocalCluster, record: Record) -> None:
         if isinstance(record.event, Stored) and record.event.outer_step >= 30 and newest() == (0, 1, 2):
-            (syncer,) = set(holders_of(tape)) - {os.getpid()}  # this process reads it
-            os.kill(syncer, signal.SIGTERM)
+            cluster.syncer_child().signal(signal.SIGTERM)  # at once: the next snapshot may lack a learner again
             while is_locked(tmp_path / "syncer"):
                 pause.wait(0.01)
             stopped.set()
