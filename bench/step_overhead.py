@@ -98,7 +98,9 @@ class Bench:
             epoch=placement.epoch,
         )  # fmt: skip
         tape = TapeWriter.create(folder / "learner.tape", header, flush_each=True)
-        self.live = LiveLearner(address, placement, self.executor, tape=tape, loop=self._loop.loop)
+        self.live = LiveLearner(
+            address, placement, self.executor, tape=tape, loop=self._loop.loop, arriving=self.executor.arriving
+        )
         self._partner = cluster.learners(1, 1, "--follow")
         self.live.start()
         self._batch = 0

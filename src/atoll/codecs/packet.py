@@ -19,6 +19,7 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -111,8 +112,10 @@ def _expected(name: str, numel: int) -> CodeLayout:
 def _tensor(view: memoryview, at: int, dtype: torch.dtype, count: int) -> Tensor:
     if count == 0:
         return torch.empty(0, dtype=dtype)
-    # A copy: the received buffer may be reused, and a header of odd size leaves the payload misaligned.
-    return torch.frombuffer(bytearray(view[at : at + count * dtype.itemsize]), dtype=dtype)
+    # A copy: the received buffer may be reused, and a header of odd size leaves the payload misaligned. numpy copies without the
+    # interpreter's lock, which a learner's training thread needs meanwhile.
+    copied = numpy.frombuffer(view, dtype=numpy.uint8, count=count * dtype.itemsize, offset=at).copy()
+    return torch.from_numpy(copied).view(dtype)
 
 
 def _refuse_bad_content(name: str, numel: int, codes: Tensor, scales: Tensor | None) -> None:

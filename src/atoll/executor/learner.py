@@ -325,15 +325,20 @@ class TensorLearner:
 
     def _keep(self, p: FragmentId, version: OuterStep, previous: OuterStep, content: tuple[Packet | Tensor, Tensor]) -> None:
         sent, buffers = content
-        if isinstance(sent, Packet):
-            base = self.anchors[p]
-            assert base is not None and previous != NO_VERSION
+        base = self.anchors[p]
+        assert not isinstance(sent, Packet) or (base is not None and previous != NO_VERSION)
+        if self._cuda is not None:
+            announced, buffers = self._cuda.prefetch(p, sent, buffers, base)
+        elif isinstance(sent, Packet):
+            assert base is not None
             announced = base + codec(sent.codec).decode(sent)
         else:
             announced = sent
-        if self._cuda is not None:
-            announced, buffers = self._cuda.prefetch(p, announced, buffers)
         self._kept[p] = (version, announced, buffers)
+
+    def arriving(self, payload: Payload) -> Payload:
+        """Called by the receiving thread, before the machine sees the message."""
+        return payload if self._cuda is None else self._cuda.arriving(payload)
 
     def _adopt(self, effect: Adopt) -> None:
         p = effect.fragment
@@ -360,6 +365,8 @@ class TensorLearner:
     def state(self, *, with_residuals: bool = False) -> dict[str, Any]:
         """A copy on the host: what a peer needs, and for snapshots the residuals too. Not the RNG state or the position in the
         data: both follow from (seed, stream, batch), and the protocol holds (stream, batch)."""
+        if self._cuda is not None:
+            self._cuda.stager.settle()
         state: dict[str, Any] = {
             "tensors": {name: on_host(tensor) for name, tensor in self._tensors.items()},
             "optimizer": on_host(self.optimizer.state_dict()),
@@ -415,6 +422,8 @@ class TensorLearner:
         """Checksums prove that the bytes are those sent; this checks that they are for a model of these sizes, and a peer's state
         in full."""
         if isinstance(body, StateTransfer):
+            if self._cuda is not None:
+                self._cuda.stager.settle()
             return Finding(self._peer_state.flaw(body, payload.content, dict(self._kept)))
         if isinstance(body, Announce) and isinstance(payload.content, tuple):
             sent, buffers = payload.content

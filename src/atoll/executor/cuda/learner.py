@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -165,9 +166,23 @@ class CudaSide:
 
     # ------------------------------------------------------------ announced versions
 
-    def prefetch(self, p: FragmentId, announced: Tensor, buffers: Tensor) -> tuple[Tensor, Tensor]:
-        """Starts the copy to the device; returns the version in pinned memory."""
-        self._incoming[p] = self.stager.prefetch(announced, buffers)
+    def arriving(self, payload: Payload) -> Payload:
+        """The same with its tensors in pinned memory, which the device reads without the host. For the receiving thread: the copy
+        takes time, and `prefetch` runs while the training thread may wait for the driver's lock."""
+        if not isinstance(payload.content, tuple):
+            return payload
+        sent, buffers = payload.content
+        if isinstance(sent, Packet):
+            pinned: Packet | Tensor = replace(sent, codes=self.pinned(sent.codes), scales=self.pinned(sent.scales))
+        else:
+            pinned = self.pinned(sent)
+        return Payload(payload.kind, payload.nbytes, (pinned, self.pinned(buffers)))
+
+    def prefetch(
+        self, p: FragmentId, sent: Tensor | Packet, buffers: Tensor, base: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Starts the copy to the device; returns the version in pinned memory, which is filled once `settle` returns."""
+        self._incoming[p] = self.stager.prefetch(sent, buffers, base)
         return self._incoming[p].announced, buffers
 
     def adopt(

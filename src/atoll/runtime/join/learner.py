@@ -322,7 +322,7 @@ class Learner:
             tape = _new_tape(directory, placement, self.config, self._device)
             self._live = LiveLearner(
                 self._address, placement, UserExecutor(inner), tape=tape, loop=self._loop.loop,
-                state_bytes_max=state_bytes_max(self._task.layout.fragments),
+                state_bytes_max=state_bytes_max(self._task.layout.fragments), arriving=inner.arriving,
             )  # fmt: skip
             snapshots.on_written, self._live.on_kept = self._live.dispatch, snapshots.keep
             self._live.start()

@@ -73,13 +73,16 @@ class LiveLearner:
     def __init__(
         self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
         resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop, state_bytes_max: int = STATE_BYTES_MAX,
+        arriving: Callable[[Payload], Payload] = lambda payload: payload,
     ) -> None:  # fmt: skip
-        """`state_bytes_max`: of a peer's recovery state."""
+        """`state_bytes_max`: of a peer's recovery state. `arriving`: is given what came with an announcement in the receiving
+        thread, before the driver's lock is taken."""
         self.placement = placement
         self.config = from_builtins(placement.config)
         self.machine = LearnerMachine(self.config, placement.learner, placement.incarnation)
         self._address = address
         self._executor = executor
+        self._arriving = arriving
         self._resumed = resumed
         self._loop = loop
         self._clock = Clock(placement.epoch)
@@ -336,7 +339,7 @@ class LiveLearner:
         if isinstance(body, StateTransfer):
             payload, flaw = await self._loop.run_in_executor(None, self._read_state, body, data if data is not None else b"")
         elif data is not None:
-            payload = await self._loop.run_in_executor(None, wire.from_buffer, body, data)
+            payload = await self._loop.run_in_executor(None, lambda: self._arriving(wire.from_buffer(body, data)))
             misfit = self._executor.inspect(body, payload).flaw
             if misfit is not None:
                 raise RunFailed(f"{worker_name(envelope.sender)} sent what does not fit: {misfit}")

@@ -100,7 +100,7 @@ def _train_at(
         resumed = Resumed(*learner_state_of(options.resume)) if options.resume is not None else None
         live = LiveLearner(
             options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop,
-            state_bytes_max=state_bytes_max(task.layout.fragments),
+            state_bytes_max=state_bytes_max(task.layout.fragments), arriving=executor.arriving,
         )  # fmt: skip
         stack.callback(live.close)
         snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep

@@ -518,6 +518,18 @@ if torch.cuda.is_available():
             assert torch.equal(t.detach().cpu(), here[name].detach())
             assert torch.equal(there.state[t]["master"].cpu(), mine.state[here[name]]["master"])
 
+    @pytest.mark.parametrize("name", ["int8", "int4", "e3m0", "bf16", "int1"])
+    def test_differences_are_decoded_on_the_device_to_the_bits_of_the_cpu(name: str) -> None:
+        tensors, fragment = whole(model_of())
+        base, stager, c = anchor_of(fragment), CudaStager(CUDA, fragment.numel), codec(name)
+        packet = c.encode(torch.randn(fragment.numel, generator=torch.Generator().manual_seed(3)))
+        expected = base + c.decode(packet)
+        incoming = stager.prefetch(packet, torch.empty(0), base)
+        stager.adopt(fragment, tensors, incoming, 0.0, None)
+        stager.settle()
+        assert incoming.announced.is_pinned() and torch.equal(incoming.announced, expected)
+        assert torch.equal(read_params(on_cpu(tensors), fragment), expected)
+
     def test_adopting_waits_for_the_reads_of_what_was_staged_at_the_same_boundary() -> None:
         tensors, fragment = whole(model_of())
         anchor, stager, c = anchor_of(fragment), CudaStager(CUDA, fragment.numel), codec("fp32")
