@@ -1,10 +1,11 @@
 """Learners without training, for benchmarks of a syncer: the real machine and the real link, with prepared packets.
 
     python bench/scripted.py --syncer HOST:PORT --token FILE [--first 0] [--count 1] [--step 0.5] [--jitter 0.1]
-                             [--follow] [--listen]
+                             [--follow] [--listen] [--keys DIR] [--packets N]
 
 An inner step is a timer of `--step` seconds, varied by up to `--jitter` of it. A pull is answered with a packet of random
-numbers in the fragment's size and the run's codec, the same from every learner. The transport receives and checks announced
+numbers in the fragment's size and the run's codec: one of `--packets` of each fragment, another one for each learner and outer
+step as far as there are others. The transport receives and checks announced
 versions, which are then dropped. All learners share one loop and one thread. With --follow a step ends when a line
 `NANOSECONDS`, its reported duration, comes on standard input: the learners then step together with the process that writes.
 
@@ -36,11 +37,11 @@ from atoll.config.models import SIZES
 from atoll.protocol.interface import Payload
 from atoll.protocol.reasons import Reason
 from atoll.protocol.vocabulary import Contribution, Effect, Event, InnerStep, Message, Received, Send, StepDone
-from atoll.runtime.learner.address import Address, request_place
+from atoll.runtime.learner.address import address_of, request_place
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.loop import LoopThread
 from atoll.tasks.task import layout_for
-from atoll.transport.keys import read_token
+from atoll.tensors.layout import Layout
 from atoll.workload.models.decoder import build_model
 
 START_SECONDS = 120.0
@@ -49,17 +50,26 @@ TICKS = os.sysconf("SC_CLK_TCK")
 # ---------------------------------------------------------------- learners
 
 
-def packets_of(config: Config) -> list[Packet]:
-    """One for each fragment of the recipe's decoder."""
+def layout_of(config: Config) -> Layout:
     numbers = dict(SIZES["nano"]) | {"vocab": 257, "context": config.data.seq_len} | config.model.numbers
-    layout = layout_for(config, build_model("decoder", numbers, config.seed))
+    return layout_for(config, build_model("decoder", numbers, config.seed))
+
+
+def packets_of(config: Config, count: int = 1) -> list[list[Packet]]:
+    """`count` for each fragment of the recipe's decoder, the same in every process."""
     by, rng = codec(config.protocol.codec_up), torch.Generator().manual_seed(0)
-    return [by.encode(torch.randn(fragment.numel, generator=rng) * 1e-4) for fragment in layout.fragments]
+    sizes = [fragment.numel for fragment in layout_of(config).fragments]
+    return [[by.encode(torch.randn(numel, generator=rng) * 1e-4) for _ in range(count)] for numel in sizes]
+
+
+def chosen(packets: Sequence[Packet], learner: int, outer_step: int) -> Packet:
+    return packets[(learner + outer_step) % len(packets)]
 
 
 class ScriptedExecutor:
-    def __init__(self, packets: Sequence[Packet]) -> None:
+    def __init__(self, packets: Sequence[Sequence[Packet]], learner: int = 0) -> None:
         self._packets = packets
+        self._learner = learner
         self._buffers = torch.empty(0)
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
@@ -72,7 +82,7 @@ class ScriptedExecutor:
         body = send.envelope.body
         if not isinstance(body, Contribution):
             return None
-        packet = self._packets[body.fragment]
+        packet = chosen(self._packets[body.fragment], self._learner, body.outer_step)
         return Payload("packet", packet.nbytes, (packet, self._buffers))
 
 
@@ -112,18 +122,19 @@ def run_learners(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listen = "127.0.0.1:0" if options.listen else ""
-    address = Address(syncer=options.syncer, token=read_token(options.token).reveal(), listen=listen)
     rng = random.Random(options.first)
     loop = LoopThread()
     learners: list[ScriptedLearner] = []
-    packets: list[Packet] | None = None
+    packets: list[list[Packet]] | None = None
     low, high = options.step * (1 - options.jitter), options.step * (1 + options.jitter)
     for learner in range(options.first, options.first + options.count):
+        name = f"learner-{learner}" if options.keys else None
+        address = address_of(options.syncer, options.token, options.keys, name, "", listen, "", False)
         placement = loop.run(request_place(address, learner, rng))
         if packets is None:
-            packets = packets_of(from_builtins(placement.config))
+            packets = packets_of(from_builtins(placement.config), options.packets)
         learners.append(ScriptedLearner(
-            address, placement, ScriptedExecutor(packets), loop=loop.loop,
+            address, placement, ScriptedExecutor(packets, placement.learner), loop=loop.loop,
             step_seconds=None if options.follow else lambda: rng.uniform(low, high),
         ))  # fmt: skip
         learners[-1].start()
@@ -203,21 +214,29 @@ class Process:
 class Cluster:
     """A syncer's process in its own folder, and processes of scripted learners."""
 
-    def __init__(self, config: Config, syncer: Sequence[str | Path] = ("-m", "atoll", "syncer")) -> None:
+    def __init__(
+        self, config: Config, syncer: Sequence[str | Path] = ("-m", "atoll", "syncer"), *, keys: int = 0
+    ) -> None:
+        """`keys`: certificates for so many learners; 0 is without TLS."""
         self._scratch = tempfile.TemporaryDirectory(prefix="atoll-bench-", dir=os.environ.get("ATOLL_BENCH_DIR"))
         self.folder = Path(self._scratch.name)
         recipe = self.folder / "config.toml"
         recipe.write_text(to_toml(config), encoding="utf8")
         self.directory = self.folder / "syncer"
         self.processes: list[Process] = []
+        self.keys = self.folder / "keys" if keys else None
+        if self.keys is not None:
+            make = [sys.executable, "-m", "atoll", "keys", self.keys, "--learners", str(keys)]
+            subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
+        tls = ("--keys", self.keys) if self.keys is not None else ()
         self.syncer = self._start(
-            [*syncer, recipe, "--listen", "127.0.0.1:0", "--dir", self.directory, "--obey-stdin"], "syncer"
+            [*syncer, recipe, "--listen", "127.0.0.1:0", "--dir", self.directory, "--obey-stdin", *tls], "syncer"
         )
         self.address = self._wait_for_address()
 
     @property
     def token(self) -> Path:
-        return self.directory / "token"
+        return (self.keys or self.directory) / "token"
 
     @property
     def tape(self) -> Path:
@@ -225,10 +244,9 @@ class Cluster:
 
     def learners(self, first: int, count: int, *words: str) -> Process:
         """Returns when all of them have a place; they enter the run later."""
-        process = self._start(
-            [__file__, "--syncer", self.address, "--token", self.token, "--first", str(first), "--count", str(count), *words],
-            f"learners-{first}",
-        )
+        tls = ("--keys", self.keys) if self.keys is not None else ()
+        where = ("--syncer", self.address, "--token", self.token, *tls)
+        process = self._start([__file__, *where, "--first", str(first), "--count", str(count), *words], f"learners-{first}")
         process.wait_until_ready()
         return process
 
@@ -288,6 +306,8 @@ def main() -> None:
     parser.add_argument("--step", type=float, default=0.5)
     parser.add_argument("--jitter", type=float, default=0.1)
     parser.add_argument("--follow", action="store_true")
+    parser.add_argument("--keys", type=Path, help="Mutual TLS with the certificates in this folder.")
+    parser.add_argument("--packets", type=int, default=1, help="Different packets of each fragment.")
     parser.add_argument("--listen", action="store_true", help="Serve peers. The learners have no state, so a recovery fails.")
     run_learners(parser.parse_args())
 

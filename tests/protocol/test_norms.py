@@ -123,3 +123,15 @@ def test_theta_may_not_jump_a_hundred_times_as_far_as_it_used_to() -> None:
     for jump in (1.0, 2.0, 3.0, 50.0):
         norms.moved(0, jump, 1.0)
     assert norms.jump_limit(0, 2.0) == 100 * 2 * 2.5
+
+
+def test_majority_that_sends_next_to_nothing_does_not_make_honest_norms_unusual() -> None:
+    """Found by `bench/hostile_messages.py`: "the norm 0.0596 is 614445023 times the usual 9.71e-11"."""
+    norms = Norms(config())
+    scale = norms.scale(1, 500)
+    for outer_step in range(500, 508):
+        judged = {0: Judged(0.06, 1)} | {m: Judged(1e-10, 1) for m in range(1, 6)}
+        norms.merged(0, outer_step, judged)
+        norms.moved(0, 0.01, scale)  # a sixth of the honest one's: RDA takes the mean of the norms
+    assert norms.objection(0, Measure(0.06, 1.0), scale) is None
+    assert why(norms.objection(0, Measure(1.0, 1.0), scale)) is Why.OUTLIER

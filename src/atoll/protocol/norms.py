@@ -2,7 +2,8 @@
 judges as before.
 
 A norm is compared per step and per learning rate, by the steps that the syncer counted. The usual norm of a fragment is the
-median over the learners of each learner's own median: one learner cannot move it, however often it contributes.
+median over the learners of each learner's own median: one learner cannot move it, however often it contributes. Many could send
+next to nothing until every honest norm is unusual; so what is a share of Theta's own usual movement is never too long.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ WINDOW = 8
 """Norms kept of each learner and fragment, and jumps kept of each fragment."""
 ENOUGH = 4
 """With fewer norms of a fragment in all, the norm of the weights themselves is the measure."""
+JUMP_SHARE = 0.25
+"""Of Theta's usual movement. An honest norm is about as long as that movement, so this limits only how far `usual` can be lowered."""
 PEERS_LEAST = 3
 """A round of fewer contributions has no majority to compare one with."""
 
@@ -97,8 +100,11 @@ class Norms:
             self._jumps[fragment].append(jump / scale)
 
     def _usual(self, fragment: FragmentId) -> float:
-        known = self._norms[fragment].values()
-        return median(median(norms) for norms in known) if sum(map(len, known)) >= ENOUGH else 0.0
+        known, jumps = self._norms[fragment].values(), self._jumps[fragment]
+        if sum(map(len, known)) < ENOUGH:
+            return 0.0
+        least = JUMP_SHARE * median(jumps) if len(jumps) >= ENOUGH else 0.0
+        return max(least, median(median(norms) for norms in known))
 
     @staticmethod
     def _far(fragment: FragmentId, norm: float, usual: float, factor: float, whose: str) -> Reason | None:
