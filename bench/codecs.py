@@ -11,7 +11,7 @@ mimalloc (torch's wheels for aarch64) returns the block just freed, and the clon
 read and one write, which no chain of torch operations can match. So the ratio to a clone into fresh memory is printed too;
 there all clones are kept alive, as a learner keeps what it encodes.
 
-On ARM, with llvmlite (the extra `fast`), int4 and e3m0 have compiled kernels (src/atoll/codecs/neon.py); --kernels torch shows
+On ARM, with llvmlite, int4 and e3m0 have compiled kernels (src/atoll/codecs/neon.py); --kernels torch shows
 how much they save. Where the clone is a plain copy they still miss the target, by a factor of 1.2 to 1.6 on a Neoverse-N1.
 Memory is not the reason: on data in L1 their prototypes took 1.1, 1.2, 1.4 and 1.0 of a clone for int4 encode and accumulate,
 e3m0 encode and accumulate. In a clone's time the core's two vector pipes can start about five operations per four elements;

@@ -202,7 +202,10 @@ def verify(tape: Path, config: Any, rounds: int, out: Callable[[str], None]) -> 
                     executor.execute(effect, None)
                 case Discard() | ForgetVersion():
                     executor.execute(effect, None)
-    return times, parted, len(wanted) >= rounds and all(digests[t] == wanted[t] for t in list(wanted)[:rounds])
+    others = [t for t in list(wanted)[:rounds] if digests[t] != wanted[t]]
+    if others:
+        print(f"torch's operations give other digests of the outer steps {others}", file=sys.stderr)
+    return times, parted, len(wanted) >= rounds and not others
 
 
 def by_torch(executor: Any) -> Any:
@@ -214,10 +217,10 @@ def by_torch(executor: Any) -> Any:
 
 def kernels() -> str:
     try:
-        from atoll.tensors.fused import kernels_in_use
+        from atoll.kernels.fused import has_numba
     except ImportError:
         return "torch"
-    return kernels_in_use()
+    return "numba" if has_numba() else "torch"
 
 
 def copy_bytes_per_second() -> float:

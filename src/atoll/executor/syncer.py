@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,6 +20,8 @@ from atoll.codecs import Packet, codec
 from atoll.config import Config
 from atoll.executor.optim.build import build_optimizer, optimizer_step
 from atoll.ids import FragmentId, LearnerId, OuterStep
+from atoll.kernels.fused import Contribution as FusedPart
+from atoll.kernels.fused import Fused, has_numba, why_torch, worthwhile
 from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
@@ -45,7 +48,7 @@ from atoll.protocol.vocabulary import (
     Stored,
     SyncerState,
 )  # fmt: skip
-from atoll.store.versions import Version, VersionStore, digest
+from atoll.store.versions import Version, VersionStore, checksum
 from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
 from atoll.tensors.merge import mean, merge, merge_buffers
@@ -84,13 +87,28 @@ class TensorSyncer:
         self._merged: dict[tuple[OuterStep, FragmentId], Version] = {}
         self._previous: dict[tuple[OuterStep, FragmentId], Version] = {}
         """What each merged version was made from, until it is stored."""
+        self._jumps: dict[tuple[OuterStep, FragmentId], float] = {}
+        """How far the merge moved Theta, where the kernels have measured it."""
+        self._fused = Fused(config) if worthwhile(fragments) and has_numba() else None
+
+    @property
+    def kernels(self) -> str:
+        """What merges, for people."""
+        if self._fused is None:
+            return "torch"
+        rest = why_torch(self._config)
+        return f"numba, and torch for {rest}" if rest else "numba"
+
+    def use_torch(self) -> None:
+        """The oracle of the kernels: the same bytes by torch's operations."""
+        self._fused = None
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         match effect:
             case Accept():
                 self._accept(effect, payload)
             case AbortRound(outer_step=t):
-                for by_round in (self._accepted, self._merged, self._previous):
+                for by_round in (self._accepted, self._merged, self._previous, self._jumps):
                     for key in [k for k in by_round if k[0] == t]:
                         del by_round[key]
             case RecordInFlight(snapshot=snapshot, envelope=envelope):
@@ -126,7 +144,7 @@ class TensorSyncer:
         flaw = self._flaw(body, payload)
         if flaw is not None:
             return Finding(flaw)
-        norm = outlier_norm(self._up.decode(payload.content[0]))
+        norm = self._norm(payload.content[0])
         if not math.isfinite(norm):
             return Finding(Reason(Why.POISONED, f"fragment {body.fragment} holds NaN or Inf"))
         return Finding(None, Measure(norm, self._weights_norm(body.fragment, body.anchor)))
@@ -138,8 +156,12 @@ class TensorSyncer:
                 weights = self.disk.announced(p, version)
             except (KeyError, OSError):
                 return 0.0  # the machine refuses a difference to a version that is not kept
-            self._norm_of[p] = (version, outlier_norm(weights))
+            self._norm_of[p] = (version, self._norm(Packet("fp32", weights.numel(), weights, None)))
         return self._norm_of[p][1]
+
+    def _norm(self, packet: Packet) -> float:
+        norm = self._fused.norm(packet) if self._fused is not None and not packet.codes.is_cuda else None
+        return outlier_norm(codec(packet.codec).decode(packet)) if norm is None else norm
 
     def _flaw(self, body: Contribution, payload: Payload) -> Reason | None:
         if payload.content is None:
@@ -170,6 +192,10 @@ class TensorSyncer:
         contributions = self._accepted[effect.outer_step, p]
         weights = [share.weight for share in effect.shares]
         parts = [contributions[share.learner] for share in effect.shares]
+        if self._fused is not None and self._rule is not None and not previous.theta.is_cuda:
+            rule = PLAIN if effect.plain_average else self._rule
+            if self._fused.steps(rule):
+                return self._merge_fused(self._fused, effect, previous, parts, rule)
         deltas = self._outer_gradients(fragment, previous, parts)
         robust = self._config.protocol.merge in ROBUST
         buffers = merge_buffers([part[1] for part in parts], weights, fragment, robust=robust)
@@ -184,6 +210,35 @@ class TensorSyncer:
         assert previous.outer is not None
         theta, outer = outer_step(previous.theta, delta, previous.outer, self._rule)
         return self._announced(previous, theta, buffers, outer, None)
+
+    def _merge_fused(
+        self, fused: Fused, effect: Merge, previous: Version, parts: Sequence[tuple[Packet, Tensor, Tensor]], rule: OuterRule
+    ) -> Version:
+        """The same as above in two passes over memory."""
+        p, weights = effect.fragment, [share.weight for share in effect.shares]
+        fragment, robust = self._fragments[p], self._config.protocol.merge in ROBUST
+        if fused.merges or (effect.plain_average and not robust):
+            given = [FusedPart(packet, self._drifts_from(fragment, previous, announced)) for packet, _, announced in parts]
+            delta, factors = fused.merged(fragment, previous.theta, given, weights, plain=effect.plain_average)
+        else:
+            delta = self._merged_delta(fragment, self._outer_gradients(fragment, previous, parts), weights)
+            factors = np.ones(len(fragment.params), np.float32)
+        before = OuterState(None, None, 0) if effect.plain_average else previous.outer
+        assert before is not None
+        stepped = fused.step(fragment, delta, factors, previous.theta, previous.announced, before, rule)
+        self._jumps[effect.outer_step, p] = stepped.jump
+        buffers = merge_buffers([part[1] for part in parts], weights, fragment, robust=robust)
+        outer = previous.outer if effect.plain_average else stepped.outer
+        if stepped.announced is None:
+            return self._announced(previous, stepped.theta, buffers, outer, None)
+        self._norm_of[p] = (effect.outer_step, stepped.size)
+        return Version(stepped.theta, buffers, outer, None, stepped.announced, stepped.packet)
+
+    def _drifts_from(self, fragment: Fragment, present: Version, announced: Tensor) -> Tensor | None:
+        if self._config.protocol.anchor != "present":
+            return None
+        base = cast_like(fragment, announced)
+        return None if base is present.theta else base
 
     def _merged_delta(self, fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
         c = self._config.protocol
@@ -233,7 +288,7 @@ class TensorSyncer:
     def _store(self, effect: Store) -> Stored | MergeRejected:
         t, fragments = effect.outer_step, effect.fragments
         versions = {p: self._merged[t, p] for p in fragments}
-        jumps = tuple(outlier_norm(versions[p].theta - self._previous[t, p].theta) for p in fragments)
+        jumps = tuple(self._jump(t, p) for p in fragments)
         limits = effect.jump_limits or (0.0,) * len(fragments)
         for p, jump, limit in zip(fragments, jumps, limits, strict=True):
             if not math.isfinite(jump) or (limit > 0 and jump > limit):
@@ -241,8 +296,13 @@ class TensorSyncer:
         self.disk.put(t, versions)
         for p in fragments:
             del self._merged[t, p], self._previous[t, p]
+            self._jumps.pop((t, p), None)
             self._accepted.pop((t, p), None)
-        return Stored(t, digest([tensor for v in versions.values() for tensor in (v.theta, v.buffers)]), jumps)
+        return Stored(t, checksum([tensor for v in versions.values() for tensor in (v.theta, v.buffers)]), jumps)
+
+    def _jump(self, t: OuterStep, p: FragmentId) -> float:
+        found = self._jumps.get((t, p))
+        return outlier_norm(self._merged[t, p].theta - self._previous[t, p].theta) if found is None else found
 
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body

@@ -26,7 +26,7 @@ WINDOW = 8
 ENOUGH = 4
 """With fewer norms of a fragment in all, the norm of the weights themselves is the measure."""
 JUMP_SHARE = 0.25
-"""Of Theta's usual movement. An honest norm is about as long as that movement, so this limits only how far `usual` can be lowered."""
+"""Of Theta's usual movement. An honest norm is about as long as that, so this only limits how far `usual` can be lowered."""
 PEERS_LEAST = 3
 """A round of fewer contributions has no majority to compare one with."""
 

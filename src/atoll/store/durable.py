@@ -8,8 +8,9 @@
     packet.codes, packet.scales       where announcements are differences
     inner/...                         the inner optimiser's tensors, data-parallel only
 
-Metadata `atoll` is JSON: fragment and version, counts, and a SHA-256 of each tensor with its name; metadata `sha256` is the
-SHA-256 of that JSON. So one digest covers the whole file, and a single tensor can be read and checked by itself.
+Metadata `atoll` is JSON: fragment and version, counts, and the xxh3-128 of each tensor with its name; metadata `sha256` is the
+SHA-256 of that JSON. So one digest covers the whole file, and a single tensor can be read and checked by itself. xxh3 finds
+damage, not malice, at the speed of memory: SHA-256 of these tensors took longer than a merge.
 
 A file never changes once it has its final name, so a snapshot is a set of hard links. Files are written under a temporary
 name, synced and renamed. `retain` deletes the files that a crash left behind.
@@ -31,6 +32,7 @@ from typing import Annotated, Final
 
 import msgspec
 import torch
+import xxhash
 from torch import Tensor
 
 from atoll.codecs import Packet
@@ -46,7 +48,7 @@ __all__ = [
     "version_sha256",
 ]  # fmt: skip
 
-FORMAT: Final = "atoll-version-1"
+FORMAT: Final = "atoll-version-2"
 FOLDER: Final = "versions"
 _NAME: Final = re.compile(r"(\d{4,})-(\d{9,})\.safetensors")
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
@@ -84,23 +86,22 @@ def _encode(p: FragmentId, fragments: int, v: OuterStep, version: Version) -> tu
         tensors |= more
     metadata = _Metadata(
         FORMAT, p, fragments, v, outer.count if outer else None, packet.codec if packet else None,
-        packet.numel if packet else None, inner, {n: _tensor_sha256(n, t) for n, t in sorted(tensors.items())},
+        packet.numel if packet else None, inner, {n: _tensor_xxh3(n, t) for n, t in sorted(tensors.items())},
     )  # fmt: skip
     text = msgspec.json.encode(metadata)
     root = hashlib.sha256(text).hexdigest()
     return state.tensor_chunks(tensors, {"atoll": text.decode(), "sha256": root}), root
 
 
-def _tensor_sha256(name: str, tensor: Tensor) -> str:
-    sha = hashlib.sha256(_label(name, tensor.dtype, tuple(tensor.shape)))
-    sha.update(state.tensor_bytes(tensor))
-    return sha.hexdigest()
+def _tensor_xxh3(name: str, tensor: Tensor) -> str:
+    xxh = xxhash.xxh3_128(_label(name, tensor.dtype, tuple(tensor.shape)))
+    xxh.update(state.tensor_bytes(tensor))
+    return str(xxh.hexdigest())
 
 
-def is_anchor(tensor: Tensor, digest: str) -> bool:
-    """Whether these are the bytes that a syncer announced, by the digest that `announced_digest` gave."""
-    name, _, _ = digest.partition(":")
-    return f"{name}:{_tensor_sha256(name, tensor)}" == digest
+def is_anchor(tensor: Tensor, sha256: str) -> bool:
+    """Whether these are the bytes that a syncer announced, by the digest that `announced_sha256` gave."""
+    return digest([tensor]) == sha256
 
 
 def _label(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
@@ -134,8 +135,8 @@ def _load(path: Path, wanted: Callable[[str], bool]) -> tuple[_Metadata, dict[st
             if wanted(name):
                 stream.seek(start + entry.data_offsets[0])
                 tensors[name] = state.read_tensor(stream, entry, str(path))
-                if _tensor_sha256(name, tensors[name]) != metadata.digests[name]:
-                    raise DataError(f"{path} is damaged: the SHA-256 of tensor {name} is wrong")
+                if _tensor_xxh3(name, tensors[name]) != metadata.digests[name]:
+                    raise DataError(f"{path} is damaged: the checksum of tensor {name} is wrong")
         return metadata, tensors
 
     loaded: tuple[_Metadata, dict[str, Tensor]] = state.read_with(path, use)
@@ -154,15 +155,15 @@ def check_version(path: Path) -> str:
         metadata, entries, root = _read_metadata(stream, size, path)
         buffer = memoryview(bytearray(2**20))
         for name, entry in entries.items():
-            sha = hashlib.sha256(_label(name, entry.torch_dtype, entry.shape))
+            xxh = xxhash.xxh3_128(_label(name, entry.torch_dtype, entry.shape))
             left = entry.data_offsets[1] - entry.data_offsets[0]
             while left:
                 part = buffer[: min(left, len(buffer))]
                 state.fill(stream, part, str(path))
-                sha.update(part)
+                xxh.update(part)
                 left -= len(part)
-            if sha.hexdigest() != metadata.digests[name]:
-                raise DataError(f"{path} is damaged: the SHA-256 of tensor {name} is wrong")
+            if xxh.hexdigest() != metadata.digests[name]:
+                raise DataError(f"{path} is damaged: the checksum of tensor {name} is wrong")
         return root
 
     return str(state.read_with(path, use))
@@ -209,6 +210,7 @@ class DurableVersions:
         self._newest: dict[FragmentId, tuple[OuterStep, Version]] = {}
         self._older: OrderedDict[tuple[FragmentId, OuterStep], Tensor] = OrderedDict()
         self._older_max = fragments // 6
+        self._sha256: dict[tuple[FragmentId, OuterStep], str] = {}
 
     @staticmethod
     def create(directory: Path, initial: Sequence[Version]) -> DurableVersions:
@@ -281,13 +283,13 @@ class DurableVersions:
         self._older.move_to_end((p, v))
         return self._older[p, v]
 
-    def announced_digest(self, p: FragmentId, v: OuterStep) -> str:
-        """The digest of the anchor by the file's own metadata; no tensor is read."""
+    def announced_sha256(self, p: FragmentId, v: OuterStep) -> str:
+        """The digest by which a newcomer knows the anchor among what another learner sends it: that one may be an enemy, so it is
+        SHA-256. Computed when first asked for, which takes as long as reading the tensor a few times."""
         self._require(p, v)
-        path = self.path(p, v)
-        digests: dict[str, str] = state.read_with(path, lambda stream, size: _read_metadata(stream, size, path)[0].digests)
-        name = "announced" if "announced" in digests else "theta"
-        return f"{name}:{digests[name]}"
+        if (p, v) not in self._sha256:
+            self._sha256[p, v] = digest([self.announced(p, v)])
+        return self._sha256[p, v]
 
     def newest(self) -> list[Version]:
         """Without packets, to save memory; `at` has them."""
@@ -374,6 +376,7 @@ class DurableVersions:
         assert len(self._index[p]) > 1, f"fragment {p} would have no version left"
         self._index[p].remove(v)
         self._older.pop((p, v), None)
+        self._sha256.pop((p, v), None)
         state.discard(self.path(p, v))
 
     def retain(self, kept: Sequence[Sequence[OuterStep]]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ MergeFunction = Callable[[Sequence[Tensor], Sequence[float]], Tensor]
 of that shape. It must be pure: a merge that is computed twice must give the same bits."""
 
 _registered: dict[str, MergeFunction] = {}
+_Any = TypeVar("_Any")
 
 
 def register_merge(spec: MergeSpec, merge_parameter: MergeFunction) -> None:
@@ -53,7 +55,7 @@ def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
     Equal weights of any size give the bits of weight 1, `((d0 + d1) + d2) / 3`; one learner gives its own bits.
     """
-    voters, shares = _voters(deltas, weights)
+    voters, shares = voters_of(deltas, weights)
     if len(voters) == 1:
         return voters[0].clone()
     total = _weighted(voters[0], shares[0], None)
@@ -65,7 +67,7 @@ def mean(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
 
 def rda(deltas: Sequence[Tensor], weights: Sequence[float], segments: Sequence[tuple[int, int]]) -> Tensor:
     """RDA of each segment `(offset, numel)` separately; elements outside all segments are zero."""
-    voters, shares = _voters(deltas, weights)
+    voters, shares = voters_of(deltas, weights)
     out = torch.zeros_like(voters[0])
     for offset, numel in segments:
         blocks = [voter[offset : offset + numel].view(1, numel) for voter in voters]
@@ -92,7 +94,7 @@ def merge(
     assert all(delta.shape == (fragment.numel,) for delta in deltas), "deltas are flat vectors of the whole fragment"
     if method == embedding_method == "mean":
         return mean(deltas, weights)
-    voters, shares = _voters(deltas, weights)
+    voters, shares = voters_of(deltas, weights)
     out = torch.empty_like(voters[0])
     for embedding, how in ((False, method), (True, embedding_method)):
         slots = [slot for slot in fragment.params if slot.embedding == embedding]
@@ -126,7 +128,7 @@ def merge_buffers(
     Floats: the weighted mean. Integers: the weighted mean in float64, rounded half to even. Bools: the weighted majority; a tie
     is False, so that a flag is not set by half of the learners. `robust`: floats are merged by the trimmed mean.
     """
-    voters, _ = _voters(values, weights)
+    voters, _ = voters_of(values, weights)
     raw = [weight for weight in weights if weight != 0.0]
     out = torch.empty_like(voters[0])
     for slot in fragment.buffers:
@@ -196,7 +198,7 @@ def _runs(slots: Sequence[Slot]) -> list[tuple[int, int]]:
     return runs
 
 
-def _voters(deltas: Sequence[Tensor], weights: Sequence[float]) -> tuple[list[Tensor], list[float]]:
+def voters_of(deltas: Sequence[_Any], weights: Sequence[float]) -> tuple[list[_Any], list[float]]:
     """The deltas with a weight above 0, and their shares. Weight 0 is left out: 0*d would change a -0.0 and admit a NaN."""
     assert len(deltas) == len(weights), f"{len(deltas)} deltas and {len(weights)} weights"
     assert all(0.0 <= weight < math.inf for weight in weights), f"weights must be finite and not negative: {weights}"

@@ -1,14 +1,18 @@
-"""Norms in float64, the same for any number of threads."""
+"""Norms in float64, the same for any number of threads and by any loop that sums over this tree."""
 
 from __future__ import annotations
 
 import math
+from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-_LEAF = 1024
-_BATCH = 1 << 20
+LEAF: Final = 1024
+"""Elements that are summed first. Sums are over halves: element i and element i + n/2, until one is left. Zeros fill the elements
+up to a power of two and change no sum of squares."""
+_BATCH: Final = 1 << 20
 
 
 def outlier_norm(delta: Tensor) -> float:
@@ -19,21 +23,45 @@ def outlier_norm(delta: Tensor) -> float:
 def squared_norms(rows: Tensor) -> Tensor:
     """The squared L2 norm of each row, in float64, summed over a tree that depends only on the shape of `rows`.
 
-    torch splits a reduction to one number among its threads, but never one of many. So leaves of 1024 are summed first, then at
-    most 1024 leaves, which are too few for torch to split. Batches bound the float64 copy to 8 MiB.
+    Every addition is elementwise, so torch's threads change nothing. Batches bound the float64 copy to 8 MiB.
     """
     if rows.is_cuda:  # reductions on a GPU do not depend on CPU threads, and one launch is fastest
         return rows.to(torch.float64).square_().sum(-1)
     count, width = rows.shape
-    total = torch.zeros(count, dtype=torch.float64, device=rows.device)
+    leaves = torch.zeros(count, max(1, -(-width // LEAF)), dtype=torch.float64, device=rows.device)
     for left in range(0, width, _BATCH):
         span = min(_BATCH, width - left)
-        leaf = min(_LEAF, span)
+        leaf = min(LEAF, _power_of_two(span))
         padded = -(-span // leaf) * leaf
         height = max(1, _BATCH // padded)
         for top in range(0, count, height):
             part = rows[top : top + height, left : left + span]
             wide = torch.zeros(part.shape[0], padded, dtype=torch.float64, device=rows.device)
             wide[:, :span].copy_(part)
-            total[top : top + height] += wide.square_().view(part.shape[0], -1, leaf).sum(-1).sum(-1)
-    return total
+            sums = _halved(wide.square_().view(part.shape[0], -1, leaf))
+            leaves[top : top + height, left // LEAF : left // LEAF + sums.shape[1]] = sums
+    filled = torch.zeros(count, _power_of_two(leaves.shape[1]), dtype=torch.float64, device=rows.device)
+    filled[:, : leaves.shape[1]] = leaves
+    return _halved(filled)
+
+
+def tree_sum(leaves: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    """The same sum of leaves that a compiled loop has filled."""
+    filled = np.zeros(_power_of_two(max(1, len(leaves))))
+    filled[: len(leaves)] = leaves
+    while len(filled) > 1:
+        filled = filled[: len(filled) // 2] + filled[len(filled) // 2 :]
+    return float(filled[0])
+
+
+def _halved(x: Tensor) -> Tensor:
+    """Sums along the last axis, whose length is a power of two."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x.squeeze(-1)
+
+
+def _power_of_two(count: int) -> int:
+    """The least one that is not below `count`."""
+    return 1 << max(0, count - 1).bit_length()

@@ -4,7 +4,7 @@
     number 8 bytes   a message: its sequence number in its lane; a chunk: the number of its bulk message
     at     8 bytes   a message: how many of the other lane must be delivered first; a chunk: its offset in the payload
     total  8 bytes   the size of the payload (0 for a control message)
-    crc    4 bytes   CRC-32 of the fields above and of the body
+    check  4 bytes   the low half of xxh3-64 of the fields above and of the body
 
 All fields are little-endian. The checksum covers the header too: a corrupted offset does as much harm as corrupted data.
 The header has 32 bytes, so the body is aligned as the frame is.
@@ -16,7 +16,8 @@ import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
-from zlib import crc32
+
+import xxhash
 
 from atoll.errors import AtollError, PeerViolation
 
@@ -94,7 +95,7 @@ class Frame(NamedTuple):
     number: int
     at: int
     total: int
-    crc: int
+    check: int
     body: memoryview
 
 
@@ -102,19 +103,24 @@ def pack(kind: bytes, number: int = 0, at: int = 0, total: int = 0, body: Iterab
     """Copies the pieces once: the checksum reads them in place."""
     pieces = tuple(body)
     fields = _FIELDS.pack(kind, number, at, total)
-    checksum = crc32(fields)
+    return b"".join((fields, _CHECK.pack(_checksum(fields, *pieces)), *pieces))
+
+
+def _checksum(*pieces: Buffer) -> int:
+    """xxh3 at 10 GB/s and more, where zlib's CRC-32 has 1.4: with eight learners that was a fifth of a second a round."""
+    xxh = xxhash.xxh3_64()
     for piece in pieces:
-        checksum = crc32(piece, checksum)
-    return b"".join((fields, _CHECK.pack(checksum), *pieces))
+        xxh.update(piece)
+    return int(xxh.intdigest()) & 0xFFFFFFFF
 
 
 def unpack(data: bytes) -> Frame:
     if len(data) < HEADER_BYTES:
         raise Violation("malformed", f"a frame of {len(data)} bytes is shorter than its header")
     kind, number, at, total = _FIELDS.unpack_from(data)
-    (crc,) = _CHECK.unpack_from(data, _FIELDS.size)
+    (check,) = _CHECK.unpack_from(data, _FIELDS.size)
     whole = memoryview(data)
     body = whole[HEADER_BYTES:]
-    if crc32(body, crc32(whole[: _FIELDS.size])) != crc:
+    if _checksum(whole[: _FIELDS.size], body) != check:
         raise Violation("checksum", "a frame does not match its checksum")
-    return Frame(kind, number, at, total, crc, body)
+    return Frame(kind, number, at, total, check, body)

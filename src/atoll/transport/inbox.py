@@ -138,7 +138,7 @@ class Inbox:
             self._bulks.append(held)
         self._seen[kind] += 1
         self._held_bytes += len(held.head)
-        self._recent.append((kind, number, frame.at, frame.crc))
+        self._recent.append((kind, number, frame.at, frame.check))
 
     def must_wait(self, chunk: Frame) -> bool:
         """This chunk must wait for earlier ones."""
@@ -177,7 +177,7 @@ class Inbox:
             self._refused["duplicate"] += 1
             return None
         self._received_bytes += chunk.body.nbytes
-        self._recent.append((CHUNK, chunk.number, chunk.at, chunk.crc))
+        self._recent.append((CHUNK, chunk.number, chunk.at, chunk.check))
         return assembly if assembly.complete else None
 
     def deliverable(self) -> Iterator[tuple[bytes, memoryview | None]]:
@@ -212,6 +212,6 @@ class Inbox:
 
     def _check_duplicate(self, frame: Frame, kind: str, text: str) -> None:
         """An identical frame may arrive twice; any other frame with a past number is a violation."""
-        if (frame.kind, frame.number, frame.at, frame.crc) not in self._recent:
+        if (frame.kind, frame.number, frame.at, frame.check) not in self._recent:
             raise Violation(kind, text)
         self._refused["duplicate"] += 1

@@ -233,10 +233,10 @@ def test_anchor_other_than_what_was_announced_to_the_newcomer_is_refused() -> No
 def test_anchor_other_than_the_syncers_digest_or_an_older_version_is_refused(tmp_path: Path) -> None:
     task = small_task_for(configured("streaming", protocol={"fragmentation": "tensor", "fragments": 2}))
     disk = DurableVersions.create(tmp_path, initial_versions(task))
-    digests = {p: {0: disk.announced_digest(p, 0)} for p in range(2)}
+    digests = {p: {0: disk.announced_sha256(p, 0)} for p in range(2)}
     state = sent_by(learner(0, 1))
     assert wrong_anchor(HELD, state, digests) is None
-    later = {p: {4: disk.announced_digest(p, 0)} for p in range(2)}
+    later = {p: {4: disk.announced_sha256(p, 0)} for p in range(2)}
     old, new = wrong_anchor(HELD, state, later), wrong_anchor(StateTransfer(9, 6, (5, 5), ()), state, later)
     assert old is not None and old.why is Why.BAD_STATE and new is None
     state["anchors"][0][0] += 1e-6

@@ -216,20 +216,32 @@ class SyncerDirectory:
         return member is not None and member.standing == EXPELLED
 
     def anchor_digests(self, learner: int) -> dict[int, dict[int, str]]:
-        """Digests of the versions that a learner may hold now: those that it reported, and those on their way to it. From the
-        files' headers; a version that is being forgotten at this moment is left out."""
+        """Digests of the versions that a learner may hold now: those that it reported, and those on their way to it. A
+        version that is being forgotten at this moment is left out."""
         member = self.machine.roster.get(learner)
         found: dict[int, dict[int, str]] = {}
         if member is not None and self.layout is not None:
             for p, versions in enumerate(zip(member.held, member.sent, strict=True)):
                 for version in set(versions):
                     with contextlib.suppress(DataError):
-                        found.setdefault(p, {})[version] = self.disk.announced_digest(p, version)
+                        found.setdefault(p, {})[version] = self.disk.announced_sha256(p, version)
         return found
+
+    def hash_anchors(self) -> None:
+        """In any thread, before a newcomer asks for a peer: of a large model the digests take longer than the loop may wait."""
+        if self.layout is None or not self.machine.outer_step:
+            return
+        for p, versions in enumerate(self.disk.kept()):
+            with contextlib.suppress(DataError, OSError):
+                self.disk.announced_sha256(p, versions[-1])
 
     @property
     def snapshots_kept(self) -> tuple[OuterStep, ...]:
         return self._snapshots.kept if self._snapshots is not None else ()
+
+    @property
+    def kernels(self) -> str:
+        return self.executor.kernels if self.executor is not None else "what fits the model that a learner will upload"
 
     @property
     def layout_digest(self) -> str:

@@ -154,6 +154,7 @@ class SyncerProcess:
         log.info("run %s listens on %s, step %d of %d", self._directory.run, self.address, reached, config.total_steps)
         if not self._directory.machine.finished:
             wait = f"the first step waits up to {config.limits.start_wait_seconds:.0f} s for all of them"
+            log.info("merges are computed by %s", self._directory.kernels)
             log.info("waiting for %d learners (%s); join token: %s", config.learners, wait, self._directory.token_file)
         caps = self._server.caps
         if 2 * config.learners > caps.connections - caps.unadmitted:
@@ -279,6 +280,7 @@ class SyncerProcess:
             self._driver.dispatch(ConnectionLost(peer.learner, "replaced by a newer connection"))
         self._links[peer.learner] = peer
         self._directory.places.touch(peer.learner, self._loop.time())
+        self._loop.run_in_executor(None, self._directory.hash_anchors)
         self._driver.dispatch(Connected(peer.learner))
 
     def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:

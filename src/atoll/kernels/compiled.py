@@ -1,0 +1,323 @@
+"""The compiled loops of the syncer's data path, by numba. Imported only where a tensor is worth it: the import takes a second.
+
+Every function works on a range of a fragment, in the caller's thread and without the interpreter's lock. Nothing is summed across
+ranges, so results depend neither on the ranges nor on the number of threads. Each is the bits of torch's operations:
+
+* numba fuses no multiplication with an addition by itself. torch's `add(alpha=)` does fuse them, so `_fma` does too.
+* Squares are summed over the tree of `tensors.norms`: halves of 1,024, in float64.
+* Codes are those of `codecs`: the same inverse, the same rounding, the same clamps.
+
+Loops are short and touch few arrays, so that LLVM vectorises them; what is between them stays in the first-level cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import numpy as np
+from numba import njit, types
+from numba.extending import intrinsic
+
+FP32: Final = 0
+BF16: Final = 1
+INT8: Final = 2
+INT4: Final = 3
+E3M0: Final = 4
+SGD: Final = 0
+MOMENTUM: Final = 1
+NESTEROV: Final = 2
+BLOCK: Final = 256
+LEAF: Final = 1024
+UNIT: Final = 4 * LEAF
+
+_TINY = np.float32(2.0**-115)
+_ZERO = np.float32(0.0)
+_ONE = np.float32(1.0)
+_MAGIC = np.float32(1.5 * 2.0**23 * 4.0)
+_INT8_TOP = np.float32(127.0 * 4.0)
+_INT8_MAX = np.float32(127.0)
+_STEP_MAX = np.float32(np.finfo(np.float32).max / 127.0 * (1.0 - 2.0**-22))
+_BF16_MAX = np.float32(3.3895313892515355e38)
+_FIELDS = np.array([0, 1, 2, 4, 8, 16, 32, 64, -128, -64, -32, -16, -8, -4, -2, -1], dtype=np.float32)
+"""e3m0: sign(c) * 2^(|c| - 1) of the code in each nibble, in units of a 64th."""
+
+
+@intrinsic
+def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.fma(*arguments)
+
+    return types.float32(types.float32, types.float32, types.float32), build
+
+
+def _compiled(function: Any) -> Any:
+    return njit(nogil=True, cache=True, error_model="numpy")(function)
+
+
+# ---------------------------------------------------------------- contributions
+
+
+@_compiled
+def decode(kind, codes, factors, numel, first, out):  # type: ignore[no-untyped-def]
+    """Elements `first` to `first + len(out)` of a packet. A factor is a block's scale times the codec's unit."""
+    last = first + out.shape[0]
+    if kind == FP32:
+        _plain(codes[first:last], out)
+        return
+    if kind == BF16:
+        bits = np.empty(BLOCK, np.uint32)
+        floats = bits.view(np.float32)
+        for left in range(first, last, BLOCK):
+            right = min(last, left + BLOCK)
+            _raised(codes[left:right], bits)
+            _plain(floats[: right - left], out[left - first : right - first])
+        return
+    for block in range(first // BLOCK, (last + BLOCK - 1) // BLOCK):
+        start = block * BLOCK
+        width = min(BLOCK, numel - start)
+        left, right = max(first, start), min(last, start + width)
+        factor = factors[block]
+        if kind == INT8:
+            _times(codes[left:right], factor, out[left - first : right - first])
+            continue
+        half = (width + 1) // 2  # byte j has element j in its low bits and element j + half in its high ones
+        at, middle = block * (BLOCK // 2) - start, start + half
+        low, high = min(right, middle), max(left, middle)
+        if low > left:
+            _low_nibbles(kind, codes[at + left : at + low], factor, out[left - first : low - first])
+        if right > high:
+            _high_nibbles(kind, codes[at + high - half : at + right - half], factor, out[high - first : right - first])
+
+
+# Loops index slices from 0: numba then knows that no index is negative, and LLVM vectorises.
+
+
+@_compiled
+def _plain(x, out):  # type: ignore[no-untyped-def]
+    for i in range(out.shape[0]):
+        out[i] = np.float32(x[i])
+
+
+@_compiled
+def _raised(codes, bits):  # type: ignore[no-untyped-def]
+    for i in range(codes.shape[0]):
+        bits[i] = np.uint32(codes[i]) << np.uint32(16)
+
+
+@_compiled
+def _times(codes, factor, out):  # type: ignore[no-untyped-def]
+    for i in range(out.shape[0]):
+        out[i] = np.float32(codes[i]) * factor
+
+
+@_compiled
+def _low_nibbles(kind, codes, factor, out):  # type: ignore[no-untyped-def]
+    if kind == INT4:
+        for i in range(out.shape[0]):
+            raised = np.int32(codes[i]) << np.int32(28)
+            out[i] = np.float32(np.int32(raised) >> np.int32(24)) * factor
+    else:
+        for i in range(out.shape[0]):
+            out[i] = _FIELDS[np.uint8(codes[i]) & np.uint8(15)] * factor
+
+
+@_compiled
+def _high_nibbles(kind, codes, factor, out):  # type: ignore[no-untyped-def]
+    if kind == INT4:
+        for i in range(out.shape[0]):
+            out[i] = np.float32(np.int32(codes[i]) & np.int32(-16)) * factor
+    else:
+        for i in range(out.shape[0]):
+            out[i] = _FIELDS[np.uint8(codes[i]) >> np.uint8(4)] * factor
+
+
+@_compiled
+def square_leaves(x, leaves):  # type: ignore[no-untyped-def]
+    """The sum of squares of each 1,024 elements."""
+    wide = np.empty(LEAF, np.float64)
+    for leaf in range(leaves.shape[0]):
+        part = x[leaf * LEAF : min(x.shape[0], (leaf + 1) * LEAF)]
+        for i in range(part.shape[0]):
+            value = np.float64(part[i])
+            wide[i] = value * value
+        wide[part.shape[0] :] = 0.0
+        half = LEAF // 2
+        while half:
+            upper = wide[half : 2 * half]
+            for i in range(upper.shape[0]):
+                wide[i] += upper[i]
+            half //= 2
+        leaves[leaf] = wide[0]
+
+
+@_compiled
+def gradient(kind, codes, factors, numel, first, drift, out):  # type: ignore[no-untyped-def]
+    """A contribution's outer gradient: decoded, and with `drift` if that is as long."""
+    decode(kind, codes, factors, numel, first, out)
+    if drift.shape[0]:
+        for i in range(out.shape[0]):
+            out[i] += drift[i]
+
+
+@_compiled
+def subtract(a, b, out):  # type: ignore[no-untyped-def]
+    for i in range(out.shape[0]):
+        out[i] = a[i] - b[i]
+
+
+@_compiled
+def add_direction(x, divisor, share, start_anew, total):  # type: ignore[no-untyped-def]
+    """total += share * (x / divisor), or = ..."""
+    if share != _ONE:
+        for i in range(x.shape[0]):
+            x[i] = x[i] / divisor * share
+    else:
+        for i in range(x.shape[0]):
+            x[i] = x[i] / divisor
+    _add(x, start_anew, total)
+
+
+@_compiled
+def add_weighted(x, share, start_anew, total):  # type: ignore[no-untyped-def]
+    if share != _ONE:
+        for i in range(x.shape[0]):
+            x[i] = x[i] * share
+    _add(x, start_anew, total)
+
+
+@_compiled
+def _add(x, start_anew, total):  # type: ignore[no-untyped-def]
+    if start_anew:
+        for i in range(x.shape[0]):
+            total[i] = x[i]
+    else:
+        for i in range(x.shape[0]):
+            total[i] += x[i]
+
+
+@_compiled
+def divide(x, divisor):  # type: ignore[no-untyped-def]
+    for i in range(x.shape[0]):
+        x[i] = x[i] / divisor
+
+
+# ---------------------------------------------------------------- the outer step and the announcement
+
+
+@_compiled
+def scaled(delta, bounds, scales, first, out):  # type: ignore[no-untyped-def]
+    """delta times the factor of the slot that each element is in; slot s begins at bounds[s]."""
+    last = first + out.shape[0]
+    slot = np.searchsorted(bounds, first, side="right") - 1
+    left = first
+    while left < last:
+        right = min(last, bounds[slot + 1])
+        _times(delta[left:right], scales[slot], out[left - first : right - first])
+        left = right
+        slot += 1
+
+
+@_compiled
+def outer(rule, first_step, rate, mu, x, momentum, theta, next_momentum, next_theta):  # type: ignore[no-untyped-def]
+    """One outer step on a block. `x` is the outer gradient, which this overwrites."""
+    count = x.shape[0]
+    if rule != SGD:
+        if first_step:
+            for i in range(count):
+                next_momentum[i] = x[i]
+        else:
+            for i in range(count):
+                next_momentum[i] = momentum[i] * mu + x[i]
+        if rule == NESTEROV:
+            for i in range(count):
+                x[i] = _fma(next_momentum[i], mu, x[i])  # type: ignore[call-arg]
+        else:
+            for i in range(count):
+                x[i] = next_momentum[i]
+    minus = -rate
+    for i in range(count):
+        next_theta[i] = _fma(x[i], minus, theta[i])  # type: ignore[call-arg]
+
+
+@_compiled
+def announce_int8(theta, announced, next_announced, codes, scales, difference, grid):  # type: ignore[no-untyped-def]
+    """Codes and scales of theta - announced, block by block, and what learners will hold. The last two are scratch memory."""
+    subtract(theta, announced, difference)
+    words, bits = grid.view(np.int32), difference.view(np.int32)
+    for block in range(scales.shape[0]):
+        start, end = block * BLOCK, min(difference.shape[0], (block + 1) * BLOCK)
+        scale = _quantise(difference[start:end], bits[start:end], grid, words, codes[start:end])
+        scales[block] = scale
+        _add_codes(codes[start:end], scale, announced[start:end], next_announced[start:end])
+
+
+@_compiled
+def _quantise(x, bits, grid, words, codes):  # type: ignore[no-untyped-def]
+    """One block's codes; returns its scale."""
+    top = np.int32(0)
+    for i in range(bits.shape[0]):
+        top = max(top, np.int32(bits[i] & np.int32(0x7FFFFFFF)))  # magnitudes order as their bits do
+    words[0] = top
+    absmax = grid[0]
+    inverse, scale = _ZERO, _ZERO
+    if absmax > _TINY:
+        inverse = _INT8_TOP / absmax
+        scale = min(absmax / _INT8_MAX, _STEP_MAX)
+    for i in range(x.shape[0]):
+        grid[i] = x[i] * inverse + _MAGIC
+    for i in range(x.shape[0]):
+        codes[i] = np.int8(words[i])
+    return scale
+
+
+@_compiled
+def _add_codes(codes, scale, announced, next_announced):  # type: ignore[no-untyped-def]
+    for i in range(codes.shape[0]):
+        next_announced[i] = announced[i] + np.float32(codes[i]) * scale
+
+
+@_compiled
+def announce_bf16(theta, announced, next_announced, codes, difference):  # type: ignore[no-untyped-def]
+    """Rounds to nearest, half to even, as torch does; never to Inf."""
+    subtract(theta, announced, difference)
+    for i in range(difference.shape[0]):
+        difference[i] = min(max(difference[i], -_BF16_MAX), _BF16_MAX)
+    bits = difference.view(np.uint32)
+    for i in range(bits.shape[0]):
+        odd = np.uint32(bits[i] >> np.uint32(16)) & np.uint32(1)
+        bits[i] = np.uint32(bits[i] + np.uint32(0x7FFF) + odd) & np.uint32(0xFFFF0000)
+    for i in range(bits.shape[0]):
+        codes[i] = np.uint16(bits[i] >> np.uint32(16))
+    for i in range(difference.shape[0]):
+        next_announced[i] = announced[i] + difference[i]
+
+
+@_compiled
+def step(  # type: ignore[no-untyped-def]
+    rule, first_step, rate, mu, down, delta, bounds, factors, theta, momentum, announced, next_theta, next_momentum,
+    next_announced, codes, scales, leaves, sizes, first, last,
+):  # fmt: skip
+    """Outer step, jump and announcement of elements `first` to `last`; `first` is a multiple of 1,024. A few thousand elements at a
+    time, which stay in the cache: every slice of an array counts a reference, which other threads count too."""
+    scratch, grid = np.empty(UNIT, np.float32), np.empty(BLOCK, np.float32)
+    for left in range(first, last, UNIT):
+        right = min(last, left + UNIT)
+        x, before, after = scratch[: right - left], theta[left:right], next_theta[left:right]
+        scaled(delta, bounds, factors, left, x)
+        if rule == SGD:
+            outer(rule, first_step, rate, mu, x, x, before, x, after)
+        else:
+            outer(rule, first_step, rate, mu, x, momentum[left:right], before, next_momentum[left:right], after)
+        subtract(after, before, x)
+        here = slice(left // LEAF, (right + LEAF - 1) // LEAF)
+        square_leaves(x, leaves[here])
+        if down != FP32:
+            old, new = announced[left:right], next_announced[left:right]
+            if down == INT8:
+                blocks = slice(left // BLOCK, (right + BLOCK - 1) // BLOCK)
+                announce_int8(after, old, new, codes[left:right], scales[blocks], x, grid)
+            else:
+                announce_bf16(after, old, new, codes[left:right], x)
+            square_leaves(new, sizes[here])

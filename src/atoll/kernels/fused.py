@@ -1,0 +1,312 @@
+"""Merges, outer steps and announcements by compiled loops, on all cores. The results are the bits of the torch path.
+
+`Fused` is made if numba is there and the fragments are worth its import. What it has no loops for (a robust or registered
+merge, RDA by rows, delayed Nesterov, a codec other than those in `KINDS`) it leaves to torch, part by part: torch decodes a
+packet, merges a gradient or encodes an announcement, and the rest is fused all the same. `why_torch` says which.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from atoll.codecs import Packet, codec
+from atoll.codecs.layout import block_count
+from atoll.config import Config
+from atoll.tensors.layout import Fragment, Slot
+from atoll.tensors.merge import CANCELLED, voters_of
+from atoll.tensors.norms import LEAF, tree_sum
+from atoll.tensors.outer import OuterRule, OuterState
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+Array = np.ndarray[Any, Any]
+
+WORTHWHILE: Final = 1 << 20
+"""Elements of the largest fragment. Below, torch takes milliseconds and the import of numba a second."""
+CHUNK: Final = 64 * LEAF
+"""Elements that a thread works on at a time. A chunk of each operand fits the second-level cache."""
+KINDS: Final = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3, "e3m0": 4}
+UNITS: Final = {"int8": 1.0, "int4": 2.0**-4, "e3m0": 2.0**-6}
+RULES: Final = {"sgd": 0, "momentum": 1, "nesterov": 2}
+DOWN: Final = ("int8", "bf16")
+"""Codecs whose announcements have a loop."""
+NOTHING: Final = np.empty(0, np.float32)
+
+
+class Buffers:
+    """Large arrays that are used again once nobody holds them: fresh pages would cost more than the arithmetic on them."""
+
+    def __init__(self, spare_max: int = 8) -> None:
+        self._lent: list[Array] = []
+        self._spare_max = spare_max
+        self._lock = threading.Lock()
+
+    def take(self, numel: int, dtype: Any) -> Tensor:
+        """Uninitialised. A tensor, its views and its bytes hold the array; without any of them only this list does."""
+        with self._lock:
+            idle = [a for a in self._lent if sys.getrefcount(a) == _IDLE_REFERENCES]
+            for array in idle:
+                if array.size == numel and array.dtype == dtype:
+                    return torch.from_numpy(array)
+            for array in idle[self._spare_max :]:
+                self._lent = [kept for kept in self._lent if kept is not array]
+            array = np.empty(numel, dtype)
+            self._lent.append(array)
+            return torch.from_numpy(array)
+
+
+def _idle_references() -> int:
+    lent = [np.empty(1)]
+    return [sys.getrefcount(a) for a in lent][0]
+
+
+_IDLE_REFERENCES: Final = _idle_references()
+
+
+class Contribution(NamedTuple):
+    packet: Packet
+    base: Tensor | None
+    """Theta's drift since this version is added to it; None: nothing is."""
+
+
+class Stepped(NamedTuple):
+    theta: Tensor
+    outer: OuterState | None
+    announced: Tensor | None
+    """None: announcements of this codec are encoded by torch, or in full."""
+    packet: Packet | None
+    jump: float
+    """How far Theta moved."""
+    size: float
+    """The norm of what is announced; 0 where torch encodes it."""
+
+
+class _Source(NamedTuple):
+    kind: int
+    codes: Array
+    factors: Floats
+    numel: int
+    base: Floats
+    """The announced version; empty where no drift is added."""
+
+
+def worthwhile(fragments: Sequence[Fragment]) -> bool:
+    return max(f.numel for f in fragments) >= WORTHWHILE
+
+
+def has_numba() -> bool:
+    return os.environ.get("ATOLL_KERNELS") != "torch" and importlib.util.find_spec("numba") is not None
+
+
+def why_torch(config: Config) -> str:
+    """Which parts of this run torch computes although there are kernels; "" if none."""
+    p, o = config.protocol, config.outer
+    parts = [f"codec {name}" for name in {p.codec_up} if name not in KINDS]
+    parts += [f"codec {p.codec_down} down"] if p.codec_down not in (*DOWN, "fp32") else []
+    parts += [f"merge {p.merge}"] if not _merges(config) else []
+    parts += [f"outer optimiser {o.outer_optimizer}"] if o.outer_optimizer not in RULES else []
+    return ", ".join(parts)
+
+
+def _merges(config: Config) -> bool:
+    p = config.protocol
+    return p.merge in ("mean", "rda") and p.embedding_merge in ("mean", "rda") and (p.merge_norm == "tensor" or p.merge == "mean")
+
+
+class Fused:
+    def __init__(self, config: Config, threads: int | None = None) -> None:
+        self._loops: Any = importlib.import_module("atoll.kernels.compiled")
+        self._config = config
+        self._threads = threads or os.cpu_count() or 1
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kernels") if self._threads > 1 else None
+        self._buffers = Buffers()
+        self._local = threading.local()
+        self.merges = _merges(config)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    # ------------------------------------------------------------ inspection
+
+    def norm(self, packet: Packet) -> float | None:
+        """`outlier_norm` of the decoded packet, in one pass; None if there is no loop for its codec. In the caller's thread:
+        several contributions are inspected at once."""
+        if packet.codec not in KINDS or packet.numel == 0:
+            return None
+        source = self._source(packet, NOTHING)
+        leaves = np.empty(-(-packet.numel // LEAF))
+        scratch = self._scratch(0)
+        for left in range(0, packet.numel, CHUNK):
+            x = scratch[: min(CHUNK, packet.numel - left)]
+            self._loops.decode(source.kind, source.codes, source.factors, source.numel, left, x)
+            self._loops.square_leaves(x, leaves[left // LEAF : -(-(left + len(x)) // LEAF)])
+        return math.sqrt(tree_sum(leaves))
+
+    # ------------------------------------------------------------ merging
+
+    def merged(
+        self, fragment: Fragment, theta: Tensor, parts: Sequence[Contribution], weights: Sequence[float], *, plain: bool
+    ) -> tuple[Tensor, Floats]:
+        """The merged outer gradient, each slot still to be multiplied by its factor. `plain`: the mean of everything."""
+        config = self._config.protocol
+        present = _array(theta)
+        bases = {id(part.base): NOTHING if part.base is None else _array(part.base) for part in parts}
+        voters, shares = voters_of([self._source(part.packet, bases[id(part.base)]) for part in parts], weights)
+        out = self._buffers.take(fragment.numel, np.float32)
+        factors = np.ones(len(fragment.params), np.float32)
+        for index, slot in enumerate(fragment.params):
+            how = "mean" if plain else config.embedding_merge if slot.embedding else config.merge
+            if how == "mean" or len(voters) == 1 or not slot.numel:
+                self._mean(slot, present, voters, shares, out)
+            else:
+                factors[index] = self._rda(slot, present, voters, shares, out)
+        return out, factors
+
+    def _mean(self, slot: Slot, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], out: Tensor) -> None:
+        total, single = np.float32(sum(shares)), len(voters) == 1
+
+        def work(left: int, right: int) -> None:
+            target = _array(out)[left:right]
+            for index, x in enumerate(self._gradients(theta, voters, left, right)):
+                self._loops.add_weighted(x, np.float32(1.0 if single else shares[index]), index == 0, target)
+            if not single:
+                self._loops.divide(target, total)
+
+        self._spread(work, slot.offset, slot.numel)
+
+    def _rda(self, slot: Slot, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], out: Tensor) -> Any:
+        """The sum of directions into `out`, and the factor that gives it the mean magnitude."""
+        count = -(-slot.numel // LEAF)
+        leaves, length = np.empty((len(voters), count)), np.empty(count)
+
+        def measure(left: int, right: int) -> None:
+            part = slice((left - slot.offset) // LEAF, -(-(right - slot.offset) // LEAF))
+            for index, x in enumerate(self._gradients(theta, voters, left, right)):
+                self._loops.square_leaves(x, leaves[index, part])
+
+        self._spread(measure, slot.offset, slot.numel)
+        norms = [math.sqrt(tree_sum(row)) for row in leaves]
+        divisors = [np.float32(norm if norm else 1.0) for norm in norms]
+
+        def add(left: int, right: int) -> None:
+            part = slice((left - slot.offset) // LEAF, -(-(right - slot.offset) // LEAF))
+            target = _array(out)[left:right]
+            for index, x in enumerate(self._gradients(theta, voters, left, right)):
+                self._loops.add_direction(x, divisors[index], np.float32(shares[index]), index == 0, target)
+            self._loops.square_leaves(target, length[part])
+
+        self._spread(add, slot.offset, slot.numel)
+        total, long = sum(shares), math.sqrt(tree_sum(length))
+        if long <= CANCELLED * total:
+            self._mean(slot, theta, voters, shares, out)
+            return np.float32(1.0)
+        magnitude = 0.0
+        for norm, share in zip(norms, shares, strict=True):
+            magnitude += norm * share
+        return np.float32((magnitude / total) / long)
+
+    def _gradients(self, theta: Floats, voters: Sequence[_Source], left: int, right: int) -> Iterator[Floats]:
+        """The outer gradients of a range, one after the other in the same memory. Theta's drift since a version is the same for
+        all learners at that version."""
+        x, drift, drifts = self._scratch(0)[: right - left], self._scratch(1)[: right - left], None
+        for source in voters:
+            moved = NOTHING
+            if source.base.size:
+                if drifts is not source.base:
+                    self._loops.subtract(theta[left:right], source.base[left:right], drift)
+                    drifts = source.base
+                moved = drift
+            self._loops.gradient(source.kind, source.codes, source.factors, source.numel, left, moved, x)
+            yield x
+
+    def _source(self, packet: Packet, base: Floats) -> _Source:
+        kind, unit = KINDS.get(packet.codec), UNITS.get(packet.codec)
+        if kind is None:
+            return _Source(0, _array(codec(packet.codec).decode(packet)), NOTHING, packet.numel, base)
+        codes = packet.codes.view(torch.uint16) if packet.codec == "bf16" else packet.codes
+        if unit is None:
+            return _Source(kind, codes.numpy(), NOTHING, packet.numel, base)
+        assert packet.scales is not None
+        return _Source(kind, codes.numpy(), (packet.scales * unit).numpy(), packet.numel, base)
+
+    # ------------------------------------------------------------ the outer step
+
+    def steps(self, rule: OuterRule) -> bool:
+        return rule.optimizer in RULES
+
+    def step(
+        self, fragment: Fragment, delta: Tensor, factors: Floats, theta: Tensor, announced: Tensor, state: OuterState,
+        rule: OuterRule,
+    ) -> Stepped:  # fmt: skip
+        """As `outer_step`, with the announcement of the new Theta and its distance from the old one. The caller decodes nothing
+        again: what learners will hold is computed beside the codes."""
+        numel, down = fragment.numel, self._config.protocol.codec_down
+        new = partial(self._buffers.take, numel, np.float32)
+        moves = rule.optimizer != "sgd"
+        next_theta, fused_down = new(), down in DOWN
+        momentum = state.momentum if moves and state.momentum is not None else None
+        next_momentum = new() if moves else None
+        next_announced = new() if fused_down else None
+        codes = torch.empty(numel if fused_down else 0, dtype=torch.bfloat16 if down == "bf16" else torch.int8)
+        scales = torch.empty(block_count(numel) if down == "int8" else 0)
+        leaves, sizes = np.zeros(max(1, -(-numel // LEAF))), np.zeros(max(1, -(-numel // LEAF)))
+        bounds = np.array([*(slot.offset for slot in fragment.params), numel], np.int64)
+        coded = codes.view(torch.uint16).numpy() if down == "bf16" else codes.numpy()
+        arguments = (
+            RULES[rule.optimizer], state.count == 0, np.float32(rule.learning_rate), np.float32(rule.momentum),
+            KINDS[down] if fused_down else 0, _array(delta), bounds, factors, _array(theta), _or_nothing(momentum),
+            _array(announced), _array(next_theta), _or_nothing(next_momentum), _or_nothing(next_announced), coded,
+            scales.numpy(), leaves, sizes,
+        )  # fmt: skip
+        self._spread(lambda left, right: self._loops.step(*arguments, left, right), 0, numel)
+        outer = OuterState(next_momentum if moves else None, None, state.count + 1)
+        packet = Packet(down, numel, codes, scales if down == "int8" else None) if fused_down else None
+        return Stepped(next_theta, outer, next_announced, packet, math.sqrt(tree_sum(leaves)), math.sqrt(tree_sum(sizes)))
+
+    # ------------------------------------------------------------ threads
+
+    def _spread(self, work: Callable[[int, int], None], offset: int, numel: int) -> None:
+        """Calls `work` with every chunk, each thread with neighbouring ones."""
+        chunks = [(left, min(offset + numel, left + CHUNK)) for left in range(offset, offset + numel, CHUNK)]
+        if self._pool is None or len(chunks) < 2:
+            for chunk in chunks:
+                work(*chunk)
+            return
+        size = -(-len(chunks) // self._threads)
+        parts = [chunks[at : at + size] for at in range(0, len(chunks), size)]
+        for done in [self._pool.submit(_each, work, part) for part in parts]:
+            done.result()
+
+    def _scratch(self, index: int) -> Floats:
+        """Memory of this thread, for one chunk."""
+        found: list[Floats] | None = getattr(self._local, "scratch", None)
+        if found is None:
+            found = self._local.scratch = [np.empty(CHUNK, np.float32) for _ in range(2)]
+        return found[index]
+
+
+def _each(work: Callable[[int, int], None], chunks: Sequence[tuple[int, int]]) -> None:
+    for chunk in chunks:
+        work(*chunk)
+
+
+def _array(tensor: Tensor) -> Floats:
+    found: Floats = tensor.contiguous().numpy()
+    return found
+
+
+def _or_nothing(tensor: Tensor | None) -> Floats:
+    return NOTHING if tensor is None else _array(tensor)
