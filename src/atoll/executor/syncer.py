@@ -187,7 +187,7 @@ class TensorSyncer:
 
     def _merge(self, effect: Merge) -> Version:
         p = effect.fragment
-        fragment, previous = self._fragments[p], self.disk.at(p, effect.previous)
+        fragment, previous = self._fragments[p], self.disk.base(p, effect.previous)
         self._previous[effect.outer_step, p] = previous
         contributions = self._accepted[effect.outer_step, p]
         weights = [share.weight for share in effect.shares]

@@ -299,8 +299,8 @@ def step(  # type: ignore[no-untyped-def]
     rule, first_step, rate, mu, down, delta, bounds, factors, theta, momentum, announced, next_theta, next_momentum,
     next_announced, codes, scales, leaves, sizes, first, last,
 ):  # fmt: skip
-    """Outer step, jump and announcement of elements `first` to `last`; `first` is a multiple of 1,024. A few thousand elements at a
-    time, which stay in the cache: every slice of an array counts a reference, which other threads count too."""
+    """Outer step, jump and announcement of elements `first` to `last`; `first` is a multiple of 1,024. A few thousand elements at
+    a time, which stay in the cache: every slice of an array counts a reference, which other threads count too."""
     scratch, grid = np.empty(UNIT, np.float32), np.empty(BLOCK, np.float32)
     for left in range(first, last, UNIT):
         right = min(last, left + UNIT)

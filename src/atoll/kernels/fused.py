@@ -69,7 +69,8 @@ class Buffers:
 
 def _idle_references() -> int:
     lent = [np.empty(1)]
-    return [sys.getrefcount(a) for a in lent][0]
+    (found,) = [sys.getrefcount(a) for a in lent]
+    return found
 
 
 _IDLE_REFERENCES: Final = _idle_references()

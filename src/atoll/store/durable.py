@@ -50,6 +50,8 @@ __all__ = [
 
 FORMAT: Final = "atoll-version-2"
 FOLDER: Final = "versions"
+PACKETS_MAX: Final = 4
+"""Announced packets kept in memory: a few rounds are in flight, and reading one again would hold up the network's thread."""
 _NAME: Final = re.compile(r"(\d{4,})-(\d{9,})\.safetensors")
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -198,7 +200,8 @@ def _file_name(p: FragmentId, v: OuterStep) -> str:
 class DurableVersions:
     """A `VersionStore` that survives a killed syncer.
 
-    In memory: the newest version of each fragment without its packet, and older announcements of a sixth of the fragments.
+    In memory: the newest version of each fragment without its packet, the packets of the last few versions, which are being
+    announced, and older announcements of a sixth of the fragments.
     """
 
     def __init__(self, directory: Path, fragments: int, *, read_only: bool = False) -> None:
@@ -209,7 +212,8 @@ class DurableVersions:
         self._index: list[set[OuterStep]] = [set() for _ in range(fragments)]
         self._newest: dict[FragmentId, tuple[OuterStep, Version]] = {}
         self._older: OrderedDict[tuple[FragmentId, OuterStep], Tensor] = OrderedDict()
-        self._older_max = fragments // 6
+        self._older_max = max(1, fragments // 6)
+        self._packets: OrderedDict[tuple[FragmentId, OuterStep], Packet | None] = OrderedDict()
         self._sha256: dict[tuple[FragmentId, OuterStep], str] = {}
 
     @staticmethod
@@ -264,8 +268,14 @@ class DurableVersions:
             return replace(self._newest_version(p, v), packet=self.packet(p, v))
         return _version(self.path(p, v), *_load(self.path(p, v), lambda name: True))
 
+    def base(self, p: FragmentId, v: OuterStep) -> Version:
+        self._require(p, v)
+        return self._newest_version(p, v) if v == max(self._index[p]) else self.at(p, v)
+
     def packet(self, p: FragmentId, v: OuterStep) -> Packet | None:
         self._require(p, v)
+        if (p, v) in self._packets:
+            return self._packets[p, v]
         return _packet(*_load(self.path(p, v), lambda name: name.startswith("packet.")))
 
     def announced(self, p: FragmentId, v: OuterStep) -> Tensor:
@@ -351,6 +361,9 @@ class DurableVersions:
             if previous is not None and previous[0] < t:
                 self._remember(p, previous[0], previous[1].announced)
             self._index[p].add(t)
+            self._packets[p, t] = version.packet
+            while len(self._packets) > PACKETS_MAX:
+                self._packets.popitem(last=False)
             if t == max(self._index[p]):
                 self._newest[p] = (t, replace(version, packet=None))
 
@@ -377,6 +390,7 @@ class DurableVersions:
         self._index[p].remove(v)
         self._older.pop((p, v), None)
         self._sha256.pop((p, v), None)
+        self._packets.pop((p, v), None)
         state.discard(self.path(p, v))
 
     def retain(self, kept: Sequence[Sequence[OuterStep]]) -> None:
@@ -394,6 +408,7 @@ class DurableVersions:
         self._index = [set(versions) for versions in kept]
         self._newest = {p: newest for p, newest in self._newest.items() if newest[0] in self._index[p]}
         self._older.clear()
+        self._packets.clear()
 
 
 def _scan(folder: Path) -> list[tuple[FragmentId, OuterStep]]:

@@ -33,6 +33,10 @@ class VersionStore(Protocol):
     """A store of versions: `MemoryVersions`, or `durable.DurableVersions` on disk."""
 
     def at(self, p: FragmentId, v: OuterStep) -> Version: ...
+    def base(self, p: FragmentId, v: OuterStep) -> Version:
+        """What a merge starts from: the version, with or without its packet."""
+        ...
+
     def announced(self, p: FragmentId, v: OuterStep) -> Tensor: ...
     def packet(self, p: FragmentId, v: OuterStep) -> Packet | None: ...
     def newest(self) -> list[Version]: ...
@@ -51,6 +55,9 @@ class MemoryVersions:
 
     def at(self, p: FragmentId, v: OuterStep) -> Version:
         return self.versions[p][v]
+
+    def base(self, p: FragmentId, v: OuterStep) -> Version:
+        return self.at(p, v)
 
     def announced(self, p: FragmentId, v: OuterStep) -> Tensor:
         return self.versions[p][v].announced
