@@ -5,7 +5,8 @@
 The plain loop runs before and after the live run, in this process and on the same device, so that a machine that changes its pace
 is seen. The live run is `atoll train --device cuda`: processes, int4 up, int8 down, P = 12. One JSON line:
 `ratio` is live over plain tokens per second of one learner, `rounds_kept` fragments adopted over fragments due, `boundary` the
-median time of a step while fragments travel over the median before any did.
+median time of a step while fragments travel over the median before any did. With --scripted N, N learners without training
+(bench/scripted.py) take part, with steps as long as the plain loop's: they load the syncer and not the device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +24,7 @@ from typing import Any
 
 import torch
 from provenance import commit
+from scripted import Cluster
 
 from atoll.chaos import ChaosPlan
 from atoll.config import Config, load
@@ -47,7 +50,7 @@ SIZES: dict[str, dict[str, Any]] = {
 FRAGMENTS, WARM_STEPS = 12, 20
 
 
-def config_for(size: str, interval: int, steps: int, learners: int, overlap: int) -> Config:
+def config_for(size: str, interval: int, steps: int, learners: int, overlap: int, scripted: int = 0) -> Config:
     shape = SIZES[size]
     overrides = {
         "learners": learners, "total_steps": steps, "model": shape["model"],
@@ -56,7 +59,8 @@ def config_for(size: str, interval: int, steps: int, learners: int, overlap: int
             "fragments": FRAGMENTS, "local_steps_per_round": interval, "overlap": overlap,
             "codec_up": "int4", "codec_down": "int8", "fragmentation": "balanced",
         },
-        "limits": {"start_wait_seconds": 300.0},
+        # Scripted packets are random: beside them an honest contribution would be the unusual one.
+        "limits": {"start_wait_seconds": 300.0} | ({"outlier_factor": 1e9, "peer_factor": 1e9} if scripted else {}),
     }  # fmt: skip
     return load(preset_name="decoupled", overrides=overrides)
 
@@ -103,24 +107,36 @@ def live(config: Config, task: Task, device: str) -> dict[str, float]:
         LocalCluster(config, folder, ChaosPlan(), device=device, say=lambda text: print(text, file=sys.stderr)).run()
         over = time.monotonic()
         summary = verdict(config, folder, task=evaluated_on(task, torch.device(device)))
-        return measured(config, folder) | {
+        return measured(config, folder / "learners" / "0" / "0.tape") | {
             "waited_seconds": summary.waited_seconds, "summary_seconds": round(time.monotonic() - over, 1),
             "loss_first": summary.loss_first or 0.0, "loss_final": summary.loss_final or 0.0,
         }  # fmt: skip
 
 
-def measured(config: Config, folder: Path) -> dict[str, float]:
-    records = list(Tape(folder / "learners" / "0" / "0.tape").records())
+def live_beside(config: Config, device: str, scripted: int, step_seconds: float) -> dict[str, float]:
+    """The same with scripted learners: the syncer and the learner are started by hand, and nothing is evaluated."""
+    with Cluster(config) as cluster:
+        folder = cluster.folder / "learner"
+        where = ["--syncer", cluster.address, "--token", str(cluster.token), "--out", str(folder), "--id", "0"]
+        learner = subprocess.Popen([sys.executable, "-m", "atoll", "learner", *where, "--device", device], stdout=sys.stderr)
+        cluster.learners(1, scripted, "--step", str(step_seconds), "--jitter", "0.05")
+        if learner.wait():
+            raise SystemExit(f"the learner ended with {learner.returncode}")
+        return measured(config, next(folder.rglob("0.tape")))
+
+
+def measured(config: Config, tape: Path) -> dict[str, float]:
+    records = list(Tape(tape).records())
     done = [(r.now / 1e9, r.event.tokens, r.event.nanos) for r in records if isinstance(r.event, StepDone)]
-    first = next(r.now / 1e9 for r in records if any(isinstance(e, Adopt) and e.merged for e in r.effects))
+    adoptions = [r.now / 1e9 for r in records for e in r.effects if isinstance(e, Adopt) and e.merged]
+    first = adoptions[0]
     steady = [each for each in done[WARM_STEPS:] if each[0] > first]
     gaps = [b[0] - a[0] for a, b in pairwise(steady)]
     alone = [b[0] - a[0] for a, b in pairwise(done[WARM_STEPS:]) if b[0] <= first]
-    adopted = sum(isinstance(e, Adopt) and e.merged for r in records for e in r.effects)
     due = len(done) * config.protocol.fragments / config.protocol.local_steps_per_round
     return {
         "live_tokens_per_second": round(sum(each[1] for each in steady[1:]) / (steady[-1][0] - steady[0][0])),
-        "rounds_kept": round(adopted / due, 3), "step_ms": round(1e3 * statistics.median(gaps), 2),
+        "rounds_kept": round(len(adoptions) / due, 3), "step_ms": round(1e3 * statistics.median(gaps), 2),
         "boundary": round(statistics.median(gaps) / statistics.median(alone), 4) if len(alone) >= 5 else 0.0,
     }  # fmt: skip
 
@@ -131,21 +147,27 @@ def main() -> None:
     parser.add_argument("--interval", type=int, default=96, help="H, local steps a round")
     parser.add_argument("--overlap", type=int, default=2, help="tau, local steps that a round may take")
     parser.add_argument("--learners", type=int, default=1)
+    parser.add_argument("--scripted", type=int, default=0, help="learners without training beside one that trains")
     parser.add_argument("--steps", type=int, default=600, help="inner steps of the live run")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the plain loop, before and after")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "gpu_speed.jsonl")
     asked = parser.parse_args()
-    config = config_for(asked.size, asked.interval, asked.steps, asked.learners, asked.overlap)
+    learners = asked.scripted + 1 if asked.scripted else asked.learners
+    config = config_for(asked.size, asked.interval, asked.steps, learners, asked.overlap, asked.scripted)
     device, task = torch.device(asked.device), task_for(config)
     plain = PlainLoop(task, device)
     before = plain.tokens_per_second(asked.seconds)
-    figures = live(config, task, asked.device)
+    if asked.scripted:
+        tokens = SIZES[asked.size]["batch"] * SIZES[asked.size]["seq"]
+        figures = live_beside(config, asked.device, asked.scripted, tokens / before)
+    else:
+        figures = live(config, task, asked.device)
     after = plain.tokens_per_second(asked.seconds)
     rate = (before + after) / 2
     line = {
-        "size": asked.size, "parameters": sum(f.numel for f in task.layout.fragments), "learners": asked.learners,
-        "interval": asked.interval, "overlap": asked.overlap, "plain_tokens_per_second": round(rate),
+        "size": asked.size, "parameters": sum(f.numel for f in task.layout.fragments), "learners": learners,
+        "scripted": asked.scripted, "interval": asked.interval, "overlap": asked.overlap, "plain_tokens_per_second": round(rate),
         "plain_before": round(before), "plain_after": round(after), "ratio": round(figures["live_tokens_per_second"] / rate, 4),
         **figures, "commit": commit(), "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }  # fmt: skip

@@ -226,7 +226,7 @@ class Cluster:
         self.processes: list[Process] = []
         self.keys = self.folder / "keys" if keys else None
         if self.keys is not None:
-            make = [sys.executable, "-m", "atoll", "keys", self.keys, "--learners", str(keys)]
+            make = [sys.executable, "-m", "atoll", "keys", str(self.keys), "--learners", str(keys)]
             subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
         tls = ("--keys", self.keys) if self.keys is not None else ()
         self.syncer = self._start(
