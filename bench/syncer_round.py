@@ -55,7 +55,7 @@ class Counter:
     def _write(self) -> None:
         while True:
             self._path.write_text(str(self.count))
-            time.sleep(0.05)
+            time.sleep(0.25)
 
     def of_class(self, real: Callable[..., Any]) -> Callable[..., Any]:
         counter = self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -232,9 +233,14 @@ def cluster_summary(
         settings, directory, plan, threads=threads, device=device, allowed=allowed, resume=resume, watch=watch,
         say=progress.say, on_point=progress.on_point,
     )  # fmt: skip
-    cluster.run()
-    progress.say("the run is finished; its tapes are replayed and its weights evaluated for the summary")
     there = evaluated_on(task, checked_device(device))
-    return verdict(
-        settings, directory, faults=cluster.struck, task=there, progress=ReplayProgress(settings.total_steps, progress.say)
-    )
+    with ThreadPoolExecutor(1, "first loss") as beside:
+        # A large model takes seconds to build, and the end of a run should not. On the CPU it would take cores from learners.
+        build = there.scratch if resume is None else None
+        first = beside.submit(lambda: there.evaluate(build())) if build is not None else None
+        cluster.run()
+        progress.say("the run is finished; its tapes are replayed and its weights evaluated for the summary")
+        return verdict(
+            settings, directory, faults=cluster.struck, task=there, first=first.result if first else None,
+            progress=ReplayProgress(settings.total_steps, progress.say),
+        )  # fmt: skip

@@ -306,8 +306,17 @@ class DurableVersions:
         return [self._newest_version(p, max(self._index[p])) for p in range(len(self._index))]
 
     def theta(self) -> tuple[list[Tensor], list[Tensor]]:
-        newest = self.newest()
-        return [v.theta for v in newest], [v.buffers for v in newest]
+        """Reads nothing else: momentum and announcements are twice as much."""
+        pairs = [self._theta_of(p, max(versions)) for p, versions in enumerate(self._index)]
+        return [theta for theta, _ in pairs], [buffers for _, buffers in pairs]
+
+    def _theta_of(self, p: FragmentId, v: OuterStep) -> tuple[Tensor, Tensor]:
+        newest = self._newest.get(p)
+        if newest is not None and newest[0] == v:
+            return newest[1].theta, newest[1].buffers
+        metadata, tensors = _load(self.path(p, v), lambda name: name in ("theta", "buffers"))
+        self._require_own(p, v, metadata)
+        return tensors["theta"], tensors["buffers"]
 
     def theta_sha256(self) -> str:
         params, buffers = self.theta()
@@ -319,8 +328,7 @@ class DurableVersions:
         newest = self._newest.get(p)
         if newest is None or newest[0] != v:
             metadata, tensors = _load(self.path(p, v), lambda name: not name.startswith("packet."))
-            if metadata.fragment != p or metadata.fragments != len(self._index):
-                raise DataError(f"{self.path(p, v)} belongs to a run with {metadata.fragments} fragments, not {len(self._index)}")
+            self._require_own(p, v, metadata)
             newest = (v, _version(self.path(p, v), metadata, tensors))
             if v == max(self._index[p]):
                 self._newest[p] = newest
@@ -329,6 +337,10 @@ class DurableVersions:
     def _require(self, p: FragmentId, v: OuterStep) -> None:
         if v not in self._index[p]:
             raise DataError(f"{self.path(p, v)} is not stored: fragment {p} has versions {sorted(self._index[p])}")
+
+    def _require_own(self, p: FragmentId, v: OuterStep, metadata: _Metadata) -> None:
+        if metadata.fragment != p or metadata.fragments != len(self._index):
+            raise DataError(f"{self.path(p, v)} belongs to a run with {metadata.fragments} fragments, not {len(self._index)}")
 
     def _remember(self, p: FragmentId, v: OuterStep, announced: Tensor) -> None:
         self._older[p, v] = announced

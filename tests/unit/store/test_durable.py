@@ -19,7 +19,7 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec
 from atoll.errors import DataError, UserError
-from atoll.store.durable import DurableVersions, check_version, version_sha256
+from atoll.store.durable import PACKETS_MAX, DurableVersions, check_version, version_sha256
 from atoll.store.lock import lock_directory, refuse_locked
 from atoll.store.tensor_files import StorageFailed, free_bytes
 from atoll.store.versions import Version
@@ -97,7 +97,7 @@ def test_announced_that_is_theta_is_not_written_twice_and_the_library_reads_the_
         assert torch.equal(file.get_tensor("theta"), version(0, lossy=False).theta)
 
 
-def test_memory_holds_no_packet_and_no_older_theta(disk: DurableVersions) -> None:
+def test_memory_holds_the_last_packets_and_no_older_theta(disk: DurableVersions) -> None:
     new = version(5)
     assert new.packet is not None
     packet, old = weakref.ref(new.packet.codes), weakref.ref(disk.newest()[0].theta)
@@ -105,7 +105,11 @@ def test_memory_holds_no_packet_and_no_older_theta(disk: DurableVersions) -> Non
     del new
     disk.put(2, {1: version(6)})
     gc.collect()
-    assert packet() is None and old() is None
+    assert packet() is not None and old() is None
+    for t in range(3, 3 + PACKETS_MAX):
+        disk.put(t, {1: version(t)})
+    gc.collect()
+    assert packet() is None
     assert disk.at(0, 1).packet is not None
 
 

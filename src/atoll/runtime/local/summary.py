@@ -15,7 +15,7 @@ from atoll.protocol.interface import Machine
 from atoll.store.durable import DurableVersions
 from atoll.store.memory_snapshots import MemorySnapshots
 from atoll.store.snapshots import load_learner_part
-from atoll.store.versions import MemoryVersions
+from atoll.store.versions import MemoryVersions, digest
 from atoll.store.weights import THETA_FILE
 from atoll.tape.format import Record
 from atoll.tape.heldout import points_in
@@ -28,8 +28,9 @@ from atoll.views.run import RunView, Summary, summarise
 
 def verdict(
     config: Config, directory: Path, *, faults: Sequence[str] = (), task: Task | None = None,
-    progress: Callable[[int, OuterStep], None] | None = None,
+    progress: Callable[[int, OuterStep], None] | None = None, first: Callable[[], float] | None = None,
 ) -> Summary:  # fmt: skip
+    """`first` gives the held-out loss of what the run began with, if that was measured while it trained."""
     view = RunView(config.learners, from_first_step=True)
 
     def observe(record: Record, machine: Machine | None) -> None:
@@ -40,12 +41,12 @@ def verdict(
         raise RunFailed(f"the token counts of {directory} do not add up: {outcome.fates}")
     task = task or task_for(config)
     disk = DurableVersions.open(directory / "syncer", read_only=True)
-    first, theta = task.evaluate_theta(*_start(directory, task).theta()), disk.theta()
+    loss_first, theta = first() if first else task.evaluate_theta(*_start(directory, task).theta()), disk.theta()
     points = [point for point in points_in(directory) if point.outer_step < config.total_steps]
     return summarise(
-        config, view, outcome.fates, loss_first=first, loss_final=task.evaluate_theta(*theta),
-        theta_sha256=disk.theta_sha256(), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory), clock="wall",
-        theta=str(directory / "syncer" / THETA_FILE), faults=faults, accuracy=task.accuracy_of_theta(*theta),
+        config, view, outcome.fates, loss_first=loss_first, loss_final=task.evaluate_theta(*theta),
+        theta_sha256=digest([*theta[0], *theta[1]]), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory),
+        clock="wall", theta=str(directory / "syncer" / THETA_FILE), faults=faults, accuracy=task.accuracy_of_theta(*theta),
         points=points, missing=outcome.missing,
         compute={str(h.worker): h.compute for h in open_run(directory).headers() if h.compute},
     )  # fmt: skip
