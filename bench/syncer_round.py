@@ -142,7 +142,7 @@ def measured(learners: int, rounds: int, out: Callable[[str], None]) -> dict[str
     with Cluster(settings(learners), (__file__, "--serve", counts, "syncer"), keys=learners) as cluster:
         load = cluster.learners(0, learners, "--step", "0.05", "--packets", str(PACKETS))
         seen: list[Sample] = []
-        while not seen or seen[-1].commits < WARM + rounds:
+        while not seen or seen[-1].commits <= WARM + rounds:  # the last version may not be on the tape yet
             time.sleep(0.1)
             cluster.syncer.check()
             now = sample(cluster, load, counts)

@@ -57,6 +57,8 @@ from atoll.tensors.outer import OuterRule, OuterState, outer_rule, outer_step
 from atoll.tensors.robust import ROBUST
 
 PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
+NORMS_KEPT = 4
+"""Versions of a fragment that learners hold at the same time, and a few more."""
 
 
 class SnapshotStore(Protocol):
@@ -82,14 +84,15 @@ class TensorSyncer:
         self._down = codec(self._config.protocol.codec_down)
         self._accepted: dict[tuple[OuterStep, FragmentId], dict[LearnerId, tuple[Packet, Tensor, Tensor]]] = {}
         """(packet, buffers, the announced vector it is a difference to). Encoded until the merge: int4 is 8 times smaller."""
-        self._norm_of: dict[FragmentId, tuple[OuterStep, float]] = {}
-        """The norm of the version of each fragment to which contributions referred last."""
+        self._norm_of: dict[FragmentId, dict[OuterStep, float]] = {}
+        """The norms of the versions of each fragment to which contributions refer."""
         self._merged: dict[tuple[OuterStep, FragmentId], Version] = {}
         self._previous: dict[tuple[OuterStep, FragmentId], Version] = {}
         """What each merged version was made from, until it is stored."""
         self._jumps: dict[tuple[OuterStep, FragmentId], float] = {}
         """How far the merge moved Theta, where the kernels have measured it."""
         self._fused = Fused(config) if worthwhile(fragments) and has_numba() else None
+        self._warm_seconds = self._fused.warm_up(self._rule) if self._fused is not None else 0.0
 
     @property
     def kernels(self) -> str:
@@ -97,7 +100,7 @@ class TensorSyncer:
         if self._fused is None:
             return "torch"
         rest = why_torch(self._config)
-        return f"numba, and torch for {rest}" if rest else "numba"
+        return f"numba (ready after {self._warm_seconds:.1f} s)" + (f", and torch for {rest}" if rest else "")
 
     def use_torch(self) -> None:
         """The oracle of the kernels: the same bytes by torch's operations."""
@@ -151,13 +154,20 @@ class TensorSyncer:
 
     def _weights_norm(self, p: FragmentId, version: OuterStep) -> float:
         """Of the version that a difference refers to, or of the newest if the learner names one that is gone."""
-        if self._norm_of.get(p, (NO_VERSION, 0.0))[0] != version:
-            try:
-                weights = self.disk.announced(p, version)
-            except (KeyError, OSError):
-                return 0.0  # the machine refuses a difference to a version that is not kept
-            self._norm_of[p] = (version, self._norm(Packet("fp32", weights.numel(), weights, None)))
-        return self._norm_of[p][1]
+        known = self._norm_of.get(p, {})
+        if version in known:
+            return known[version]
+        try:
+            weights = self.disk.announced(p, version)
+        except (KeyError, OSError):
+            return 0.0  # the machine refuses a difference to a version that is not kept
+        norm = self._norm(Packet("fp32", weights.numel(), weights, None))
+        self._know_norm(p, version, norm)
+        return norm
+
+    def _know_norm(self, p: FragmentId, version: OuterStep, norm: float) -> None:
+        before = sorted(self._norm_of.get(p, {}).items())[-NORMS_KEPT:]
+        self._norm_of[p] = {**dict(before), version: norm}  # replaced, not changed: several threads inspect
 
     def _norm(self, packet: Packet) -> float:
         norm = self._fused.norm(packet) if self._fused is not None and not packet.codes.is_cuda else None
@@ -231,7 +241,7 @@ class TensorSyncer:
         outer = previous.outer if effect.plain_average else stepped.outer
         if stepped.announced is None:
             return self._announced(previous, stepped.theta, buffers, outer, None)
-        self._norm_of[p] = (effect.outer_step, stepped.size)
+        self._know_norm(p, effect.outer_step, stepped.size)
         return Version(stepped.theta, buffers, outer, None, stepped.announced, stepped.packet)
 
     def _drifts_from(self, fragment: Fragment, present: Version, announced: Tensor) -> Tensor | None:

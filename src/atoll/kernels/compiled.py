@@ -53,7 +53,10 @@ def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _compiled(function: Any) -> Any:
-    return njit(nogil=True, cache=True, error_model="numpy")(function)
+    try:
+        return njit(nogil=True, cache=True, error_model="numpy")(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written: compiled again in every process
+        return njit(nogil=True, error_model="numpy")(function)
 
 
 # ---------------------------------------------------------------- contributions

@@ -13,6 +13,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -48,7 +49,7 @@ NOTHING: Final = np.empty(0, np.float32)
 class Buffers:
     """Large arrays that are used again once nobody holds them: fresh pages would cost more than the arithmetic on them."""
 
-    def __init__(self, spare_max: int = 8) -> None:
+    def __init__(self, spare_max: int = 4) -> None:
         self._lent: list[Array] = []
         self._spare_max = spare_max
         self._lock = threading.Lock()
@@ -57,14 +58,20 @@ class Buffers:
         """Uninitialised. A tensor, its views and its bytes hold the array; without any of them only this list does."""
         with self._lock:
             idle = [a for a in self._lent if sys.getrefcount(a) == _IDLE_REFERENCES]
+            size = _rounded(numel)
             for array in idle:
-                if array.size == numel and array.dtype == dtype:
-                    return torch.from_numpy(array)
-            for array in idle[self._spare_max :]:
-                self._lent = [kept for kept in self._lent if kept is not array]
-            array = np.empty(numel, dtype)
-            self._lent.append(array)
-            return torch.from_numpy(array)
+                if array.size == size and array.dtype == dtype:
+                    return torch.from_numpy(array[:numel])
+            surplus = {id(array) for array in idle[self._spare_max :]}
+            self._lent = [array for array in self._lent if id(array) not in surplus]
+            self._lent.append(np.empty(size, dtype))
+            return torch.from_numpy(self._lent[-1][:numel])
+
+
+def _rounded(numel: int) -> int:
+    """Up to a sixteenth of the power of two below, so that fragments of similar size share arrays."""
+    step = max(1, 1 << max(0, numel.bit_length() - 5))
+    return -(-numel // step) * step
 
 
 def _idle_references() -> int:
@@ -139,6 +146,22 @@ class Fused:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+
+    def warm_up(self, rule: OuterRule | None) -> float:
+        """Builds every loop of this run, or loads it from the cache; returns the seconds that took. It holds the interpreter's
+        lock, so it must be over before a peer waits for an answer."""
+        began, numel = time.monotonic(), 2 * LEAF
+        slots = tuple(Slot(str(i), "param", 0, LEAF, (LEAF,), i * LEAF, LEAF, torch.float32, bool(i)) for i in range(2))
+        fragment, zeros = Fragment(0, slots, (), numel, 0), torch.zeros(numel)
+        up = self._config.protocol.codec_up
+        packet = codec(up if up in KINDS else "fp32").encode(torch.ones(numel))
+        self.norm(packet), self.norm(Packet("fp32", numel, zeros, None))
+        if self.merges:
+            self.merged(fragment, zeros, [Contribution(packet, zeros), Contribution(packet, None)], [1.0, 2.0], plain=False)
+        if rule is not None and self.steps(rule):
+            state = OuterState(zeros, None, 1)
+            self.step(fragment, zeros, np.ones(2, np.float32), zeros, zeros, state, rule)
+        return time.monotonic() - began
 
     # ------------------------------------------------------------ inspection
 

@@ -181,7 +181,7 @@ def test_arrays_are_used_again_only_when_nobody_holds_them() -> None:
 def test_run_says_what_torch_computes_although_there_are_kernels() -> None:
     settings = config(protocol={"merge": "trimmed_mean", "codec_down": "int4"})
     syncer = TensorSyncer(settings, (fragment(),), MemoryVersions([first_version(settings, 1)]))
-    assert syncer.kernels == "numba, and torch for codec int4 down, merge trimmed_mean"
+    assert syncer.kernels.startswith("numba") and syncer.kernels.endswith(", and torch for codec int4 down, merge trimmed_mean")
 
 
 def test_fragments_too_small_for_the_import_are_merged_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
