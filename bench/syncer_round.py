@@ -94,7 +94,7 @@ def serve(counts: Path, argv: Sequence[str]) -> None:
             setattr(module, function, counter.of_function(getattr(module, function), data))
     with contextlib.suppress(ImportError):
         xxhash = importlib.import_module("xxhash")
-        xxhash.xxh3_128 = counter.of_class(xxhash.xxh3_128)
+        xxhash.xxh3_128, xxhash.xxh3_64 = counter.of_class(xxhash.xxh3_128), counter.of_class(xxhash.xxh3_64)
     sys.argv = ["atoll", *argv]
     runpy.run_module("atoll", run_name="__main__", alter_sys=True)
 
