@@ -20,8 +20,7 @@ from atoll.codecs import Packet, codec
 from atoll.config import Config
 from atoll.executor.optim.build import build_optimizer, optimizer_step
 from atoll.ids import FragmentId, LearnerId, OuterStep
-from atoll.kernels.fused import Contribution as FusedPart
-from atoll.kernels.fused import Fused, has_numba, why_torch, worthwhile
+from atoll.kernels.fused import Fused, MergePart, has_numba, why_torch, worthwhile
 from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
@@ -228,7 +227,7 @@ class TensorSyncer:
         p, weights = effect.fragment, [share.weight for share in effect.shares]
         fragment, robust = self._fragments[p], self._config.protocol.merge in ROBUST
         if fused.merges or (effect.plain_average and not robust):
-            given = [FusedPart(packet, self._drifts_from(fragment, previous, announced)) for packet, _, announced in parts]
+            given = [MergePart(packet, self._drifts_from(fragment, previous, announced)) for packet, _, announced in parts]
             delta, factors = fused.merged(fragment, previous.theta, given, weights, plain=effect.plain_average)
         else:
             delta = self._merged_delta(fragment, self._outer_gradients(fragment, previous, parts), weights)

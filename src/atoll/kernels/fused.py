@@ -46,7 +46,7 @@ DOWN: Final = ("int8", "bf16")
 NOTHING: Final = np.empty(0, np.float32)
 
 
-class Buffers:
+class ArrayPool:
     """Large arrays that are used again once nobody holds them: fresh pages would cost more than the arithmetic on them."""
 
     def __init__(self, spare_max: int = 4) -> None:
@@ -83,13 +83,13 @@ def _idle_references() -> int:
 _IDLE_REFERENCES: Final = _idle_references()
 
 
-class Contribution(NamedTuple):
+class MergePart(NamedTuple):
     packet: Packet
     base: Tensor | None
     """Theta's drift since this version is added to it; None: nothing is."""
 
 
-class Stepped(NamedTuple):
+class FusedStep(NamedTuple):
     theta: Tensor
     outer: OuterState | None
     announced: Tensor | None
@@ -139,7 +139,7 @@ class Fused:
         self._config = config
         self._threads = threads or os.cpu_count() or 1
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kernels") if self._threads > 1 else None
-        self._buffers = Buffers()
+        self._buffers = ArrayPool()
         self._local = threading.local()
         self.merges = _merges(config)
 
@@ -157,7 +157,7 @@ class Fused:
         packet = codec(up if up in KINDS else "fp32").encode(torch.ones(numel))
         self.norm(packet), self.norm(Packet("fp32", numel, zeros, None))
         if self.merges:
-            self.merged(fragment, zeros, [Contribution(packet, zeros), Contribution(packet, None)], [1.0, 2.0], plain=False)
+            self.merged(fragment, zeros, [MergePart(packet, zeros), MergePart(packet, None)], [1.0, 2.0], plain=False)
         if rule is not None and self.steps(rule):
             state = OuterState(zeros, None, 1)
             self.step(fragment, zeros, np.ones(2, np.float32), zeros, zeros, state, rule)
@@ -182,7 +182,7 @@ class Fused:
     # ------------------------------------------------------------ merging
 
     def merged(
-        self, fragment: Fragment, theta: Tensor, parts: Sequence[Contribution], weights: Sequence[float], *, plain: bool
+        self, fragment: Fragment, theta: Tensor, parts: Sequence[MergePart], weights: Sequence[float], *, plain: bool
     ) -> tuple[Tensor, Floats]:
         """The merged outer gradient, each slot still to be multiplied by its factor. `plain`: the mean of everything."""
         config = self._config.protocol
@@ -274,7 +274,7 @@ class Fused:
     def step(
         self, fragment: Fragment, delta: Tensor, factors: Floats, theta: Tensor, announced: Tensor, state: OuterState,
         rule: OuterRule,
-    ) -> Stepped:  # fmt: skip
+    ) -> FusedStep:  # fmt: skip
         """As `outer_step`, with the announcement of the new Theta and its distance from the old one. The caller decodes nothing
         again: what learners will hold is computed beside the codes."""
         numel, down = fragment.numel, self._config.protocol.codec_down
@@ -298,7 +298,7 @@ class Fused:
         self._spread(lambda left, right: self._loops.step(*arguments, left, right), 0, numel)
         outer = OuterState(next_momentum if moves else None, None, state.count + 1)
         packet = Packet(down, numel, codes, scales if down == "int8" else None) if fused_down else None
-        return Stepped(next_theta, outer, next_announced, packet, math.sqrt(tree_sum(leaves)), math.sqrt(tree_sum(sizes)))
+        return FusedStep(next_theta, outer, next_announced, packet, math.sqrt(tree_sum(leaves)), math.sqrt(tree_sum(sizes)))
 
     # ------------------------------------------------------------ threads
 

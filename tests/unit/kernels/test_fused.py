@@ -149,7 +149,7 @@ def test_number_of_threads_changes_no_byte() -> None:
     assert before.outer is not None and rule is not None
     for threads in (1, 2, 5):
         loops = fused.Fused(settings, threads)
-        given = [fused.Contribution(packet, before.announced) for packet in packets]
+        given = [fused.MergePart(packet, before.announced) for packet in packets]
         delta, factors = loops.merged(fragment(), before.theta, given, [1.0, 2.0, 3.0], plain=False)
         seen.append(loops.step(fragment(), delta, factors, before.theta, before.announced, before.outer, rule))
         loops.close()
@@ -168,7 +168,7 @@ def test_hostile_codes_decode_as_by_torch() -> None:
 
 
 def test_arrays_are_used_again_only_when_nobody_holds_them() -> None:
-    buffers = fused.Buffers()
+    buffers = fused.ArrayPool()
     first = buffers.take(1000, "float32")
     view, address = first[10:20], first.data_ptr()
     del first
