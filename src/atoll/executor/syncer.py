@@ -113,6 +113,8 @@ class TensorSyncer:
                 for by_round in (self._accepted, self._merged, self._previous, self._jumps):
                     for key in [k for k in by_round if k[0] == t]:
                         del by_round[key]
+                for norms in self._norm_of.values():
+                    norms.pop(t, None)  # a rollback may take its number
             case RecordInFlight(snapshot=snapshot, envelope=envelope):
                 if self._snapshots is not None:
                     self._snapshots.put_in_flight(snapshot, envelope, payload)
@@ -153,9 +155,9 @@ class TensorSyncer:
 
     def _weights_norm(self, p: FragmentId, version: OuterStep) -> float:
         """Of the version that a difference refers to, or of the newest if the learner names one that is gone."""
-        known = self._norm_of.get(p, {})
-        if version in known:
-            return known[version]
+        known = self._norm_of.get(p, {}).get(version)
+        if known is not None:
+            return known
         try:
             weights = self.disk.announced(p, version)
         except (KeyError, OSError):

@@ -52,6 +52,7 @@ FORMAT: Final = "atoll-version-2"
 FOLDER: Final = "versions"
 PACKETS_MAX: Final = 4
 """Announced packets kept in memory: a few rounds are in flight, and reading one again would hold up the network's thread."""
+_UNREAD: Final = Packet("fp32", 0, torch.empty(0), None)
 _NAME: Final = re.compile(r"(\d{4,})-(\d{9,})\.safetensors")
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -274,8 +275,9 @@ class DurableVersions:
 
     def packet(self, p: FragmentId, v: OuterStep) -> Packet | None:
         self._require(p, v)
-        if (p, v) in self._packets:
-            return self._packets[p, v]
+        recent = self._packets.get((p, v), _UNREAD)  # one look: the network's thread asks while the disk's thread replaces
+        if recent is not _UNREAD:
+            return recent
         return _packet(*_load(self.path(p, v), lambda name: name.startswith("packet.")))
 
     def announced(self, p: FragmentId, v: OuterStep) -> Tensor:
@@ -283,23 +285,28 @@ class DurableVersions:
         self._require(p, v)
         if v == max(self._index[p]):
             return self._newest_version(p, v).announced
-        if (p, v) not in self._older:
+        older = self._older.get((p, v))
+        if older is None:
             _, tensors = _load(self.path(p, v), lambda name: name == "announced")
             if not tensors:
                 _, tensors = _load(self.path(p, v), lambda name: name == "theta")
             (tensor,) = tensors.values()
             self._remember(p, v, tensor)
             return tensor
-        self._older.move_to_end((p, v))
-        return self._older[p, v]
+        with contextlib.suppress(KeyError):  # forgotten meanwhile by another thread
+            self._older.move_to_end((p, v))
+        return older
 
     def announced_sha256(self, p: FragmentId, v: OuterStep) -> str:
         """The digest by which a newcomer knows the anchor among what another learner sends it: that one may be an enemy, so it is
         SHA-256. Computed when first asked for, which takes as long as reading the tensor a few times."""
         self._require(p, v)
-        if (p, v) not in self._sha256:
-            self._sha256[p, v] = digest([self.announced(p, v)])
-        return self._sha256[p, v]
+        found = self._sha256.get((p, v))
+        if found is None:
+            found = digest([self.announced(p, v)])
+            if v in self._index[p]:  # not forgotten meanwhile by another thread
+                self._sha256[p, v] = found
+        return found
 
     def newest(self) -> list[Version]:
         """Without packets, to save memory; `at` has them."""

@@ -70,6 +70,7 @@ class SyncerDirectory:
         self.tokenizer_fingerprint = task.tokenizer.fingerprint if task and task.tokenizer else ""
         self.layout: Layout | None = task.layout if task else None
         self.executor: TensorSyncer | None = None
+        self._hashing = threading.Lock()
         self._snapshots: SyncerSnapshots | None = None
         self._locks = contextlib.ExitStack()
         self._locks.enter_context(lock_directory(directory))
@@ -229,11 +230,14 @@ class SyncerDirectory:
 
     def hash_anchors(self) -> None:
         """In any thread, before a newcomer asks for a peer: of a large model the digests take longer than the loop may wait."""
-        if self.layout is None or not self.machine.outer_step:
-            return
-        for p, versions in enumerate(self.disk.kept()):
-            with contextlib.suppress(DataError, OSError):
-                self.disk.announced_sha256(p, versions[-1])
+        if self.layout is None or not self.machine.outer_step or not self._hashing.acquire(blocking=False):
+            return  # one at a time: a learner that connects again and again must not cost more
+        try:
+            for p, versions in enumerate(self.disk.kept()):
+                with contextlib.suppress(DataError, OSError):
+                    self.disk.announced_sha256(p, versions[-1])
+        finally:
+            self._hashing.release()
 
     @property
     def snapshots_kept(self) -> tuple[OuterStep, ...]:
