@@ -169,6 +169,21 @@ def test_contribution_that_claims_more_than_was_reported(changes: dict[str, int]
     assert refuses(s, 0, s.contribution(0, 1, 1, **changes)) == "contribution claims more than was reported"
 
 
+def test_steps_named_in_a_hello_may_be_contributed_before_the_next_report() -> None:
+    """A learner trains on while its connection is broken. It may be asked before its next report: an honest one lost its
+    connection over and over, for work that it had named in its Hello."""
+    s = SyncerStage(arrival(2, grace="adaptive"), joined=2)
+    s.steps(0)
+    s.on(ConnectionLost(0, "broke"))
+    s.cast[0].local_step += 3
+    s.hello(0, held=s.cast[0].held, reason=Reason(Why.RECONNECTED))
+    s.steps(1)
+    assert sent(s.passes(s.now + 100 * MS), 0, Pull)
+    excess = s.contribution(0, 1, 1, tokens=5 * TOKENS)
+    assert refuses(s, 0, excess) == "contribution claims more than was reported"
+    assert of(s.hears(0, s.contribution(0, 1, 1, c_steps=4, c_tokens=4 * TOKENS, c_samples=4)), Accept)
+
+
 def test_contribution_cannot_pack_the_tokens_of_many_steps_into_one() -> None:
     """Its weight is tokens times tokens per step: one that claims a thousand steps' tokens in one step would outweigh all."""
     s = SyncerStage(arrival(2), joined=2)

@@ -212,6 +212,8 @@ class SyncerMachine:
             if member.incarnation != envelope.incarnation:
                 self._end_incarnation(learner)
         member = self.admission.hello(learner, envelope.incarnation, body)
+        # it may be asked for what it trained while it was away before its next report, and a Hello does not count samples
+        member.tokens, member.samples = body.tokens, body.local_step * self._step_most.samples
         self.gathering.heard_hello()
         if self.finished:
             self._effects.send(learner, Finish(self.outer_step))
