@@ -127,8 +127,10 @@ def settings(learners: int) -> Any:
 
 
 def sample(cluster: Any, load: Any, counts: Path) -> Sample:
-    from atoll.store.durable import newest_step
-
+    try:
+        from atoll.store.version_folder import newest_step
+    except ImportError:  # a commit before there was a log of inputs
+        from atoll.store.durable import newest_step  # type: ignore[attr-defined,no-redef]
     io = dict(line.split(": ") for line in Path(f"/proc/{cluster.syncer.pid}/io").read_text().splitlines())
     hashed = int(counts.read_text() or 0) if counts.exists() else 0
     commits = newest_step(cluster.directory)
@@ -210,8 +212,9 @@ def verify(tape: Path, config: Any, rounds: int, out: Callable[[str], None]) -> 
 
 def by_torch(executor: Any) -> Any:
     """Torch's operations as the oracle, where the syncer has kernels of its own."""
-    if hasattr(executor, "use_torch"):
-        executor.use_torch()
+    merger = getattr(executor, "merger", executor)  # it runs on older commits too
+    if hasattr(merger, "use_torch"):
+        merger.use_torch()
     return executor
 
 

@@ -56,10 +56,11 @@ from atoll.runtime import payload as wire
 from atoll.runtime.doctor.examine import examine
 from atoll.runtime.syncer.places import PlaceLimits, Places
 from atoll.runtime.syncer.rollback import read_request
-from atoll.store.durable import DurableVersions, check_version
+from atoll.store.durable import DurableVersions
 from atoll.store.model_upload import unpack_model
 from atoll.store.snapshots import begin_syncer, list_snapshots, load_learner_part, load_syncer, seal_syncer, verify, write_learner
 from atoll.store.tensor_files import pack_state, unpack_state
+from atoll.store.version_file import check_version
 from atoll.store.versions import Version
 from atoll.tape.cut import examine_tape
 from atoll.tape.format import Gap, Header, Tape, TapeWriter

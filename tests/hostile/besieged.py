@@ -17,7 +17,7 @@ from typing import Any
 
 from atoll.protocol.vocabulary import Received, Report
 from atoll.runtime.learner.address import address_of, request_place
-from atoll.store.durable import newest_step
+from atoll.store.version_folder import newest_step
 from atoll.tape.format import Tape
 from atoll.transport import Backoff, LinkFailed, dial
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from atoll.cli import main
 from atoll.executor.syncer import TensorSyncer
+from atoll.kernels import fused
 from atoll.protocol.vocabulary import Accept, Announce, FixParticipants, Merge, Pull, Send, Stored
 from atoll.runtime.local.forkserver import serve
 from atoll.runtime.syncer.process import SyncerProcess
@@ -59,6 +60,9 @@ def after(fuse: Fuse, owner: type, name: str, moment: Callable[..., str]) -> Non
 
 
 def set_up(fuse: Fuse) -> None:
+    """It stores the inputs of its merges, as it does with large fragments; the syncer after it merges them again by torch."""
+    fused.WORTHWHILE = 1
+
     def taping(now: int, worker: int, event: object, effects: Any) -> str:
         return "participants fixed, not taped" if any(isinstance(e, FixParticipants) for e in effects) else ""
 
@@ -78,8 +82,8 @@ def set_up(fuse: Fuse) -> None:
     after(fuse, TapeWriter, "append", taped)
     after(fuse, SyncerProcess, "_send", said)
     after(fuse, TensorSyncer, "execute", done)
-    before(fuse, DurableVersions, "put", lambda t, versions: "before storing" if t else "")
-    after(fuse, DurableVersions, "put", lambda t, versions: "stored, not taped" if t else "")
+    before(fuse, DurableVersions, "put", lambda t, *_: "before storing" if t else "")
+    after(fuse, DurableVersions, "put", lambda t, *_: "stored, not taped" if t else "")
 
 
 def become() -> None:

@@ -62,13 +62,14 @@ def evaluate(
         raise UserError("--every: says how often --follow evaluates; give --follow too")
     from atoll.executor.compute import autocast, resolved
     from atoll.executor.environment import use_threads
+    from atoll.executor.merging import remerge_for
     from atoll.executor.virtual_run import checked_device
     from atoll.tasks.trained import check_tasks, evaluate_run, open_trained
 
     wanted = check_tasks([name.strip() for name in tasks.split(",") if name.strip()], data, limit)
     run = find_run(run).folder
     use_threads(threads)
-    trained = open_trained(run, allow_model or [])
+    trained = open_trained(run, allow_model or [], remerge_for)
     if trained.early:
         err.print(f"warning: {trained.early}", style="yellow", soft_wrap=True)
     there = checked_device(device)

@@ -18,9 +18,10 @@ def export(
     allow_plugin: PluginOption = None,
 ) -> None:
     """Write a run's model as a Hugging Face folder: Qwen3, or Qwen3-MoE with experts. transformers loads it without Atoll."""
+    from atoll.executor.merging import remerge_for
     from atoll.tasks.trained import export_hf, open_to_export
 
-    trained = open_to_export(find_run(run).folder)
+    trained = open_to_export(find_run(run).folder, remerge_for)
     if trained.early:
         err.print(f"warning: {trained.early}", style="yellow", soft_wrap=True)
     for path in export_hf(trained, hf):

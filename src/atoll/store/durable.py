@@ -1,16 +1,12 @@
-"""The syncer's versions of fragments on disk: one file for each version, and only the newest in memory.
+"""The syncer's versions of fragments on disk, and the newest in memory.
 
-    versions/0003-000000042.safetensors    fragment 3 as of outer step 42
+A version is stored whole, or by the inputs that it was merged from (`version_file.py` has both forms). Inputs of a few bits a
+parameter are a tenth of the version in fp32, so a round writes the inputs. A merge is a pure function, so they say as much: what
+is lost with the process is merged again, to the same bytes, from the newest whole version before it. Every few versions of a
+fragment one is written whole in the background, so that this takes seconds and old inputs can go.
 
-    theta, buffers                    always
-    announced                         where it is another tensor object than theta, even an equal one: a merge compares them
-    outer.momentum, outer.pending     where the outer optimiser has them
-    packet.codes, packet.scales       where announcements are differences
-    inner/...                         the inner optimiser's tensors, data-parallel only
-
-Metadata `atoll` is JSON: fragment and version, counts, and the xxh3-128 of each tensor with its name; metadata `sha256` is the
-SHA-256 of that JSON. So one digest covers the whole file, and a single tensor can be read and checked by itself. xxh3 finds
-damage, not malice, at the speed of memory: SHA-256 of these tensors took longer than a merge.
+A version is stored whole at once where the executor gives no inputs, where they would be larger, where they refer to a version
+before the newest whole one (else old inputs could never go), and where the background has fallen far behind.
 
 A file never changes once it has its final name, so a snapshot is a set of hard links. Files are written under a temporary
 name, synced and renamed. `retain` deletes the files that a crash left behind.
@@ -18,88 +14,43 @@ name, synced and renamed. `retain` deletes the files that a crash left behind.
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import hashlib
-import io
+import logging
 import os
-import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Final, TypeAlias
 
-import msgspec
 import torch
-import xxhash
 from torch import Tensor
 
 from atoll.codecs import Packet
-from atoll.errors import UNDECODABLE, DataError, UserError
+from atoll.errors import DataError, UserError
 from atoll.ids import FragmentId, OuterStep
 from atoll.store import tensor_files as state
-from atoll.store.tensor_files import PARTIAL, ByteChunk, StorageFailed, TensorEntry, free_bytes
-from atoll.store.versions import Version, digest
-from atoll.tensors.outer import OuterState
+from atoll.store import version_file as files
+from atoll.store.tensor_files import PARTIAL, StorageFailed
+from atoll.store.version_file import FILE_NAME, FOLDER, INPUTS, WHOLE, check_version, file_name
+from atoll.store.version_folder import StoredFiles, scan
+from atoll.store.versions import MergeInputs, Version, checksum, digest
 
-__all__ = [
-    "DurableVersions", "StorageFailed", "check_version", "free_bytes", "newest_step", "version_files", "version_path",
-    "version_sha256",
-]  # fmt: skip
+log = logging.getLogger("atoll.store")
 
-FORMAT: Final = "atoll-version-2"
-FOLDER: Final = "versions"
 PACKETS_MAX: Final = 4
 """Announced packets kept in memory: a few rounds are in flight, and reading one again would hold up the network's thread."""
+WHOLE_EVERY: Final = 8
+"""Of so many versions of a fragment one is written whole in the background. It bounds the merges after a restart."""
+LOGGED_MAX: Final = 32
+"""Versions in a row that may be stored by their inputs where the background does not keep up."""
 _UNREAD: Final = Packet("fp32", 0, torch.empty(0), None)
-_NAME: Final = re.compile(r"(\d{4,})-(\d{9,})\.safetensors")
-_Natural = Annotated[int, msgspec.Meta(ge=0)]
 
-
-class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    format: str
-    fragment: _Natural
-    fragments: _Natural
-    version: _Natural
-    outer_count: _Natural | None
-    codec: str | None
-    numel: _Natural | None
-    """Number of elements that the packet encodes."""
-    inner: str | None
-    digests: dict[str, str]
-
-
-# ---------------------------------------------------------------- one file
-
-
-def _encode(p: FragmentId, fragments: int, v: OuterStep, version: Version) -> tuple[list[ByteChunk], str]:
-    tensors = {"theta": version.theta, "buffers": version.buffers}
-    if version.announced is not version.theta:
-        tensors["announced"] = version.announced
-    outer, packet = version.outer, version.packet
-    if outer is not None:
-        tensors |= {f"outer.{n}": t for n, t in (("momentum", outer.momentum), ("pending", outer.pending)) if t is not None}
-    if packet is not None:
-        tensors |= {f"packet.{n}": t for n, t in (("codes", packet.codes), ("scales", packet.scales)) if t is not None}
-    inner = None
-    if version.inner is not None:
-        structure, more = state.flatten(version.inner, "inner")
-        inner = base64.b64encode(structure).decode("ascii")
-        tensors |= more
-    metadata = _Metadata(
-        FORMAT, p, fragments, v, outer.count if outer else None, packet.codec if packet else None,
-        packet.numel if packet else None, inner, {n: _tensor_xxh3(n, t) for n, t in sorted(tensors.items())},
-    )  # fmt: skip
-    text = msgspec.json.encode(metadata)
-    root = hashlib.sha256(text).hexdigest()
-    return state.tensor_chunks(tensors, {"atoll": text.decode(), "sha256": root}), root
-
-
-def _tensor_xxh3(name: str, tensor: Tensor) -> str:
-    xxh = xxhash.xxh3_128(_label(name, tensor.dtype, tuple(tensor.shape)))
-    xxh.update(state.tensor_bytes(tensor))
-    return str(xxh.hexdigest())
+Remerge: TypeAlias = Callable[[FragmentId, MergeInputs, Version, Sequence[Tensor]], Version]
+"""Merges inputs again. It is given the version before, and the announced vector that each contribution is a difference to."""
+Background: TypeAlias = Callable[[Callable[[], None]], object]
+"""Runs a call later in another thread, one after the other."""
 
 
 def is_anchor(tensor: Tensor, sha256: str) -> bool:
@@ -107,103 +58,18 @@ def is_anchor(tensor: Tensor, sha256: str) -> bool:
     return digest([tensor]) == sha256
 
 
-def _label(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
-    return f"{name} {dtype} {shape} ".encode()
-
-
-def _read_metadata(stream: io.RawIOBase, size: int, path: Path) -> tuple[_Metadata, dict[str, TensorEntry], str]:
-    entries, header = state.read_header(stream, size, str(path))
-    text, root = header.get("atoll", ""), header.get("sha256", "")
-    if hashlib.sha256(text.encode()).hexdigest() != root:
-        raise DataError(f"{path} is damaged, or not a version of a fragment: the SHA-256 of its metadata is wrong")
-    try:
-        metadata = msgspec.json.decode(text, type=_Metadata)
-    except UNDECODABLE as error:
-        raise DataError(f"{path} was not written by this Atoll: {error}") from None
-    if metadata.format != FORMAT or set(metadata.digests) != set(entries):
-        raise DataError(f"{path} has format {metadata.format!r}; this Atoll reads {FORMAT!r}")
-    if path.name != _file_name(metadata.fragment, metadata.version):
-        raise DataError(f"{path} holds version {metadata.version} of fragment {metadata.fragment}: its name is another file's")
-    return metadata, entries, root
-
-
-def _load(path: Path, wanted: Callable[[str], bool]) -> tuple[_Metadata, dict[str, Tensor]]:
-    """The wanted tensors, each checked."""
-
-    def use(stream: io.RawIOBase, size: int) -> tuple[_Metadata, dict[str, Tensor]]:
-        metadata, entries, _ = _read_metadata(stream, size, path)
-        start = stream.tell()
-        tensors = {}
-        for name, entry in entries.items():
-            if wanted(name):
-                stream.seek(start + entry.data_offsets[0])
-                tensors[name] = state.read_tensor(stream, entry, str(path))
-                if _tensor_xxh3(name, tensors[name]) != metadata.digests[name]:
-                    raise DataError(f"{path} is damaged: the checksum of tensor {name} is wrong")
-        return metadata, tensors
-
-    loaded: tuple[_Metadata, dict[str, Tensor]] = state.read_with(path, use)
-    return loaded
-
-
-def version_sha256(path: Path) -> str:
-    """The digest that covers the file, read from its header alone."""
-    return str(state.read_with(path, lambda stream, size: _read_metadata(stream, size, path)[2]))
-
-
-def check_version(path: Path) -> str:
-    """The same digest, after checking every byte through a small buffer. DataError names the file and the tensor."""
-
-    def use(stream: io.RawIOBase, size: int) -> str:
-        metadata, entries, root = _read_metadata(stream, size, path)
-        buffer = memoryview(bytearray(2**20))
-        for name, entry in entries.items():
-            xxh = xxhash.xxh3_128(_label(name, entry.torch_dtype, entry.shape))
-            left = entry.data_offsets[1] - entry.data_offsets[0]
-            while left:
-                part = buffer[: min(left, len(buffer))]
-                state.fill(stream, part, str(path))
-                xxh.update(part)
-                left -= len(part)
-            if xxh.hexdigest() != metadata.digests[name]:
-                raise DataError(f"{path} is damaged: the checksum of tensor {name} is wrong")
-        return root
-
-    return str(state.read_with(path, use))
-
-
-def _version(path: Path, metadata: _Metadata, tensors: dict[str, Tensor]) -> Version:
-    try:
-        theta = tensors["theta"]
-        outer = inner = None
-        if metadata.outer_count is not None:
-            outer = OuterState(tensors.get("outer.momentum"), tensors.get("outer.pending"), metadata.outer_count)
-        if metadata.inner is not None:
-            inner = state.rebuild(state.from_base64(metadata.inner, str(path)), tensors, str(path))
-        return Version(theta, tensors["buffers"], outer, inner, tensors.get("announced", theta), _packet(metadata, tensors))
-    except KeyError as error:
-        raise DataError(f"{path} was not written by this Atoll: tensor {error} is missing") from None
-
-
-def _packet(metadata: _Metadata, tensors: dict[str, Tensor]) -> Packet | None:
-    if metadata.codec is None or metadata.numel is None or "packet.codes" not in tensors:
-        return None
-    return Packet(metadata.codec, metadata.numel, tensors["packet.codes"], tensors.get("packet.scales"))
-
-
-def _file_name(p: FragmentId, v: OuterStep) -> str:
-    return f"{p:04d}-{v:09d}.safetensors"
-
-
-# ---------------------------------------------------------------- all files
-
-
 class DurableVersions:
     """A `VersionStore` that survives a killed syncer.
 
     In memory: the newest version of each fragment without its packet, the packets of the last few versions, which are being
-    announced, and older announcements of a sixth of the fragments.
+    announced, and older announcements of a sixth of the fragments. Of a kept version that is stored by its inputs, also the
+    announcement and the packet: to read them would be to merge again.
     """
+
+    remerge: Remerge | None = None
+    """Without it every version is stored whole, and one that is not cannot be read."""
+    background: Background | None = None
+    """Without it nothing is written whole in the background."""
 
     def __init__(self, directory: Path, fragments: int, *, read_only: bool = False) -> None:
         """`read_only`: for a snapshot, whose versions do not change."""
@@ -211,11 +77,19 @@ class DurableVersions:
         self._folder = directory / FOLDER
         self._read_only = read_only
         self._index: list[set[OuterStep]] = [set() for _ in range(fragments)]
+        """Versions that are kept. There may be files of others, from which these are merged again."""
+        self._stored = [StoredFiles() for _ in range(fragments)]
         self._newest: dict[FragmentId, tuple[OuterStep, Version]] = {}
         self._older: OrderedDict[tuple[FragmentId, OuterStep], Tensor] = OrderedDict()
         self._older_max = max(1, fragments // 6)
         self._packets: OrderedDict[tuple[FragmentId, OuterStep], Packet | None] = OrderedDict()
+        self._only_here: dict[tuple[FragmentId, OuterStep], Tensor] = {}
+        """Older announcements that are in no file."""
         self._sha256: dict[tuple[FragmentId, OuterStep], str] = {}
+        self._due: deque[FragmentId] = deque()
+        self._writing = False
+        self._written: deque[tuple[FragmentId, OuterStep]] = deque()
+        """Whole versions that the background has written, until this store's own thread takes note of them."""
 
     @staticmethod
     def create(directory: Path, initial: Sequence[Version]) -> DurableVersions:
@@ -226,25 +100,29 @@ class DurableVersions:
         thread that only starts the run never does."""
         disk = DurableVersions(directory, len(initial))
         disk._folder.mkdir(parents=True, exist_ok=True)
-        if any(v > 0 for _, v in _scan(disk._folder)):
+        if any(v > 0 for _, v, _ in scan(disk._folder)):
             raise UserError(f"directory {directory}: holds a run's versions already; open it, or choose another")
         disk.put(0, dict(enumerate(initial)))
         disk._newest.clear()
         return disk
 
     @staticmethod
-    def open(directory: Path, *, read_only: bool = False) -> DurableVersions:
+    def open(directory: Path, *, read_only: bool = False, remerge: Remerge | None = None) -> DurableVersions:
         """The versions found there, unread: call `retain` with those that the tape keeps. A version is checked when read."""
-        found = _scan(directory / FOLDER)
+        found = scan(directory / FOLDER)
         if not found:
             raise DataError(f"directory {directory} holds no versions of fragments")
-        any_file = directory / FOLDER / _file_name(*found[0])
-        fragments = int(state.read_with(any_file, lambda stream, size: _read_metadata(stream, size, any_file)[0].fragments))
+        fragments = files.read_metadata(directory / FOLDER / file_name(*found[0])).fragments
         disk = DurableVersions(directory, fragments, read_only=read_only)
-        for p, v in found:
+        disk.remerge = remerge
+        for p, v, kind in found:
             if p >= fragments:
-                raise DataError(f"{disk.path(p, v)}: the run has {fragments} fragments")
+                raise DataError(f"{disk._folder / file_name(p, v, kind)}: the run has {fragments} fragments")
             disk._index[p].add(v)
+            if kind == WHOLE:
+                disk._stored[p].whole.add(v)
+            else:
+                disk._stored[p].logged[v] = files.refers_to(disk.inputs_path(p, v))
         for p, kept in enumerate(disk._index):
             if not kept:
                 raise DataError(f"directory {directory / FOLDER} holds no version of fragment {p}")
@@ -253,7 +131,20 @@ class DurableVersions:
     # ------------------------------------------------------------ reading
 
     def path(self, p: FragmentId, v: OuterStep) -> Path:
-        return self._folder / _file_name(p, v)
+        return self._folder / file_name(p, v)
+
+    def inputs_path(self, p: FragmentId, v: OuterStep) -> Path:
+        return self._folder / file_name(p, v, INPUTS)
+
+    def paths(self) -> list[Path]:
+        """Every file that is needed to have the kept versions."""
+        return [path for p, kept in enumerate(self._index) for path in self._paths(p, self._stored[p].needed(kept))]
+
+    def _paths(self, p: FragmentId, versions: set[OuterStep]) -> list[Path]:
+        """Of each the whole version, or else its inputs."""
+        stored = self._stored[p]
+        by_inputs = stored.logged.keys() - stored.whole
+        return [self.inputs_path(p, v) if v in by_inputs else self.path(p, v) for v in sorted(versions)]
 
     def has(self, p: FragmentId, v: OuterStep) -> bool:
         return v in self._index[p]
@@ -263,11 +154,11 @@ class DurableVersions:
 
     def at(self, p: FragmentId, v: OuterStep) -> Version:
         """The whole version. The newest shares its tensors with this store and reads its packet; an older one is read from its
-        file. `announced` and `packet` are cheaper where one part is enough."""
+        file or merged again. `announced` and `packet` are cheaper where one part is enough."""
         self._require(p, v)
         if v == max(self._index[p]):
             return replace(self._newest_version(p, v), packet=self.packet(p, v))
-        return _version(self.path(p, v), *_load(self.path(p, v), lambda name: True))
+        return files.read_version(self.path(p, v)) if v in self._stored[p].whole else self._merge_again(p, v)
 
     def base(self, p: FragmentId, v: OuterStep) -> Version:
         self._require(p, v)
@@ -278,24 +169,28 @@ class DurableVersions:
         recent = self._packets.get((p, v), _UNREAD)  # one look: the network's thread asks while the disk's thread replaces
         if recent is not _UNREAD:
             return recent
-        return _packet(*_load(self.path(p, v), lambda name: name.startswith("packet.")))
+        return files.read_packet(self.path(p, v)) if v in self._stored[p].whole else self._merge_again(p, v).packet
 
     def announced(self, p: FragmentId, v: OuterStep) -> Tensor:
         """The anchor of a contribution. Calls share one tensor while it is cached."""
         self._require(p, v)
         if v == max(self._index[p]):
             return self._newest_version(p, v).announced
-        older = self._older.get((p, v))
-        if older is None:
-            _, tensors = _load(self.path(p, v), lambda name: name == "announced")
-            if not tensors:
-                _, tensors = _load(self.path(p, v), lambda name: name == "theta")
-            (tensor,) = tensors.values()
-            self._remember(p, v, tensor)
-            return tensor
+        return self._announced(p, v)
+
+    def _announced(self, p: FragmentId, v: OuterStep) -> Tensor:
+        found = self._only_here.get((p, v))
+        if found is None:
+            found = self._older.get((p, v))
+        if found is None and v not in self._stored[p].whole:
+            return self._merge_again(p, v).announced
+        if found is None:
+            found = files.read_announced(self.path(p, v))
+            self._remember(p, v, found)
+            return found
         with contextlib.suppress(KeyError):  # forgotten meanwhile by another thread
             self._older.move_to_end((p, v))
-        return older
+        return found
 
     def announced_sha256(self, p: FragmentId, v: OuterStep) -> str:
         """The digest by which a newcomer knows the anchor among what another learner sends it: that one may be an enemy, so it is
@@ -321,9 +216,11 @@ class DurableVersions:
         newest = self._newest.get(p)
         if newest is not None and newest[0] == v:
             return newest[1].theta, newest[1].buffers
-        metadata, tensors = _load(self.path(p, v), lambda name: name in ("theta", "buffers"))
-        self._require_own(p, v, metadata)
-        return tensors["theta"], tensors["buffers"]
+        if v in self._stored[p].whole:
+            self._require_own(p, v)
+            return files.read_theta(self.path(p, v))
+        version = self._merge_again(p, v)
+        return version.theta, version.buffers
 
     def theta_sha256(self) -> str:
         params, buffers = self.theta()
@@ -334,20 +231,50 @@ class DurableVersions:
         returned as v."""
         newest = self._newest.get(p)
         if newest is None or newest[0] != v:
-            metadata, tensors = _load(self.path(p, v), lambda name: not name.startswith("packet."))
-            self._require_own(p, v, metadata)
-            newest = (v, _version(self.path(p, v), metadata, tensors))
+            if v in self._stored[p].whole:
+                self._require_own(p, v)
+                newest = (v, files.read_version(self.path(p, v), packet=False))
+            else:
+                newest = (v, replace(self._merge_again(p, v), packet=None))
             if v == max(self._index[p]):
                 self._newest[p] = newest
         return newest[1]
+
+    def _merge_again(self, p: FragmentId, v: OuterStep) -> Version:
+        """A version that is stored by its inputs, from the newest whole one before it. A syncer remembers what it passes on the
+        way: announcements that are in no file."""
+        stored, remerge, ahead, at = self._stored[p], self.remerge, list[OuterStep](), v
+        while at not in stored.whole:
+            if at not in stored.logged or remerge is None:
+                raise DataError(f"{self.inputs_path(p, at)} is missing, or nothing here can merge it again")
+            ahead.append(at)
+            at, _ = stored.logged[at]
+        self._require_own(p, at)
+        version = files.read_version(self.path(p, at), packet=False)
+        announced = {at: version.announced}
+        while ahead:
+            step = ahead.pop()
+            inputs, result = files.read_inputs(self.inputs_path(p, step))
+            anchors = [announced[a] if a in announced else self._announced(p, a) for a in inputs.anchors]
+            assert remerge is not None
+            version = remerge(p, inputs, version, anchors)
+            if checksum([version.theta, version.buffers]) != result:
+                raise DataError(f"{self.inputs_path(p, step)}: merged again it gives other bytes than this run announced")
+            later = {anchor for s in ahead for anchor in stored.logged[s][1]}
+            announced = {a: vector for a, vector in (*announced.items(), (step, version.announced)) if a in later}
+            if step in self._index[p] and not self._read_only:
+                self._only_here[p, step] = version.announced
+                self._packets[p, step] = version.packet
+        return version
 
     def _require(self, p: FragmentId, v: OuterStep) -> None:
         if v not in self._index[p]:
             raise DataError(f"{self.path(p, v)} is not stored: fragment {p} has versions {sorted(self._index[p])}")
 
-    def _require_own(self, p: FragmentId, v: OuterStep, metadata: _Metadata) -> None:
-        if metadata.fragment != p or metadata.fragments != len(self._index):
-            raise DataError(f"{self.path(p, v)} belongs to a run with {metadata.fragments} fragments, not {len(self._index)}")
+    def _require_own(self, p: FragmentId, v: OuterStep) -> None:
+        fragments = files.read_metadata(self.path(p, v)).fragments
+        if fragments != len(self._index):
+            raise DataError(f"{self.path(p, v)} belongs to a run with {fragments} fragments, not {len(self._index)}")
 
     def _remember(self, p: FragmentId, v: OuterStep, announced: Tensor) -> None:
         self._older[p, v] = announced
@@ -356,17 +283,21 @@ class DurableVersions:
 
     # ------------------------------------------------------------ writing
 
-    def put(self, t: OuterStep, versions: Mapping[FragmentId, Version]) -> None:
+    def put(
+        self, t: OuterStep, versions: Mapping[FragmentId, Version], inputs: Mapping[FragmentId, MergeInputs] | None = None
+    ) -> None:
         """All of them or none, durable when it returns. StorageFailed leaves everything unchanged, and the call may be
         repeated."""
         assert not self._read_only
+        self._take_note()
         fresh = {p: versions[p] for p in sorted(versions)}
+        given = inputs or {}
+        logged = {p: given[p] for p in fresh if p in given and self._may_log(p, given[p], fresh[p])}
         with contextlib.ExitStack() as stack:
             staged: list[tuple[Path, Path]] = []
             size = 0
             for p, version in fresh.items():
-                path = self.path(p, t)
-                chunks, root = _encode(p, len(self._index), t, version)
+                path, chunks, root = self._encoded(p, t, version, logged.get(p))
                 if path.exists():
                     if check_version(path) != root:
                         raise DataError(f"{path} holds another version {t} of fragment {p} than the one to be stored")
@@ -376,15 +307,48 @@ class DurableVersions:
                 size += sum(map(len, chunks))
             self._publish(staged, size)
         for p, version in fresh.items():
-            previous = self._newest.get(p)
-            if previous is not None and previous[0] < t:
+            self._note(p, t, version, logged.get(p))
+        self._write_one_whole()
+
+    def _may_log(self, p: FragmentId, inputs: MergeInputs, version: Version) -> bool:
+        stored = self._stored[p]
+        if self.remerge is None or not stored.whole:
+            return False
+        if min((inputs.previous, *inputs.anchors)) < max(stored.whole) or stored.since_whole() >= LOGGED_MAX:
+            return False
+        return inputs.nbytes < _bytes_whole(version)
+
+    def _encoded(
+        self, p: FragmentId, t: OuterStep, version: Version, inputs: MergeInputs | None
+    ) -> tuple[Path, list[state.ByteChunk], str]:
+        if inputs is None:
+            return (self.path(p, t), *files.encode_version(p, len(self._index), t, version))
+        return (self.inputs_path(p, t), *files.encode_inputs(p, len(self._index), t, inputs, version))
+
+    def _note(self, p: FragmentId, t: OuterStep, version: Version, inputs: MergeInputs | None) -> None:
+        stored, previous = self._stored[p], self._newest.get(p)
+        if previous is not None and previous[0] < t:
+            if previous[0] in stored.whole:
                 self._remember(p, previous[0], previous[1].announced)
-            self._index[p].add(t)
-            self._packets[p, t] = version.packet
-            while len(self._packets) > PACKETS_MAX:
-                self._packets.popitem(last=False)
-            if t == max(self._index[p]):
-                self._newest[p] = (t, replace(version, packet=None))
+            else:
+                self._only_here[p, previous[0]] = previous[1].announced
+        if inputs is None:
+            stored.whole.add(t)
+        else:
+            stored.logged[t] = (inputs.previous, inputs.anchors)
+        self._index[p].add(t)
+        self._packets[p, t] = version.packet
+        self._let_packets_go()
+        if t == max(self._index[p]):
+            self._newest[p] = (t, replace(version, packet=None))
+        spread = p % WHOLE_EVERY if stored.whole == {0} else 0  # not all fragments at once
+        if stored.since_whole() >= WHOLE_EVERY - spread and p not in self._due:
+            self._due.append(p)
+
+    def _let_packets_go(self) -> None:
+        read_again = [(p, v) for p, v in list(self._packets) if v in self._stored[p].whole]
+        for key in read_again[: max(0, len(self._packets) - PACKETS_MAX)]:
+            self._packets.pop(key, None)
 
     def _publish(self, staged: Sequence[tuple[Path, Path]], size: int) -> None:
         """Rename all files, then sync the directory once. If that fails, no file of the outer step may stay: a commit is whole
@@ -400,6 +364,56 @@ class DurableVersions:
                 state.discard(path)
             raise state.storage_failed(self._folder, size, error) from error
 
+    def _write_one_whole(self) -> None:
+        """In the background, one at a time: the newest version of a fragment whose turn it is."""
+        while self.background is not None and self._due and not self._writing:
+            p = self._due.popleft()
+            v, version = self._newest[p]
+            if v not in self._stored[p].whole:
+                self._writing = True
+                whole = replace(version, packet=self._packets.get((p, v)))
+                self.background(partial(self._write_whole, p, v, whole))
+
+    def _write_whole(self, p: FragmentId, v: OuterStep, version: Version) -> None:
+        try:
+            chunks, _ = files.encode_version(p, len(self._index), v, version)
+            state.publish_file(state.stage(self.path(p, v), chunks, gently=True), self.path(p, v))
+            self._written.append((p, v))
+        except StorageFailed as error:  # the inputs are durable; a later version is tried
+            log.warning("fragment %d could not be written whole, which the run can do without for a while: %s", p, error)
+        finally:
+            self._writing = False
+
+    def _take_note(self) -> None:
+        """In this store's own thread: of what the background has written."""
+        while self._written:
+            p, v = self._written.popleft()
+            self._stored[p].whole.add(v)
+            announced = self._only_here.pop((p, v), None)
+            if announced is not None:
+                self._remember(p, v, announced)
+            self._let_packets_go()
+            self._sweep(p)
+
+    def _sweep(self, p: FragmentId) -> None:
+        """Delete the files that no kept version needs."""
+        stored, needed = self._stored[p], self._stored[p].needed(self._index[p])
+        for v in sorted(stored.all() - needed):
+            for path in (self.path(p, v), self.inputs_path(p, v)):
+                self._discard(path)
+            stored.whole.discard(v)
+            stored.logged.pop(v, None)
+        for v in sorted(stored.whole & set(stored.logged)):
+            del stored.logged[v]
+            self._discard(self.inputs_path(p, v))
+
+    def _discard(self, path: Path) -> None:
+        """A large file takes the file system a while."""
+        if self.background is None:
+            state.discard(path)
+        else:
+            self.background(partial(state.discard, path))
+
     def forget(self, p: FragmentId, v: OuterStep) -> None:
         """Not synced: `retain` deletes a file that reappears after a crash."""
         assert not self._read_only
@@ -407,45 +421,38 @@ class DurableVersions:
             return
         assert len(self._index[p]) > 1, f"fragment {p} would have no version left"
         self._index[p].remove(v)
-        self._older.pop((p, v), None)
-        self._sha256.pop((p, v), None)
-        self._packets.pop((p, v), None)
-        state.discard(self.path(p, v))
+        for cache in (self._older, self._only_here, self._sha256, self._packets):
+            cache.pop((p, v), None)
+        self._take_note()
+        self._sweep(p)
 
     def retain(self, kept: Sequence[Sequence[OuterStep]]) -> None:
-        """Keep exactly the versions that the tape lists. Every listed file is checked before any other is deleted."""
+        """Keep exactly the versions that the tape lists. Every file that they need is checked before any other is deleted."""
         assert not self._read_only
         if len(kept) != len(self._index) or not all(kept):
             raise DataError(f"directory {self._folder} has {len(self._index)} fragments, not {len(kept)} with a version each")
-        names = {_file_name(p, v) for p, versions in enumerate(kept) for v in versions}
+        needed = [stored.needed(set(versions)) for stored, versions in zip(self._stored, kept, strict=True)]
+        names = {path.name for p, versions in enumerate(needed) for path in self._paths(p, versions)}
         for name in sorted(names):
             check_version(self._folder / name)
         for path in self._folder.iterdir():
-            if path.name not in names and _NAME.fullmatch(path.name.removesuffix(PARTIAL)):  # a user's own file stays
+            if path.name not in names and FILE_NAME.fullmatch(path.name.removesuffix(PARTIAL)):  # a user's own file stays
                 state.discard(path)
         state.sync_directory(self._folder)
         self._index = [set(versions) for versions in kept]
+        for stored, versions in zip(self._stored, needed, strict=True):
+            stored.whole &= versions
+            stored.logged = {v: edges for v, edges in stored.logged.items() if v in versions and v not in stored.whole}
         self._newest = {p: newest for p, newest in self._newest.items() if newest[0] in self._index[p]}
-        self._older.clear()
-        self._packets.clear()
+        for cache in (self._older, self._only_here, self._packets):
+            cache.clear()
 
 
-def _scan(folder: Path) -> list[tuple[FragmentId, OuterStep]]:
-    names = [_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted((int(name[1]), int(name[2])) for name in names if name)
-
-
-def version_path(directory: Path, p: FragmentId, v: OuterStep) -> Path:
-    return directory / FOLDER / _file_name(p, v)
-
-
-def version_files(directory: Path) -> tuple[list[Path], list[Path]]:
-    """The files of versions there, and what a killed syncer left unfinished."""
-    paths = sorted((directory / FOLDER).iterdir()) if (directory / FOLDER).is_dir() else []
-    whole = [path for path in paths if _NAME.fullmatch(path.name)]
-    return whole, [path for path in paths if path.name.endswith(PARTIAL) and _NAME.fullmatch(path.name.removesuffix(PARTIAL))]
-
-
-def newest_step(directory: Path) -> OuterStep:
-    """By the files' names alone, so that it can be polled while a run goes on."""
-    return max((v for _, v in _scan(directory / FOLDER)), default=0)
+def _bytes_whole(version: Version) -> int:
+    vectors = [version.theta, version.buffers]
+    if version.announced is not version.theta:
+        vectors.append(version.announced)
+    if version.outer is not None:
+        vectors += [vector for vector in (version.outer.momentum, version.outer.pending) if vector is not None]
+    packet = version.packet.nbytes if version.packet is not None else 0
+    return packet + sum(vector.numel() * vector.element_size() for vector in vectors)

@@ -29,7 +29,7 @@ import msgspec
 
 from atoll.errors import UNDECODABLE, DataError
 from atoll.ids import LearnerId, OuterStep
-from atoll.store.durable import FOLDER, DurableVersions, check_version, version_sha256
+from atoll.store.durable import DurableVersions
 from atoll.store.tensor_files import (
     ByteChunk,
     discard,
@@ -41,6 +41,7 @@ from atoll.store.tensor_files import (
     write_file,
     write_state,
 )
+from atoll.store.version_file import FOLDER, check_version, version_sha256
 
 MACHINE_FILE: Final = "machine.json"
 MANIFEST: Final = "manifest.json"
@@ -174,14 +175,12 @@ def seal_syncer(
 
 
 def link_versions(disk: DurableVersions, directory: Path) -> None:
-    """Link all files of `disk` into `directory/versions`: no bytes are copied where the file system has hard links. The same
-    call restores a run, from `load_syncer(...).disk` into its own directory."""
+    """Link all files that the kept versions need into `directory/versions`: no bytes are copied where the file system has hard
+    links. The same call restores a run, from `load_syncer(...).disk` into its own directory."""
     target = directory / FOLDER
     target.mkdir(parents=True, exist_ok=True)
-    for p, versions in enumerate(disk.kept()):
-        for v in versions:
-            source = disk.path(p, v)
-            _link_or_copy(source, target / source.name)
+    for source in disk.paths():
+        _link_or_copy(source, target / source.name)
     sync_directory(target)
 
 

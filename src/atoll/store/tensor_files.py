@@ -41,6 +41,7 @@ DEPTH_MAX: Final = 32
 ELEMENTS_MAX: Final = 2**48
 """A shape with a 0 has no bytes; without this bound its other sizes could overflow torch's strides."""
 PARTIAL: Final = ".partial"
+GENTLE_BYTES: Final = 32 * 2**20
 ALLOWED: Final = "tensors, numbers, text, None, lists, tuples and dicts with integer or text keys"
 
 _DTYPES: Final[dict[str, torch.dtype]] = {
@@ -374,8 +375,9 @@ def publish_file(synced: Path, path: Path) -> None:
         raise storage_failed(path, 0, error) from error
 
 
-def stage(path: Path, chunks: Sequence[ByteChunk]) -> Path:
-    """Write and sync under a temporary name beside `path`; the caller renames it."""
+def stage(path: Path, chunks: Sequence[ByteChunk], *, gently: bool = False) -> Path:
+    """Write and sync under a temporary name beside `path`; the caller renames it. `gently` syncs every few megabytes: what
+    another thread syncs meanwhile does not wait for gigabytes."""
     temporary = path.with_name(path.name + PARTIAL)
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
@@ -383,10 +385,12 @@ def stage(path: Path, chunks: Sequence[ByteChunk]) -> Path:
             for chunk in chunks:
                 rest = memoryview(chunk)
                 while len(rest):
-                    count = os.write(handle, rest[: 2**30])
+                    count = os.write(handle, rest[: GENTLE_BYTES if gently else 2**30])
                     if not count:
                         raise OSError(errno.EIO, "the disk takes no more bytes")
                     rest = rest[count:]
+                    if gently:
+                        os.fsync(handle)
             os.fsync(handle)
         finally:
             os.close(handle)

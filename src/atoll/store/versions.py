@@ -29,6 +29,24 @@ class Version:
     """The announced difference to the previous version; None where announcements are in full."""
 
 
+@dataclass(frozen=True, slots=True)
+class MergeInputs:
+    """What a version was merged from: with the version before it, enough to merge it again to the same bytes. Contributions are
+    in the order of the merge."""
+
+    previous: OuterStep
+    plain_average: bool
+    weights: tuple[float, ...]
+    anchors: tuple[OuterStep, ...]
+    """The version that each contribution is a difference to."""
+    packets: tuple[Packet, ...]
+    buffers: tuple[Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(packet.nbytes for packet in self.packets) + sum(4 * buffers.numel() for buffers in self.buffers)
+
+
 class VersionStore(Protocol):
     """A store of versions: `MemoryVersions`, or `durable.DurableVersions` on disk."""
 
@@ -40,8 +58,10 @@ class VersionStore(Protocol):
     def announced(self, p: FragmentId, v: OuterStep) -> Tensor: ...
     def packet(self, p: FragmentId, v: OuterStep) -> Packet | None: ...
     def newest(self) -> list[Version]: ...
-    def put(self, t: OuterStep, versions: Mapping[FragmentId, Version]) -> None:
-        """Durable when it returns."""
+    def put(
+        self, t: OuterStep, versions: Mapping[FragmentId, Version], inputs: Mapping[FragmentId, MergeInputs] | None = None
+    ) -> None:
+        """Durable when it returns. `inputs` of a fragment may be stored instead of its version: it can be merged again."""
         ...
 
     def forget(self, p: FragmentId, v: OuterStep) -> None: ...
@@ -65,7 +85,9 @@ class MemoryVersions:
     def packet(self, p: FragmentId, v: OuterStep) -> Packet | None:
         return self.versions[p][v].packet
 
-    def put(self, t: OuterStep, versions: Mapping[FragmentId, Version]) -> None:
+    def put(
+        self, t: OuterStep, versions: Mapping[FragmentId, Version], inputs: Mapping[FragmentId, MergeInputs] | None = None
+    ) -> None:
         for p, version in versions.items():
             self.versions[p][t] = version
 

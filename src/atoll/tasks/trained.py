@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import torch
@@ -17,13 +17,15 @@ from torch import nn
 from atoll.config import CUSTOM, Config, load, read_toml
 from atoll.errors import UNDECODABLE, ConfigError, DataError, UserError
 from atoll.ids import OuterStep
-from atoll.store.durable import FOLDER, DurableVersions
+from atoll.store.durable import DurableVersions, Remerge
 from atoll.store.tokenizer_file import read_tokenizer_file, tokenizer_of, tokenizer_setting
+from atoll.store.version_file import FOLDER
 from atoll.store.versions import digest
 from atoll.store.weights import THETA_FILE, save_weights
 from atoll.tasks.task import layout_for, model_builder
 from atoll.tasks.vision import VISION_MODELS
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers, write_params
+from atoll.tensors.layout import Fragment
 from atoll.workload.data.stream import heldout_batches
 from atoll.workload.data.tokenizer import END_TEXT, BpeTokenizer, ByteTokenizer, JsonTokenizer, Tokenizer
 from atoll.workload.data.tokens import named_tokenizer, text_data
@@ -41,6 +43,7 @@ from atoll.workload.evaluation.export import (
 from atoll.workload.evaluation.likelihood import likelihoods
 from atoll.workload.models.decoder import Decoder
 
+RemergeFor: TypeAlias = Callable[[Config, Sequence[Fragment]], Remerge]
 HELDOUT = "heldout"
 """Name of the held-out loss among the tasks."""
 
@@ -73,9 +76,10 @@ class Trained:
         return self.model.shape.context if isinstance(self.model, Decoder) else self.config.data.seq_len
 
 
-def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
+def open_trained(run: Path, allowed: Collection[str] = (), remerge_for: RemergeFor | None = None) -> Trained:
     """`run` is the folder of a virtual run, of a live run, or of a syncer started alone. The versions of a live run that ended
-    early count too, and `early` then says so; initial weights alone are refused."""
+    early count too, and `early` then says so; initial weights alone are refused. `remerge_for`: for versions that are stored by
+    their inputs only."""
     config = config_of(run)
     if config.model.name == CUSTOM:
         raise UserError(f"run {run}: model.name = 'custom' is your own code, and only it can load theta.safetensors")
@@ -102,7 +106,8 @@ def open_trained(run: Path, allowed: Collection[str] = ()) -> Trained:
         if summary is not None and summary.theta_sha256 is not None:
             _refuse_damaged(home / THETA_FILE, run, summary.theta_sha256, config, model)
     else:  # opened again: a run that still trains may have deleted the versions found above
-        disk = DurableVersions.open(home, read_only=True)
+        remerge = remerge_for(config, layout_for(config, model).fragments) if remerge_for else None
+        disk = DurableVersions.open(home, read_only=True, remerge=remerge)
         outer_step = _newest(disk)
         _load_versions(disk, config, model)
     return Trained(run, config, model, tokenizer, outer_step)
@@ -180,12 +185,12 @@ def _load_versions(disk: DurableVersions, config: Config, model: nn.Module) -> N
 # ---------------------------------------------------------------- export
 
 
-def open_to_export(run: Path) -> Trained:
+def open_to_export(run: Path, remerge_for: RemergeFor | None = None) -> Trained:
     """As `open_trained`, but a user's own model is refused by its name, before its code would be imported."""
     name = config_of(run).model.name
     if ":" in name:
         raise _without_architecture(run, name)
-    return open_trained(run)
+    return open_trained(run, remerge_for=remerge_for)
 
 
 def _without_architecture(run: Path, name: str) -> UserError:

@@ -58,9 +58,9 @@ def merged(
 ) -> tuple[Version, Stored]:  # fmt: skip
     syncer = TensorSyncer(settings, (fragment(),), MemoryVersions([first_version(settings, count)]))
     if by_torch:
-        syncer.use_torch()
+        syncer.merger.use_torch()
     else:
-        assert syncer.kernels.startswith("numba")
+        assert syncer.merger.kernels.startswith("numba")
     for m in range(len(weights)):
         sent = numbers(10, -1.0 if m else 1.0) if opposite else numbers(10 + m, 1e-3 * (m + 1))
         packet = codec(settings.protocol.codec_up).encode(sent)
@@ -181,10 +181,11 @@ def test_arrays_are_used_again_only_when_nobody_holds_them() -> None:
 def test_run_says_what_torch_computes_although_there_are_kernels() -> None:
     settings = config(protocol={"merge": "trimmed_mean", "codec_down": "int4"})
     syncer = TensorSyncer(settings, (fragment(),), MemoryVersions([first_version(settings, 1)]))
-    assert syncer.kernels.startswith("numba") and syncer.kernels.endswith(", and torch for codec int4 down, merge trimmed_mean")
+    kernels = syncer.merger.kernels
+    assert kernels.startswith("numba") and kernels.endswith(", and torch for codec int4 down, merge trimmed_mean")
 
 
 def test_fragments_too_small_for_the_import_are_merged_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "WORTHWHILE", NUMEL + 1)
     settings = config()
-    assert TensorSyncer(settings, (fragment(),), MemoryVersions([first_version(settings, 1)])).kernels == "torch"
+    assert TensorSyncer(settings, (fragment(),), MemoryVersions([first_version(settings, 1)])).merger.kernels == "torch"

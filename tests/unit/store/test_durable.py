@@ -19,9 +19,10 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec
 from atoll.errors import DataError, UserError
-from atoll.store.durable import PACKETS_MAX, DurableVersions, check_version, version_sha256
+from atoll.store.durable import PACKETS_MAX, DurableVersions
 from atoll.store.lock import lock_directory, refuse_locked
 from atoll.store.tensor_files import StorageFailed, free_bytes
+from atoll.store.version_file import check_version, version_sha256
 from atoll.store.versions import Version
 from atoll.tensors.outer import OuterState
 

@@ -14,10 +14,11 @@ import msgspec
 from atoll.config import Config, from_builtins, load
 from atoll.errors import UNDECODABLE, AtollError, DataError, UserError
 from atoll.runtime.doctor.health import HealthReport, Remedy
-from atoll.store.durable import check_version, version_files
 from atoll.store.model_upload import unpack_model
 from atoll.store.snapshots import list_snapshots, syncer_root, verify
 from atoll.store.tensor_files import read_header, read_with
+from atoll.store.version_file import check_version
+from atoll.store.version_folder import version_files
 from atoll.store.weights import THETA_FILE
 from atoll.tape.folder import RunFolder
 from atoll.tape.format import Header

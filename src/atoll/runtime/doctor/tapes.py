@@ -10,7 +10,7 @@ from atoll.errors import ConfigError
 from atoll.ids import SYNCER, OuterStep
 from atoll.protocol.syncer import SyncerMachine
 from atoll.runtime.doctor.health import HealthReport, Remedy
-from atoll.store.durable import version_path
+from atoll.store.version_folder import missing_files
 from atoll.tape.cut import TapeCondition, examine_tape
 from atoll.tape.format import Header, Record
 
@@ -66,8 +66,7 @@ class SyncerTape:
         if self._machine is None or self._error or not (home / "versions").is_dir():
             return []
         kept: Sequence[Sequence[OuterStep]] = self._machine.stored_versions()
-        paths = [version_path(home, p, v) for p, versions in enumerate(kept) for v in versions]
-        return [path for path in paths if not path.is_file()]
+        return missing_files(home, kept)
 
 
 def report_learner_tape(path: Path, learner: int, run: str, report: HealthReport) -> None:

@@ -9,10 +9,11 @@ from typing import Any
 
 from atoll.config import Config
 from atoll.errors import RunFailed
+from atoll.executor.merging import remerge_for
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.interface import Machine
-from atoll.store.durable import DurableVersions
+from atoll.store.durable import DurableVersions, Remerge
 from atoll.store.memory_snapshots import MemorySnapshots
 from atoll.store.snapshots import load_learner_part
 from atoll.store.versions import MemoryVersions, digest
@@ -40,7 +41,7 @@ def verdict(
     if outcome.fates is None or not outcome.fates.add_up():
         raise RunFailed(f"the token counts of {directory} do not add up: {outcome.fates}")
     task = task or task_for(config)
-    disk = DurableVersions.open(directory / "syncer", read_only=True)
+    disk = DurableVersions.open(directory / "syncer", read_only=True, remerge=_remerge(task))
     loss_first, theta = first() if first else task.evaluate_theta(*_start(directory, task).theta()), disk.theta()
     points = [point for point in points_in(directory) if point.outer_step < config.total_steps]
     return summarise(
@@ -57,10 +58,14 @@ def _start(directory: Path, task: Task) -> MemoryVersions:
     start = directory / "syncer" / "start"
     if not start.exists():
         return MemoryVersions(initial_versions(task))
-    stored = DurableVersions.open(start, read_only=True)
+    stored = DurableVersions.open(start, read_only=True, remerge=_remerge(task))
     disk = MemoryVersions(())
     disk.versions = [{v: stored.at(p, v) for v in kept} for p, kept in enumerate(stored.kept())]
     return disk
+
+
+def _remerge(task: Task) -> Remerge:
+    return remerge_for(task.config, task.layout.fragments)
 
 
 class _StartSnapshots(MemorySnapshots):

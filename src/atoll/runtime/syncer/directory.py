@@ -19,7 +19,8 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from atoll.config import CUSTOM, Config, from_builtins, to_toml
@@ -71,6 +72,7 @@ class SyncerDirectory:
         self.layout: Layout | None = task.layout if task else None
         self.executor: TensorSyncer | None = None
         self._hashing = threading.Lock()
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._snapshots: SyncerSnapshots | None = None
         self._locks = contextlib.ExitStack()
         self._locks.enter_context(lock_directory(directory))
@@ -134,8 +136,9 @@ class SyncerDirectory:
         link_versions(snapshot.disk, self.directory)
         link_versions(snapshot.disk, self.directory / "start")
         disk = DurableVersions.open(self.directory)
-        self._check_sizes(disk)
+        disk.retain(_kept_by(self.config, syncer_state))
         self._build_executor(disk)
+        self._check_sizes(disk)
         return syncer_state
 
     def _check_sizes(self, disk: DurableVersions) -> None:
@@ -184,6 +187,19 @@ class SyncerDirectory:
         self.disk = disk
         self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
         self.executor = TensorSyncer(self.config, self.layout.fragments, disk, self._snapshots)
+        disk.remerge = self.executor.merger.again
+        disk.background = self._run_later
+
+    def _run_later(self, work: Callable[[], None]) -> None:
+        """What no round waits for: whole versions are written, and old files deleted."""
+
+        def run() -> None:
+            try:
+                work()
+            except Exception:
+                log.exception("work of the store in the background failed; the run goes on")
+
+        self._background.submit(run)
 
     def _tokens(self, keys: Path | None) -> JoinTokens:
         """The secret of `atoll keys`, or the run's own."""
@@ -245,7 +261,7 @@ class SyncerDirectory:
 
     @property
     def kernels(self) -> str:
-        return self.executor.kernels if self.executor is not None else "what fits the model that a learner will upload"
+        return self.executor.merger.kernels if self.executor is not None else "what fits the model that a learner will upload"
 
     @property
     def layout_digest(self) -> str:
@@ -287,8 +303,18 @@ class SyncerDirectory:
 
     def close(self, *, complete: bool) -> None:
         self.stopping.set()
+        self._background.shutdown(wait=True)
         if complete:
             if self.layout is not None:
                 save_weights(self.directory / THETA_FILE, named_tensors_of(self.layout, *self.disk.theta()))
             self.tape.close()
         self._locks.close()
+
+
+def _kept_by(config: Config, syncer_state: SyncerState) -> tuple[tuple[OuterStep, ...], ...]:
+    """The versions that a machine restored to this state refers to. A snapshot has the files of others too, from which these are
+    merged again."""
+    machine = SyncerMachine(config)
+    machine.on(Started(0), 0)
+    machine.on(Restored(syncer_state), 0)
+    return machine.stored_versions()

@@ -111,16 +111,16 @@ class SyncerProcess:
 
     async def run(self) -> None:
         """Returns when the last outer step is stored and all learners know it."""
-        loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
         self._over = loop.create_future()
         self._timer = DeadlineTimer(loop, self._directory.clock, self._deadline)
         self._driver = Driver(
             self._directory.machine, SYNCER, self._directory.clock, self._directory.tape, self._carry_out, self._timer.set,
             must_sync=lambda event: isinstance(event, Started | Stored), on_tape_error=self._tape_failed, failed=self.fail,
         )  # fmt: skip
-        self._loop = loop
         self._expiry = DailyWarnings(loop, log, self._key_warnings)
         self._warm_up()
+        await loop.run_in_executor(self._disk_thread, bool)  # until it has: versions may have to be merged again
         self.address = await self._listen_on()
         self._directory.write_address(self.address)
         self._say_start()

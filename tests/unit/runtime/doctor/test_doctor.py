@@ -19,9 +19,10 @@ from atoll.ids import SYNCER, WorkerId
 from atoll.protocol.vocabulary import Started, StepDone
 from atoll.runtime.doctor.examine import examine, repair
 from atoll.runtime.doctor.health import HealthReport
-from atoll.store.durable import DurableVersions, version_path
+from atoll.store.durable import DurableVersions
 from atoll.store.lock import lock_directory
 from atoll.store.snapshots import begin_syncer, learner_root, seal_syncer, write_learner
+from atoll.store.version_file import FOLDER, file_name
 from atoll.store.versions import Version
 from atoll.store.weights import save_weights
 from atoll.tape.format import Gap, Header, Tape, TapeWriter
@@ -137,7 +138,7 @@ def test_folder_without_a_run_or_keys_is_bad_input(run: Path, tmp_path: Path) ->
 
 
 def test_version_that_the_tape_keeps_and_the_disk_lacks_is_named(run: Path) -> None:
-    version_path(run / "syncer", 1, 0).unlink()
+    (run / "syncer" / FOLDER / file_name(1, 0)).unlink()
     (problem,) = examine(run).problems
     assert problem.part == "versions" and "0001-000000000" in problem.what
 
@@ -198,7 +199,7 @@ def test_damaged_syncers_tape_says_whether_a_syncer_can_go_on_from_the_cut(run: 
         tape.write(b'{"c":"00000000","n":2}\n')
     (problem,) = examine(run).problems
     assert "go on from outer step 0" in problem.advice
-    version_path(run / "syncer", 1, 0).unlink()
+    (run / "syncer" / FOLDER / file_name(1, 0)).unlink()
     (problem,) = examine(run).problems
     assert "are gone" in problem.advice
 

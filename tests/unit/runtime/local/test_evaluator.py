@@ -47,8 +47,9 @@ class Run:
     def evaluator(self, fingerprint: str = "data") -> Evaluator:
         config = SimpleNamespace(data=SimpleNamespace(corpus="stdlib"))
         task: Any = SimpleNamespace(
-            config=config, fingerprint=fingerprint, evaluate_theta=lambda params, _: sum(float(p[0]) for p in params)
-        )
+            config=config, fingerprint=fingerprint, layout=SimpleNamespace(fragments=()),
+            evaluate_theta=lambda params, _: sum(float(p[0]) for p in params),
+        )  # fmt: skip
         return Evaluator(self.directory, task, EVERY)
 
 
@@ -99,12 +100,12 @@ def test_a_version_that_stays_and_cannot_be_read_is_damaged(run: Run) -> None:
 def test_a_version_that_goes_as_newer_ones_come_is_no_damage(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, failures = DurableVersions.open, iter(range(13, 39))
 
-    def open_late(directory: Path, *, read_only: bool = False) -> DurableVersions:
+    def open_late(directory: Path, **options: Any) -> DurableVersions:
         """What was listed is gone when it is read, more often than a damaged one would be tried."""
         if (step := next(failures, None)) is not None:
             run.store(step)
             raise DataError("is missing")
-        return opened(directory, read_only=read_only)
+        return opened(directory, **options)
 
     monkeypatch.setattr(DurableVersions, "open", staticmethod(open_late))
     run.store(12)

@@ -1,0 +1,193 @@
+"""Merging one fragment: a pure function of the version before, the contributions, their shares and what they are differences to.
+
+It makes new tensors and changes none. So the same merge carried out again gives the same bytes: in a replay, and where a syncer
+that was killed merges again what its log of inputs holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from atoll.codecs import Packet, codec
+from atoll.config import Config
+from atoll.executor.optim.build import build_optimizer, optimizer_step
+from atoll.ids import FragmentId, OuterStep
+from atoll.kernels.fused import Fused, MergePart, has_numba, why_torch, worthwhile
+from atoll.store.durable import Remerge
+from atoll.store.versions import MergeInputs, Version
+from atoll.tensors.access import cast_like
+from atoll.tensors.layout import Fragment
+from atoll.tensors.merge import mean, merge, merge_buffers
+from atoll.tensors.norms import outlier_norm
+from atoll.tensors.outer import OuterRule, OuterState, outer_rule, outer_step
+from atoll.tensors.robust import ROBUST
+
+PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
+
+
+class Merged(NamedTuple):
+    version: Version
+    repeatable: bool = False
+    """Whether `FragmentMerger.again` gives the same bytes on any machine: by the kernels, or by torch in their place."""
+    jump: float | None = None
+    """How far it moved Theta, where the kernels have measured it."""
+    size: float | None = None
+    """The norm of the announced vector, likewise."""
+
+
+def remerge_for(config: Config, fragments: Sequence[Fragment]) -> Remerge:
+    """For a reader of stored versions, which may have none to merge again: the kernels are built when the first comes."""
+    mergers: list[FragmentMerger] = []
+
+    def again(p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor]) -> Version:
+        if not mergers:
+            mergers.append(FragmentMerger(config, fragments, warm_up=False))
+        return mergers[0].again(p, inputs, previous, announced)
+
+    return again
+
+
+class FragmentMerger:
+    def __init__(self, config: Config, fragments: Sequence[Fragment], *, warm_up: bool = True) -> None:
+        """`warm_up`: build the kernels now, which takes seconds, and not in the first round."""
+        self._config = config
+        self._fragments = fragments
+        self._rule = outer_rule(config)
+        self._up = codec(config.protocol.codec_up)
+        self._down = codec(config.protocol.codec_down)
+        self._fused = Fused(config) if worthwhile(fragments) and has_numba() else None
+        self._warm_seconds = self._fused.warm_up(self._rule) if self._fused is not None and warm_up else 0.0
+
+    @property
+    def kernels(self) -> str:
+        """What merges, for people."""
+        if self._fused is None:
+            return "torch"
+        rest = why_torch(self._config)
+        return f"numba (ready after {self._warm_seconds:.1f} s)" + (f", and torch for {rest}" if rest else "")
+
+    def use_torch(self) -> None:
+        """The oracle of the kernels: the same bytes by torch's operations."""
+        self._fused = None
+
+    def norm(self, packet: Packet) -> float:
+        norm = self._fused.norm(packet) if self._fused is not None and not packet.codes.is_cuda else None
+        return outlier_norm(codec(packet.codec).decode(packet)) if norm is None else norm
+
+    def again(self, p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor]) -> Version:
+        """A merge that was `repeatable`."""
+        return self.merge(0, p, inputs, previous, announced).version
+
+    def merge(
+        self, t: OuterStep, p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor]
+    ) -> Merged:
+        """`announced`: the vector that each contribution is a difference to. `t` counts for the inner schedule, which only
+        data-parallel has here."""
+        fragment, weights = self._fragments[p], list(inputs.weights)
+        if self._fused is not None and self._rule is not None and not previous.theta.is_cuda:
+            rule = PLAIN if inputs.plain_average else self._rule
+            if self._fused.steps(rule):
+                return self._merge_fused(self._fused, fragment, inputs, previous, announced, rule)
+        deltas = self._outer_gradients(fragment, previous, inputs.packets, announced)
+        robust = self._config.protocol.merge in ROBUST
+        buffers = merge_buffers(list(inputs.buffers), weights, fragment, robust=robust)
+        plain = inputs.plain_average or self._rule is None
+        delta = mean(deltas, weights) if plain and not robust else self._merged_delta(fragment, deltas, weights)
+        if self._rule is None:
+            theta, inner = self._inner_step(fragment, previous, delta, t)
+            return Merged(self._announced(previous, theta, buffers, None, inner))
+        if inputs.plain_average:
+            theta, _ = outer_step(previous.theta, delta, OuterState(None, None, 0), PLAIN)
+            return Merged(self._announced(previous, theta, buffers, previous.outer, None))
+        assert previous.outer is not None
+        theta, outer = outer_step(previous.theta, delta, previous.outer, self._rule)
+        return Merged(self._announced(previous, theta, buffers, outer, None))
+
+    def _merge_fused(
+        self, fused: Fused, fragment: Fragment, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor],
+        rule: OuterRule,
+    ) -> Merged:  # fmt: skip
+        """The same as above in two passes over memory."""
+        weights, robust = list(inputs.weights), self._config.protocol.merge in ROBUST
+        if fused.merges or (inputs.plain_average and not robust):
+            given = [
+                MergePart(packet, self._drifts_from(fragment, previous, vector))
+                for packet, vector in zip(inputs.packets, announced, strict=True)
+            ]
+            delta, factors = fused.merged(fragment, previous.theta, given, weights, plain=inputs.plain_average)
+        else:
+            deltas = self._outer_gradients(fragment, previous, inputs.packets, announced)
+            delta = self._merged_delta(fragment, deltas, weights)
+            factors = np.ones(len(fragment.params), np.float32)
+        before = OuterState(None, None, 0) if inputs.plain_average else previous.outer
+        assert before is not None
+        stepped = fused.step(fragment, delta, factors, previous.theta, previous.announced, before, rule)
+        buffers = merge_buffers(list(inputs.buffers), weights, fragment, robust=robust)
+        outer = previous.outer if inputs.plain_average else stepped.outer
+        repeatable = not why_torch(self._config)
+        if stepped.announced is None:
+            version = self._announced(previous, stepped.theta, buffers, outer, None)
+            return Merged(version, repeatable, stepped.jump)
+        version = Version(stepped.theta, buffers, outer, None, stepped.announced, stepped.packet)
+        return Merged(version, repeatable, stepped.jump, stepped.size)
+
+    def _drifts_from(self, fragment: Fragment, present: Version, announced: Tensor) -> Tensor | None:
+        if self._config.protocol.anchor != "present":
+            return None
+        base = cast_like(fragment, announced)
+        return None if base is present.theta else base
+
+    def _merged_delta(self, fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+        c = self._config.protocol
+        return merge(deltas, weights, fragment, method=c.merge, embedding_method=c.embedding_merge, norm=c.merge_norm)
+
+    def _outer_gradients(
+        self, fragment: Fragment, present: Version, packets: Sequence[Packet], announced: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """With anchor "present": Theta - theta_m, where theta_m is rebuilt from the version that the difference refers to. The
+        drift of Theta since a version is the same for all learners at that version and is computed once."""
+        deltas = [self._up.decode(packet) for packet in packets]  # new tensors, ours to add to
+        if self._config.protocol.anchor != "present":
+            return deltas
+        moved: dict[int, Tensor | None] = {}
+        for delta, vector in zip(deltas, announced, strict=True):
+            if id(vector) not in moved:
+                base = cast_like(fragment, vector)
+                moved[id(vector)] = None if present.theta is base else present.theta - base
+            drift = moved[id(vector)]
+            if drift is not None:
+                delta.add_(drift)
+        return deltas
+
+    def _inner_step(
+        self, fragment: Fragment, previous: Version, gradient: Tensor, outer_step_: OuterStep
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Data-parallel: the inner optimiser steps on Theta, tensor by tensor, as on each rank."""
+        params = [nn.Parameter(_slot(previous.theta, s.offset, s.shape, s.numel).clone()) for s in fragment.params]
+        optimizer = build_optimizer(self._config, {s.name: p for s, p in zip(fragment.params, params, strict=True)}, (fragment,))
+        if previous.inner is not None:
+            optimizer.load_state_dict(copy.deepcopy(previous.inner))
+        for param, s in zip(params, fragment.params, strict=True):
+            param.grad = _slot(gradient, s.offset, s.shape, s.numel).clone()
+        optimizer_step(self._config, optimizer, outer_step_ - 1)
+        return torch.cat([param.detach().reshape(-1) for param in params]), optimizer.state_dict()
+
+    def _announced(
+        self, previous: Version, theta: Tensor, buffers: Tensor, outer: OuterState | None, inner: dict[str, Any] | None
+    ) -> Version:
+        """With a lossy codec down, a version is announced as the difference to the previous announcement. The syncer keeps the
+        codec's error, and the next difference contains it."""
+        if self._down.lossless:
+            return Version(theta, buffers, outer, inner, theta, None)
+        packet = self._down.encode(theta - previous.announced)
+        return Version(theta, buffers, outer, inner, previous.announced + self._down.decode(packet), packet)
+
+
+def _slot(flat: Tensor, offset: int, shape: tuple[int, ...], numel: int) -> Tensor:
+    return flat[offset : offset + numel].view(shape)
