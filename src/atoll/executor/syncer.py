@@ -205,12 +205,16 @@ class TensorSyncer:
         for p, jump, limit in zip(fragments, jumps, limits, strict=True):
             if not math.isfinite(jump) or (limit > 0 and jump > limit):
                 return MergeRejected(t, p, jump)
-        self.disk.put(t, versions, {p: self._inputs[t, p] for p in fragments if (t, p) in self._inputs})
+        digest = _checksum(*versions.values())
+        logged = {p: self._inputs[t, p] for p in fragments if (t, p) in self._inputs}
+        for p, inputs in logged.items():
+            logged[p] = replace(inputs, result=digest if len(versions) == 1 else _checksum(versions[p]))
+        self.disk.put(t, versions, logged)
         for p in fragments:
             del self._merged[t, p], self._previous[t, p]
             for by_round in (self._jumps, self._accepted, self._inputs):
                 by_round.pop((t, p), None)
-        return Stored(t, checksum([tensor for v in versions.values() for tensor in (v.theta, v.buffers)]), jumps)
+        return Stored(t, digest, jumps)
 
     def _jump(self, t: OuterStep, p: FragmentId) -> float:
         found = self._jumps.get((t, p))
@@ -226,3 +230,7 @@ class TensorSyncer:
         if packet is None:
             return Payload("fragment", 4 * version.announced.numel() + bytes_of_buffers, (version.announced, version.buffers))
         return Payload("fragment", packet.nbytes + bytes_of_buffers, (packet, version.buffers))
+
+
+def _checksum(*versions: Version) -> str:
+    return checksum([tensor for version in versions for tensor in (version.theta, version.buffers)])

@@ -254,11 +254,11 @@ class DurableVersions:
         announced = {at: version.announced}
         while ahead:
             step = ahead.pop()
-            inputs, result = files.read_inputs(self.inputs_path(p, step))
+            inputs = files.read_inputs(self.inputs_path(p, step))
             anchors = [announced[a] if a in announced else self._announced(p, a) for a in inputs.anchors]
             assert remerge is not None
             version = remerge(p, inputs, version, anchors)
-            if checksum([version.theta, version.buffers]) != result:
+            if checksum([version.theta, version.buffers]) != inputs.result:
                 raise DataError(f"{self.inputs_path(p, step)}: merged again it gives other bytes than this run announced")
             later = {anchor for s in ahead for anchor in stored.logged[s][1]}
             announced = {a: vector for a, vector in (*announced.items(), (step, version.announced)) if a in later}
@@ -323,7 +323,7 @@ class DurableVersions:
     ) -> tuple[Path, list[state.ByteChunk], str]:
         if inputs is None:
             return (self.path(p, t), *files.encode_version(p, len(self._index), t, version))
-        return (self.inputs_path(p, t), *files.encode_inputs(p, len(self._index), t, inputs, version))
+        return (self.inputs_path(p, t), *files.encode_inputs(p, len(self._index), t, inputs))
 
     def _note(self, p: FragmentId, t: OuterStep, version: Version, inputs: MergeInputs | None) -> None:
         stored, previous = self._stored[p], self._newest.get(p)

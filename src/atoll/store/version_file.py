@@ -36,7 +36,7 @@ from atoll.errors import UNDECODABLE, DataError
 from atoll.ids import FragmentId, OuterStep
 from atoll.store import tensor_files as state
 from atoll.store.tensor_files import ByteChunk, TensorEntry
-from atoll.store.versions import MergeInputs, Version, checksum
+from atoll.store.versions import MergeInputs, Version
 from atoll.tensors.outer import OuterState
 
 FOLDER: Final = "versions"
@@ -108,17 +108,15 @@ def encode_version(p: FragmentId, fragments: int, v: OuterStep, version: Version
     return _chunks(metadata, tensors)
 
 
-def encode_inputs(
-    p: FragmentId, fragments: int, v: OuterStep, inputs: MergeInputs, result: Version
-) -> tuple[list[ByteChunk], str]:
+def encode_inputs(p: FragmentId, fragments: int, v: OuterStep, inputs: MergeInputs) -> tuple[list[ByteChunk], str]:
+    assert inputs.result, "inputs are stored once they are merged"
     tensors: dict[str, Tensor] = {}
     for index, (packet, buffers) in enumerate(zip(inputs.packets, inputs.buffers, strict=True)):
         tensors |= {f"{index}.codes": packet.codes, f"{index}.buffers": buffers}
         tensors |= {f"{index}.scales": packet.scales} if packet.scales is not None else {}
     metadata = _InputsMetadata(
         INPUTS_FORMAT, p, fragments, v, inputs.previous, inputs.plain_average, inputs.weights, inputs.anchors,
-        tuple(packet.codec for packet in inputs.packets), result.theta.numel(), checksum([result.theta, result.buffers]),
-        _digests(tensors),
+        tuple(packet.codec for packet in inputs.packets), inputs.packets[0].numel, inputs.result, _digests(tensors),
     )  # fmt: skip
     return _chunks(metadata, tensors)
 
@@ -212,8 +210,7 @@ def read_version(path: Path, *, packet: bool = True) -> Version:
     return Version(theta, buffers, outer, inner, tensors.get("announced", theta), _packet(metadata, tensors))
 
 
-def read_inputs(path: Path) -> tuple[MergeInputs, str]:
-    """And the checksum that the merge's result must have."""
+def read_inputs(path: Path) -> MergeInputs:
     metadata, tensors = _load(path, lambda name: True)
     assert isinstance(metadata, _InputsMetadata)
     count = range(len(metadata.weights))
@@ -224,8 +221,9 @@ def read_inputs(path: Path) -> tuple[MergeInputs, str]:
         for i in count
     )
     buffers = tuple(_required(path, tensors, f"{i}.buffers") for i in count)
-    inputs = MergeInputs(metadata.previous, metadata.plain_average, metadata.weights, metadata.anchors, packets, buffers)
-    return inputs, metadata.result
+    return MergeInputs(
+        metadata.previous, metadata.plain_average, metadata.weights, metadata.anchors, packets, buffers, metadata.result
+    )
 
 
 def _read_metadata(stream: io.RawIOBase, size: int, path: Path) -> tuple[_AnyMetadata, dict[str, TensorEntry], str]:

@@ -41,6 +41,8 @@ class MergeInputs:
     """The version that each contribution is a difference to."""
     packets: tuple[Packet, ...]
     buffers: tuple[Tensor, ...]
+    result: str = ""
+    """Checksum of the merged Theta and buffers, where they are stored: what is merged again must have it."""
 
     @property
     def nbytes(self) -> int:
