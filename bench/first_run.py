@@ -24,8 +24,9 @@ from typing import Any
 from provenance import commit
 
 from atoll.protocol.membership import Standing
-from atoll.protocol.vocabulary import FixParticipants, Membership, Stored
+from atoll.protocol.vocabulary import Membership
 from atoll.tape.format import Tape
+from atoll.tape.in_flight import RoundsInFlight
 
 ROOT = Path(__file__).parents[1]
 DISCARDED_MOST, APART_MOST, APART_SHARE = 0.10, 0.02, 0.9
@@ -46,16 +47,11 @@ def discarded(summary: dict[str, Any]) -> float:
 
 def kills_in_flight(tape: Path) -> int:
     """Losses of learners before the end, and of those how many while a round was in flight."""
-    flying: set[int] = set()
-    count = 0
+    in_flight, count = RoundsInFlight(), 0
     for record in Tape(tape).records():
-        if isinstance(record.event, Stored):
-            flying.discard(record.event.outer_step)
-        for effect in record.effects:
-            if isinstance(effect, FixParticipants) and effect.fragments:
-                flying.add(effect.outer_step)
-            if isinstance(effect, Membership) and effect.standing is Standing.LOST:
-                count += bool(flying)
+        lost = any(isinstance(e, Membership) and e.standing is Standing.LOST for e in record.effects)
+        count += lost and len(in_flight) > 0
+        in_flight.note(record.event, record.effects)
     return count
 
 

@@ -27,6 +27,8 @@ class Kill(_Fault, frozen=True):
 
     learner: LearnerId
     lasts: float = 20.0
+    in_round: bool = False
+    """It waits until the learner takes part in a round that is not stored yet."""
 
 
 class Pause(_Fault, frozen=True):
@@ -131,8 +133,8 @@ class ChaosPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def describe_fault(fault: Fault) -> str:
     start = f"{fault.at:10.3f} s  "
     match fault:
-        case Kill(learner=m, lasts=d):
-            return f"{start}kill       {worker_name(m)}, back after {d:.3f} s"
+        case Kill(learner=m, lasts=d, in_round=in_round):
+            return f"{start}kill       {worker_name(m)}{' in a round' * in_round}, back after {d:.3f} s"
         case Pause(learner=m, lasts=d):
             return f"{start}pause      {worker_name(m)} for {d:.3f} s"
         case Slow(learner=m, factor=f, lasts=d):

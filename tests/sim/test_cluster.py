@@ -13,6 +13,7 @@ from atoll.config import load
 from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import (
     Announce,
+    ConnectionLost,
     Contribution,
     Effect,
     Event,
@@ -28,6 +29,7 @@ from atoll.protocol.vocabulary import (
 )
 from atoll.sim.checkers import Liveness, Safety
 from atoll.sim.cluster import VirtualCluster
+from atoll.tape.in_flight import RoundsInFlight
 
 
 class Story:
@@ -77,6 +79,18 @@ def test_learner_recovering_over_a_slow_link_says_hello_once() -> None:
     assert story.sent(Hello) <= 4 + 3
     recovered = [e for _, _, _, fx in story.log for e in fx if isinstance(e, Recovered) and e.learner == 1]
     assert recovered[-1].source >= 0, "through a peer, however long it took"
+
+
+@pytest.mark.parametrize("at", [3.0, 20.3, 41.7])
+def test_kill_in_a_round_waits_until_its_victim_takes_part(at: float) -> None:
+    story = Story("decoupled", Kill(at, 1, 5.0, in_round=True), learners=3, total_steps=200)
+    in_flight, struck = RoundsInFlight(), None
+    for now, worker, event, effects in story.log:
+        if worker == SYNCER and struck is None and isinstance(event, ConnectionLost) and event.peer == 1:
+            struck = now, in_flight.takes_part(1)
+        if worker == SYNCER:
+            in_flight.note(event, effects)
+    assert struck is not None and struck[0] >= at * 1e9 and struck[1]
 
 
 def test_async_laggard_that_was_sent_the_newest_only_goes_on() -> None:

@@ -40,6 +40,7 @@ from atoll.sim.hardware import Hardware
 from atoll.sim.network import Network
 from atoll.sim.world import World
 from atoll.store.memory_snapshots import MemorySnapshot
+from atoll.tape.in_flight import RoundsInFlight
 
 if TYPE_CHECKING:
     from atoll.executor.hostile import Attacker
@@ -94,6 +95,8 @@ class VirtualCluster:
         self._lent_until: dict[WorkerId, Nanos] = {}
         self._attackers: dict[WorkerId, Attacker] = {}
         self._held_until: dict[WorkerId, Nanos] = {}
+        self._in_flight = RoundsInFlight()
+        self._due_in_round: list[Kill] = []
         self._syncer_log: list[tuple[Event, Nanos]] = []
         self._poisoned = ""
         self.events = 0
@@ -211,6 +214,7 @@ class VirtualCluster:
             self._poisoned = f"; {worker_name(w.worker)}'s {event.where} held NaN or Inf: lower inner.learning_rate"
         if w.worker == SYNCER:
             self._syncer_log.append((event, now))
+            self._in_flight.note(event, effects)
         for observe in self._observers:
             observe(now, w.worker, event, effects)
         for effect in effects:
@@ -219,6 +223,9 @@ class VirtualCluster:
         if deadline is not None and deadline != w.deadline:
             self.world.at(deadline, self._deadline, w, w.incarnation, deadline)
         w.deadline = deadline
+        for fault in [f for f in self._due_in_round if self._in_flight.takes_part(f.learner)]:
+            self._due_in_round.remove(fault)
+            self.world.at(now, self._kill, fault.learner, fault.lasts)
 
     def _carry_out(self, w: _Worker, executor: Executor, effect: Effect, payload: Payload | None) -> None:
         kind = type(effect)
@@ -282,8 +289,11 @@ class VirtualCluster:
 
     def inject(self, fault: Fault) -> None:
         match fault:
-            case Kill(learner=learner, lasts=lasts):
-                self._kill(learner, lasts)
+            case Kill(learner=learner, lasts=lasts, in_round=in_round):
+                if in_round and not self._in_flight.takes_part(learner):
+                    self._due_in_round.append(fault)
+                else:
+                    self._kill(learner, lasts)
             case KillSyncer(lasts=lasts):
                 self._kill(SYNCER, lasts)
             case Pause(learner=learner, lasts=lasts):

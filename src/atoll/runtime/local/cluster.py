@@ -47,9 +47,13 @@ from atoll.store.snapshots import snapshot_dir, syncer_root
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Record, Tape
 from atoll.tape.heldout import HELDOUT_FILE, HeldoutPoint, points_in
+from atoll.tape.in_flight import RoundsInFlight
 from atoll.tape.tail import Tail
 
 TICK_SECONDS = 0.05
+FINE_TICK_SECONDS = 0.001
+ROUND_SECONDS = 10.0
+"""How long a kill that should strike in a round waits for one."""
 START_SECONDS = 120.0
 RESTARTS_MAX = 3
 """How often one worker is started again after it ended without a fault of the plan."""
@@ -129,6 +133,7 @@ class LocalCluster:
         self._count = 0
         self._clock0: float | None = None
         self._finished = False
+        self._in_flight = RoundsInFlight()
         self._pause = threading.Event()
         self._address = ""
         self.struck: list[str] = []
@@ -221,13 +226,17 @@ class LocalCluster:
             self._pause.wait(TICK_SECONDS)
         return path.read_text(encoding="ascii").strip()
 
-    def _tick(self) -> None:
-        self._pause.wait(TICK_SECONDS)
+    def _read_tape(self) -> None:
         for record in self._tail.more():
             if self._clock0 is None and any(isinstance(e, FixParticipants) for e in record.effects):
                 self._begin_plan()
             self._finished = self._finished or any(isinstance(e, Finished) for e in record.effects)
+            self._in_flight.note(record.event, record.effects)
             self._watch(record)
+
+    def _tick(self) -> None:
+        self._pause.wait(TICK_SECONDS)
+        self._read_tape()
         now = time.monotonic()
         while self._agenda and self._agenda[0][0] <= now:
             heapq.heappop(self._agenda)[2]()
@@ -313,7 +322,9 @@ class LocalCluster:
         self.struck.append(describe_fault(fault).strip())
         self._say(f"chaos: {self.struck[-1]}")
         match fault:
-            case Kill(learner=learner, lasts=lasts):
+            case Kill(learner=learner, lasts=lasts, in_round=in_round):
+                if in_round:
+                    self._wait_for_round(learner)
                 self._kill(self._workers[learner], lasts)
             case KillSyncer(lasts=lasts):
                 self._kill(self._workers[SYNCER], lasts)
@@ -337,6 +348,14 @@ class LocalCluster:
                 w = self._workers[learner] = _Worker(learner, self._learner_argv(learner), self._log_of(learner))
                 w.start(self._fork_server)
                 self._at(began + lasts, lambda: w.signal(signal.SIGTERM))  # it has leave_seconds to deliver what it has
+
+    def _wait_for_round(self, learner: LearnerId) -> None:
+        """A round takes milliseconds, so the tape is read as it grows."""
+        until = time.monotonic() + ROUND_SECONDS
+        self._read_tape()
+        while not self._in_flight.takes_part(learner) and not self._finished and time.monotonic() < until:
+            self._pause.wait(FINE_TICK_SECONDS)
+            self._read_tape()
 
     def _kill(self, w: _Worker, lasts: float) -> None:
         if w.back_at is not None:
