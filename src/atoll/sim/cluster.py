@@ -95,7 +95,8 @@ class VirtualCluster:
         self._lent_until: dict[WorkerId, Nanos] = {}
         self._attackers: dict[WorkerId, Attacker] = {}
         self._held_until: dict[WorkerId, Nanos] = {}
-        self._in_flight = RoundsInFlight()
+        self._in_flight: RoundsInFlight | None = None
+        """From the first kill on that waits for a round."""
         self._due_in_round: list[Kill] = []
         self._syncer_log: list[tuple[Event, Nanos]] = []
         self._poisoned = ""
@@ -214,7 +215,9 @@ class VirtualCluster:
             self._poisoned = f"; {worker_name(w.worker)}'s {event.where} held NaN or Inf: lower inner.learning_rate"
         if w.worker == SYNCER:
             self._syncer_log.append((event, now))
-            self._in_flight.note(event, effects)
+            if self._in_flight is not None:
+                self._in_flight.note(event, effects)
+                self._strike_in_round(self._in_flight)
         for observe in self._observers:
             observe(now, w.worker, event, effects)
         for effect in effects:
@@ -223,9 +226,6 @@ class VirtualCluster:
         if deadline is not None and deadline != w.deadline:
             self.world.at(deadline, self._deadline, w, w.incarnation, deadline)
         w.deadline = deadline
-        for fault in [f for f in self._due_in_round if self._in_flight.takes_part(f.learner)]:
-            self._due_in_round.remove(fault)
-            self.world.at(now, self._kill, fault.learner, fault.lasts)
 
     def _carry_out(self, w: _Worker, executor: Executor, effect: Effect, payload: Payload | None) -> None:
         kind = type(effect)
@@ -290,8 +290,9 @@ class VirtualCluster:
     def inject(self, fault: Fault) -> None:
         match fault:
             case Kill(learner=learner, lasts=lasts, in_round=in_round):
-                if in_round and not self._in_flight.takes_part(learner):
+                if in_round:
                     self._due_in_round.append(fault)
+                    self._in_flight = self._in_flight or RoundsInFlight()
                 else:
                     self._kill(learner, lasts)
             case KillSyncer(lasts=lasts):
@@ -317,6 +318,11 @@ class VirtualCluster:
 
             case Rollback(points=points, reset_optimizer=reset):
                 self.dispatch(SYNCER, RollbackAsked(-points, reset, f"{fault.at}", "the chaos plan"))
+
+    def _strike_in_round(self, in_flight: RoundsInFlight) -> None:
+        for fault in [f for f in self._due_in_round if in_flight.takes_part(f.learner)]:
+            self._due_in_round.remove(fault)
+            self.world.at(self.world.now, self._kill, fault.learner, fault.lasts)
 
     def _fail(self, worker: WorkerId, incarnation: Incarnation) -> None:
         if self._workers[worker].incarnation == incarnation:

@@ -7,6 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
 from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.executor.merging import remerge_for
@@ -24,6 +28,7 @@ from atoll.tape.replay import replay
 from atoll.tape.weave import open_run
 from atoll.tasks.registry import task_for
 from atoll.tasks.task import Task, initial_versions
+from atoll.tensors.access import read_buffers, read_params
 from atoll.views.run import RunView, Summary, summarise
 
 
@@ -41,8 +46,8 @@ def verdict(
     if outcome.fates is None or not outcome.fates.add_up():
         raise RunFailed(f"the token counts of {directory} do not add up: {outcome.fates}")
     task = task or task_for(config)
-    disk = DurableVersions.open(directory / "syncer", read_only=True, remerge=_remerge(task))
-    loss_first, theta = first() if first else task.evaluate_theta(*_start(directory, task).theta()), disk.theta()
+    loss_first = first() if first else task.evaluate_theta(*_start(directory, task).theta())
+    theta = _final_theta(directory / "syncer", task)
     points = [point for point in points_in(directory) if point.outer_step < config.total_steps]
     return summarise(
         config, view, outcome.fates, loss_first=loss_first, loss_final=task.evaluate_theta(*theta),
@@ -62,6 +67,17 @@ def _start(directory: Path, task: Task) -> MemoryVersions:
     disk = MemoryVersions(())
     disk.versions = [{v: stored.at(p, v) for v in kept} for p, kept in enumerate(stored.kept())]
     return disk
+
+
+def _final_theta(home: Path, task: Task) -> tuple[list[Tensor], list[Tensor]]:
+    """From the file that a run leaves, as those who use it will read it. The versions say the same, but what of them is stored by
+    its inputs would be merged again; they are asked where there is no file, or where it has other dtypes than they."""
+    fragments, path = task.layout.fragments, home / THETA_FILE
+    same = all(slot.dtype == torch.float32 for f in fragments for slot in (*f.params, *f.buffers))
+    if not same or not path.is_file():
+        return DurableVersions.open(home, read_only=True, remerge=_remerge(task)).theta()
+    tensors = load_file(path)
+    return [read_params(tensors, f) for f in fragments], [read_buffers(tensors, f) for f in fragments]
 
 
 def _remerge(task: Task) -> Remerge:
