@@ -229,10 +229,13 @@ class Cluster:
             make = [sys.executable, "-m", "atoll", "keys", str(self.keys), "--learners", str(keys)]
             subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
         tls = ("--keys", self.keys) if self.keys is not None else ()
-        self.syncer = self._start(
-            [*syncer, recipe, "--listen", "127.0.0.1:0", "--dir", self.directory, "--obey-stdin", *tls], "syncer"
-        )
+        self._argv = [*syncer, recipe, "--dir", self.directory, "--obey-stdin", *tls, "--listen"]
+        self.syncer = self._start([*self._argv, "127.0.0.1:0"], "syncer")
         self.address = self._wait_for_address()
+
+    def start_again(self) -> None:
+        """The syncer, which was killed: where its learners dial."""
+        self.syncer = self._start([*self._argv, self.address], "syncer-again")
 
     @property
     def token(self) -> Path:

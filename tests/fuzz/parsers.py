@@ -60,8 +60,8 @@ from atoll.store.durable import DurableVersions
 from atoll.store.model_upload import unpack_model
 from atoll.store.snapshots import begin_syncer, list_snapshots, load_learner_part, load_syncer, seal_syncer, verify, write_learner
 from atoll.store.tensor_files import pack_state, unpack_state
-from atoll.store.version_file import check_version
-from atoll.store.versions import Version
+from atoll.store.version_file import check_version, encode_inputs, read_inputs, refers_to
+from atoll.store.versions import MergeInputs, Version
 from atoll.tape.cut import examine_tape
 from atoll.tape.format import Gap, Header, Tape, TapeWriter
 from atoll.tape.heldout import HELDOUT_FILE, points_in
@@ -238,6 +238,19 @@ def _version(data: bytes) -> None:
     disk.at(0, 0)
     disk.announced(0, 0)
     disk.packet(0, 0)
+
+
+def _inputs(data: bytes) -> None:
+    path = _file("run/versions/0000-000000004.inputs", data)
+    check_version(path)
+    refers_to(path)
+    read_inputs(path)
+
+
+def _inputs_seed() -> bytes:
+    packet = codec("int4").encode(THETA)
+    inputs = MergeInputs(3, False, (1.0, 2.5), (3, 2), (packet, packet), (torch.zeros(2), torch.ones(2)), "ab")
+    return b"".join(bytes(chunk) for chunk in encode_inputs(0, 1, 4, inputs)[0])
 
 
 @cache
@@ -432,6 +445,7 @@ def parsers() -> dict[str, Parser]:
         "state_file": Parser(unpack_state, (DataError,), states),
         "upload": Parser(_upload, (DataError,), [_joined(MODEL)], [_raw_tree(_joined(MODEL))], _raw_state),
         "version": Parser(_version, (DataError,), [version], [_version_tree(version)], _build_version),
+        "inputs": Parser(_inputs, (DataError,), [_inputs_seed()], [_version_tree(_inputs_seed())], _build_version),
         "tape": Parser(_tape, (TapeError,), [_tape_bytes()], [_tape_tree()], _build_tape),
         "syncers_manifest": Parser(lambda data: _manifest(data, "syncer"), (DataError,), [_manifest_seed("syncer")],
                                    [raw(_manifest_seed("syncer"))], msgspec.json.encode),

@@ -214,7 +214,7 @@ def read_inputs(path: Path) -> MergeInputs:
     metadata, tensors = _load(path, lambda name: True)
     assert isinstance(metadata, _InputsMetadata)
     count = range(len(metadata.weights))
-    if not len(metadata.anchors) == len(metadata.codecs) == len(metadata.weights):
+    if not count or not len(metadata.anchors) == len(metadata.codecs) == len(metadata.weights):
         raise DataError(f"{path} was not written by this Atoll: its counts of contributions differ")
     packets = tuple(
         Packet(metadata.codecs[i], metadata.numel, _required(path, tensors, f"{i}.codes"), tensors.get(f"{i}.scales"))
@@ -239,6 +239,8 @@ def _read_metadata(stream: io.RawIOBase, size: int, path: Path) -> tuple[_AnyMet
         raise DataError(f"{path} was not written by this Atoll: {error}") from None
     if metadata.format != expected or set(metadata.digests) != set(entries):
         raise DataError(f"{path} has format {metadata.format!r}; this Atoll reads {expected!r}")
+    if isinstance(metadata, _InputsMetadata) and max(metadata.previous, *metadata.anchors, 0) >= metadata.version:
+        raise DataError(f"{path} was not written by this Atoll: it is merged from a version that came after it")
     if path.name != file_name(metadata.fragment, metadata.version, WHOLE if whole else INPUTS):
         raise DataError(f"{path} holds version {metadata.version} of fragment {metadata.fragment}: its name is another file's")
     return metadata, entries, root
