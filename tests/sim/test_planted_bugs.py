@@ -185,6 +185,10 @@ def undone_work_stays_merged(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Ledger, "rolled_back", lambda self, merged, outer_step: None)
 
 
+def a_rollback_is_not_loaded(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(LearnerMachine, "_roll_back", lambda self, body: None)
+
+
 def versions_of_a_rollback_point_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rollbacks, "_is_pinned", lambda self, fragment, version: False)
 
@@ -229,6 +233,7 @@ BEYOND_CHAOS: list[tuple[Bug, Callable[[], None]]] = [
     (restored_syncer_gathers_the_first_round, resumes_weighing_all_alike),
     (undone_work_stays_merged, runs_that_are_rolled_back),
     (versions_of_a_rollback_point_are_forgotten, runs_that_are_rolled_back),
+    (a_rollback_is_not_loaded, runs_that_are_rolled_back),
 ]
 RARE = [silent_members_never_come_back]
 """Caught too, but only by a seed that takes its time."""

@@ -14,7 +14,8 @@ from atoll.config import Config, load
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER, Nanos, OuterStep, WorkerId
 from atoll.protocol.ledger import Loss
-from atoll.protocol.vocabulary import AnswerRollback, Effect, Event, LoadTheta, RollbackAsked
+from atoll.protocol.reasons import Why
+from atoll.protocol.vocabulary import AnswerRollback, Effect, Event, LoadTheta, Recovered, RollbackAsked
 from atoll.sim.checkers import Safety
 from atoll.sim.cluster import VirtualCluster
 from atoll.sim.run import replay_run, run_virtual
@@ -112,6 +113,20 @@ def test_step_that_is_not_kept_is_refused_with_those_that_are() -> None:
     run("decoupled", watch)
     (answer,) = watch.answers
     assert answer.outer_step == 0 and "5, 10" in answer.reason.detail
+
+
+def test_learner_cut_off_before_it_loads_trains_on_and_recovers_when_it_is_back() -> None:
+    """History 4049: it is told in the middle of a step, and the syncer is killed before the step ends."""
+    config = small("async_diloco")
+    safety, recovered = Safety(config), []
+
+    def watch(now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        recovered.extend(e.learner for e in effects if isinstance(e, Recovered) and e.reason.why is Why.VERSION_FORGOTTEN)
+
+    cluster = VirtualCluster(config, plan=ChaosPlan((Rollback(13.2), KillSyncer(13.3, 1.5))), observers=[safety, watch])
+    safety.attach(cluster)
+    cluster.run(until_seconds=600)
+    assert cluster.syncer.finished and sorted(recovered) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("preset", mostly_soak(CASES, keep=["decoupled", "diloco"]))

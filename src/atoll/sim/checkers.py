@@ -22,6 +22,7 @@ from atoll.protocol.vocabulary import (
     Adopt,
     Announce,
     AnswerRollback,
+    ConnectionLost,
     CopyVersions,
     Discard,
     Effect,
@@ -292,6 +293,8 @@ class Safety:
                 self._running[m] = False
             case Received(envelope=envelope) if isinstance(envelope.body, TakeRollback):
                 self._rollbacks.told(m, envelope.body.outer_step)
+            case ConnectionLost(peer=peer) if peer == SYNCER:
+                self._rollbacks.cut_off(m)
             case LeaveAsked():
                 self._asked_to_leave.add(m)
             case _:

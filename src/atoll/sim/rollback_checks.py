@@ -73,6 +73,10 @@ class RollbackChecks:
     def told(self, learner: LearnerId, outer_step: OuterStep) -> None:
         self._told[learner] = outer_step
 
+    def cut_off(self, learner: LearnerId) -> None:
+        """It trains on what it has, and the syncer tells it anew when it is back."""
+        self._told.pop(learner, None)
+
     def steps(self, learner: LearnerId, held: dict[FragmentId, OuterStep]) -> None:
         old = {p: v for p, v in held.items() if v < self._told[learner]}
         self._demand(not old, 6, f"learner {learner} trains on {old}, and was told of the rollback at {self._told[learner]}")
