@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stage import Cast, SyncerStage, arrival, of
+from msgspec import structs
+from stage import TOKENS, Cast, SyncerStage, arrival, of
 
-from atoll.config import load
+from atoll.config import changed, load
 from atoll.ids import SECOND, SYNCER
 from atoll.protocol.causality import Mailbox
 from atoll.protocol.reasons import Reason, Why
@@ -23,6 +24,7 @@ from atoll.protocol.vocabulary import (
     Hello,
     Loaded,
     Membership,
+    Merge,
     Message,
     Received,
     Refuse,
@@ -127,3 +129,35 @@ def test_peer_that_never_said_hello_loses_its_place_too() -> None:
     s = SyncerStage(arrival(2, limits={"offences_max": 2}), joined=2)
     s.on(Violated(7, "noise"))
     assert of(s.on(Violated(7, "noise")), Membership) and s.full_round() == 1
+
+
+def share_of_a_liar(s: SyncerStage, tokens: int) -> float:
+    """Learner 3 of four claims all its steps and so many tokens in its first round, the others one step; its part of the merge."""
+    for learner in range(3):
+        s.steps(learner)
+    liar = s.cast[3]
+    liar.local_step, liar.position, liar.batch = liar.local_step + 1, liar.position + 1, liar.batch + 1
+    s.hears(3, structs.replace(s.report(3), tokens=tokens))
+    (round_,) = s.machine.rounds.in_flight()
+    (fragment,) = round_.due
+    for learner in range(3):
+        s.contributes(learner, round_.outer_step, fragment)
+    effects = s.contributes(3, round_.outer_step, fragment, c_steps=liar.local_step, c_tokens=tokens, tokens=tokens)
+    (merge,) = of(effects, Merge)
+    weights = {share.learner: share.weight for share in merge.shares}
+    return float(weights[3] / sum(weights.values()))
+
+
+def test_learner_that_counts_its_steps_from_a_trillion_weighs_like_the_others() -> None:
+    """TRUST.md, row 2: Hello names local step 2**40, and the first contribution claims all of them."""
+    s = SyncerStage(arrival(4, quorum=4), joined=3)
+    s.cast[3] = Cast(s.config)
+    s.cast[3].local_step = 2**40
+    s.joins(3)
+    assert share_of_a_liar(s, tokens=(2**40 + 1) * TOKENS) == pytest.approx(0.25)
+
+
+def test_loop_that_claims_a_trillion_tokens_for_a_step_gets_half_at_most() -> None:
+    """TRUST.md, row 13: a loop draws its own data, so nobody knows what a step of it holds."""
+    s = SyncerStage(changed(arrival(4, quorum=4), ["model.name=custom"]), joined=4)
+    assert share_of_a_liar(s, tokens=10**12) <= 0.5
