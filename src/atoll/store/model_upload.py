@@ -57,6 +57,8 @@ def _checked(config: Config, found: Any) -> tuple[Layout, list[Tensor], list[Ten
         pattern, slots, params, buffers = (found[key] for key in ("pattern", "slots", "params", "buffers"))
         fragments = [_fragment(p, [_slot(row) for row in rows]) for p, rows in enumerate(slots)]
         frozen = _frozen(found.get("frozen", ""))  # older learners do not send it
+        if not (isinstance(params, list) and isinstance(buffers, list)):
+            raise TypeError("params and buffers are lists")
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(f"uploaded model: not understood ({error})") from None
     if len(fragments) != config.protocol.fragments or not len(params) == len(buffers) == len(fragments):

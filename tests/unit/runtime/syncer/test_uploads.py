@@ -17,6 +17,7 @@ from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.places import Caller
 from atoll.runtime.syncer.uploads import RECEIVED_FILE, ModelUploads
 from atoll.store.model_upload import pack_model
+from atoll.store.tensor_files import pack_state, unpack_state
 from atoll.tasks.task import layout_for
 from atoll.tensors.access import read_buffers, read_params
 from atoll.transport import Refused
@@ -98,6 +99,17 @@ def test_failed_upload_leaves_no_file_and_the_next_may_begin(
         asyncio.run(sent(uploads.begin(metadata), bytes(5000)))
     assert refused.value.retry == retry
     assert not (home.directory / RECEIVED_FILE).exists() and home.layout is None
+    assert asyncio.run(sent(uploads.begin(metadata), packed(home.config))) == home.layout_digest.encode() != b""
+
+
+@pytest.mark.parametrize("key", ["params", "buffers"])
+def test_model_without_its_numbers_is_refused_and_the_next_may_begin(home: SyncerDirectory, key: str) -> None:
+    """Found by `make soak`: nothing where a list of vectors should be was a TypeError in the syncer."""
+    uploads, metadata = ModelUploads(home, lambda: None), shown(home, 0)
+    spoiled = unpack_state(memoryview(packed(home.config)), "a model") | {key: None}
+    with pytest.raises(Refused, match="not understood") as refused:
+        asyncio.run(sent(uploads.begin(metadata), b"".join(map(bytes, pack_state(spoiled)))))
+    assert not refused.value.retry
     assert asyncio.run(sent(uploads.begin(metadata), packed(home.config))) == home.layout_digest.encode() != b""
 
 
