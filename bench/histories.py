@@ -20,6 +20,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
+from provenance import commit  # noqa: E402
 from scenario import HOSTILE_FROM, Scenario, verdict  # noqa: E402
 
 CHUNK = 100
@@ -49,6 +50,7 @@ def run(count: int, out: Path, jobs: int) -> list[dict[str, Any]]:
             line = {
                 "first": first, "count": CHUNK, "hostile": hostile, "failed": failed,
                 "seconds": round(time.monotonic() - began, 1), "jobs": jobs, "machine": platform.machine(),
+                "commit": commit(),
             }  # fmt: skip
             written.append(line)
             print(json.dumps(line), file=file, flush=True)

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 
-def commit() -> str:
+def commit(folder: Path = Path(__file__).parent) -> str:
+    """Of the working tree that this folder is in; by default the bench's own."""
     words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True).stdout.strip()

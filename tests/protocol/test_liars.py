@@ -132,7 +132,7 @@ def test_peer_that_never_said_hello_loses_its_place_too() -> None:
 
 
 def share_of_a_liar(s: SyncerStage, tokens: int) -> float:
-    """Learner 3 of four claims all its steps and so many tokens in its first round, the others one step; its part of the merge."""
+    """Learner 3 of four claims all its steps and so many tokens in its first round, the others one step: its share."""
     for learner in range(3):
         s.steps(learner)
     liar = s.cast[3]
