@@ -144,11 +144,11 @@ def paces(trees: Sequence[Tree], turns: int) -> list[dict[str, Any]]:
             tree.end()
     lines = []
     for tree in trees[1:]:
-        outer_steps = compared(trees[0].outer, tree.outer)
+        outer_pace = compared(trees[0].outer, tree.outer)
         lines.append({
             "what": "pace", "before": trees[0].commit, "after": tree.commit, "turns": turns,
-            "outer_steps_per_second": outer_steps,
-            "inner_steps_per_second": compared(trees[0].inner, tree.inner), "worse": round(1 - outer_steps["ratio"], 4),
+            "outer_steps_per_second": outer_pace,
+            "inner_steps_per_second": compared(trees[0].inner, tree.inner), "worse": round(1 - outer_pace["ratio"], 4),
         })  # fmt: skip
     return lines
 
