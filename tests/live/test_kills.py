@@ -35,7 +35,7 @@ def test_learner_killed_while_it_trains_comes_back_through_a_peer(tmp_path: Path
     judge(tmp_path, config, whole=False)
     assert len(back) == 2 and back[-1] in (0, 2) and rounds > 40
     summary = verdict(config, tmp_path)
-    assert summary.waited_seconds == 0
+    assert summary.waited_seconds == 0 and summary.kernels == "torch", "the fragments are small"
     assert summary.loss_final is not None and summary.loss_first is not None
     assert summary.loss_final < 0.8 * summary.loss_first
     retrain(tmp_path, whole=False)

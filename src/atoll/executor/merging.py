@@ -67,10 +67,13 @@ class FragmentMerger:
     @property
     def kernels(self) -> str:
         """What merges, for people."""
-        if self._fused is None:
-            return "torch"
         rest = why_torch(self._config)
-        return f"numba (ready after {self._warm_seconds:.1f} s)" + (f", and torch for {rest}" if rest else "")
+        return "torch" if self._fused is None else f"numba, and torch for {rest}" if rest else "numba"
+
+    @property
+    def warm_seconds(self) -> float:
+        """How long it took to build the kernels."""
+        return self._warm_seconds
 
     def use_torch(self) -> None:
         """The oracle of the kernels: the same bytes by torch's operations."""

@@ -41,6 +41,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     threads: Annotated[int, Meta(ge=1, le=4096)]
     compute: str = ""
     """Precision and compilation of the inner steps, as resolved where they ran; empty: this tape is no learner's."""
+    kernels: str = ""
+    """What computes the merges; empty: this tape is no syncer's, or a learner was to upload the model. It changes no byte."""
     device: str = "cpu"
     torch_version: str
     cpu_capability: str

@@ -252,6 +252,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     learners' tapes, and are part of none of the shares below."""
     compute: dict[str, str] = {}
     """Precision and compilation of the inner steps as each learner resolved them, by learner; `all` in virtual time."""
+    kernels: str = ""
+    """What computed a live run's merges: numba, torch, or both."""
     token_shares: dict[str, float] = {}
     """What became of them, as shares: see `token_shares`."""
     traffic: list[LearnerTraffic] = []
@@ -284,6 +286,7 @@ def summarise(
     clock: str = "virtual",
     faults: Sequence[str] = (), accuracy: float | None = None, points: Sequence[HeldoutPoint] = (),
     missing: Sequence[Missing] = (), compute: Mapping[str, str] | None = None,
+    kernels: str = "",
 ) -> Summary:  # fmt: skip
     tokens, fragments = tokens_of(fates), max(1, config.protocol.fragments)
     trained = tokens.trained // fragments
@@ -301,4 +304,5 @@ def summarise(
         refused=view.refused, expelled={str(m): why for m, why in sorted(view.expelled.items())},
         rejected_merges=view.rejected, rollbacks=view.rollbacks,
         faults=list(faults), accuracy=accuracy, heldout=list(points), missing=list(missing), compute=dict(compute or {}),
+        kernels=kernels,
     )  # fmt: skip

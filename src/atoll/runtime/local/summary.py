@@ -15,7 +15,7 @@ from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.executor.merging import remerge_for
 from atoll.executor.virtual_run import TensorExecutor
-from atoll.ids import LearnerId, OuterStep
+from atoll.ids import SYNCER, LearnerId, OuterStep
 from atoll.protocol.interface import Machine
 from atoll.store.durable import DurableVersions, Remerge
 from atoll.store.memory_snapshots import MemorySnapshots
@@ -49,12 +49,14 @@ def verdict(
     loss_first = first() if first else task.evaluate_theta(*_start(directory, task).theta())
     theta = _final_theta(directory / "syncer", task)
     points = [point for point in points_in(directory) if point.outer_step < config.total_steps]
+    headers = open_run(directory).headers()
     return summarise(
         config, view, outcome.fates, loss_first=loss_first, loss_final=task.evaluate_theta(*theta),
         theta_sha256=digest([*theta[0], *theta[1]]), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory),
         clock="wall", theta=str(directory / "syncer" / THETA_FILE), faults=faults, accuracy=task.accuracy_of_theta(*theta),
         points=points, missing=outcome.missing,
-        compute={str(h.worker): h.compute for h in open_run(directory).headers() if h.compute},
+        compute={str(h.worker): h.compute for h in headers if h.compute},
+        kernels=next((h.kernels for h in headers if h.worker == SYNCER), ""),
     )  # fmt: skip
 
 

@@ -114,7 +114,7 @@ class SyncerDirectory:
             write_tokenizer_file(self.directory, self._task)
         header = tape_header(
             self.config, data_fingerprint=self.data_fingerprint, tensors=self._task is not None, plan=plan, run=self.run,
-            worker=SYNCER, epoch=self.epoch,
+            worker=SYNCER, epoch=self.epoch, kernels=self.executor.merger.kernels if self.executor is not None else "",
         )  # fmt: skip
         self.tape = TapeWriter.create(self.tape_path, header, flush_each=True)
         self.tape.sync()
@@ -261,7 +261,9 @@ class SyncerDirectory:
 
     @property
     def kernels(self) -> str:
-        return self.executor.merger.kernels if self.executor is not None else "what fits the model that a learner will upload"
+        if self.executor is None:
+            return "what fits the model that a learner will upload"
+        return f"{self.executor.merger.kernels} (ready after {self.executor.merger.warm_seconds:.1f} s)"
 
     @property
     def layout_digest(self) -> str:
