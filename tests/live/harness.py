@@ -18,6 +18,7 @@ from unittest.mock import patch
 from atoll.chaos import ChaosPlan, Fault, Slow
 from atoll.config import Config, load
 from atoll.executor.environment import use_threads
+from atoll.executor.merging import remerge_for
 from atoll.ids import SYNCER, LearnerId
 from atoll.protocol.interface import Machine
 from atoll.protocol.learner import LearnerMachine
@@ -33,6 +34,7 @@ from atoll.store.durable import DurableVersions
 from atoll.tape.format import Record
 from atoll.tape.replay import Outcome, replay
 from atoll.tape.weave import open_run
+from atoll.tasks.registry import task_for
 
 Watch = Callable[[LocalCluster, Record], None]
 
@@ -187,7 +189,10 @@ def retrain(directory: Path, *, whole: bool = True) -> None:
     run the last on disk. (A syncer that is killed may have stored one more than it taped.)"""
     use_threads(1)
     _, theta, _ = replay_run(open_run(directory), weights=True, executor_of=executor_for_replay(directory))
-    assert not whole or theta == DurableVersions.open(directory / "syncer", read_only=True).theta_sha256()
+    if whole:
+        task = task_for(load(directory / "config.toml"))
+        remerge = remerge_for(task.config, task.layout.fragments)
+        assert theta == DurableVersions.open(directory / "syncer", read_only=True, remerge=remerge).theta_sha256()
 
 
 def effects_of(directory: Path, *kinds: type[Effect]) -> list[Any]:

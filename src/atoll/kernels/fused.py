@@ -26,6 +26,7 @@ from torch import Tensor
 from atoll.codecs import Packet, codec
 from atoll.codecs.layout import block_count
 from atoll.config import Config
+from atoll.errors import UserError
 from atoll.tensors.layout import Fragment, Slot
 from atoll.tensors.merge import CANCELLED, voters_of
 from atoll.tensors.norms import LEAF, tree_sum
@@ -111,11 +112,22 @@ class _Source(NamedTuple):
 
 
 def worthwhile(fragments: Sequence[Fragment]) -> bool:
-    return max(f.numel for f in fragments) >= WORTHWHILE
+    return _asked_for() == "numba" or max(f.numel for f in fragments) >= WORTHWHILE
 
 
 def has_numba() -> bool:
-    return os.environ.get("ATOLL_KERNELS") != "torch" and importlib.util.find_spec("numba") is not None
+    asked, found = _asked_for(), importlib.util.find_spec("numba") is not None
+    if asked == "numba" and not found:
+        raise UserError("ATOLL_KERNELS=numba: numba is not installed; pip install numba, or unset ATOLL_KERNELS")
+    return asked != "torch" and found
+
+
+def _asked_for() -> str:
+    """`torch`: no kernels; `numba`: for small fragments too; "" leaves it to their size."""
+    asked = os.environ.get("ATOLL_KERNELS", "")
+    if asked not in ("", "torch", "numba"):
+        raise UserError(f"ATOLL_KERNELS={asked}: is torch, numba, or not set")
+    return asked
 
 
 def why_torch(config: Config) -> str:

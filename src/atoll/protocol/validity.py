@@ -142,4 +142,5 @@ def _versions(config: Config, held: Sequence[OuterStep]) -> bool:
 
 
 def _counts(values: Sequence[int]) -> bool:
-    return all(0 <= value <= COUNT_MAX for value in values)
+    """Of every message: two passes in C take less than one in Python."""
+    return not values or (min(values) >= 0 and max(values) <= COUNT_MAX)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec
 from atoll.config import Config, load
+from atoll.errors import UserError
 from atoll.executor.syncer import TensorSyncer
 from atoll.kernels import fused
 from atoll.protocol.interface import Payload
@@ -189,3 +190,17 @@ def test_fragments_too_small_for_the_import_are_merged_by_torch(monkeypatch: pyt
     monkeypatch.setattr(fused, "WORTHWHILE", NUMEL + 1)
     settings = config()
     assert TensorSyncer(settings, (fragment(),), MemoryVersions([first_version(settings, 1)])).merger.kernels == "torch"
+
+
+def test_environment_names_the_kernels_and_a_wrong_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "WORTHWHILE", NUMEL + 1)
+    for name, worth, numba in (("", False, True), ("numba", True, True), ("torch", False, False)):
+        monkeypatch.setenv("ATOLL_KERNELS", name)
+        assert (fused.worthwhile((fragment(),)), fused.has_numba()) == (worth, numba)
+    monkeypatch.setenv("ATOLL_KERNELS", "cuda")
+    with pytest.raises(UserError, match="is torch, numba, or not set"):
+        fused.has_numba()
+    monkeypatch.setenv("ATOLL_KERNELS", "numba")
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="numba is not installed"):
+        fused.has_numba()
