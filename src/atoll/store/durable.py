@@ -39,8 +39,8 @@ from atoll.store.versions import MergeInputs, Version, checksum, digest
 
 log = logging.getLogger("atoll.store")
 
-PACKETS_MAX: Final = 4
-"""Announced packets kept in memory: a few rounds are in flight, and reading one again would hold up the network's thread."""
+PACKETS_MAX: Final = 2
+"""Announced packets kept in memory although they are in a file: of rounds in flight. Reading would hold up the network's thread."""
 WHOLE_EVERY: Final = 8
 """Of so many versions of a fragment one is written whole in the background. It bounds the merges after a restart."""
 LOGGED_MAX: Final = 32
@@ -62,8 +62,8 @@ class DurableVersions:
     """A `VersionStore` that survives a killed syncer.
 
     In memory: the newest version of each fragment without its packet, the packets of the last few versions, which are being
-    announced, and older announcements of a sixth of the fragments. Of a kept version that is stored by its inputs, also the
-    announcement and the packet: to read them would be to merge again.
+    announced, and older announcements of a sixth of the fragments. Of a newest version that is stored by its inputs also the
+    packet: to read it would be to merge again, as it is for an older version whose announcement is no longer in memory.
     """
 
     remerge: Remerge | None = None
@@ -83,8 +83,6 @@ class DurableVersions:
         self._older: OrderedDict[tuple[FragmentId, OuterStep], Tensor] = OrderedDict()
         self._older_max = max(1, fragments // 6)
         self._packets: OrderedDict[tuple[FragmentId, OuterStep], Packet | None] = OrderedDict()
-        self._only_here: dict[tuple[FragmentId, OuterStep], Tensor] = {}
-        """Older announcements that are in no file."""
         self._sha256: dict[tuple[FragmentId, OuterStep], str] = {}
         self._due: deque[FragmentId] = deque()
         self._writing = False
@@ -179,13 +177,10 @@ class DurableVersions:
         return self._announced(p, v)
 
     def _announced(self, p: FragmentId, v: OuterStep) -> Tensor:
-        found = self._only_here.get((p, v))
+        found = self._older.get((p, v))
         if found is None:
-            found = self._older.get((p, v))
-        if found is None and v not in self._stored[p].whole:
-            return self._merge_again(p, v).announced
-        if found is None:
-            found = files.read_announced(self.path(p, v))
+            whole = v in self._stored[p].whole
+            found = files.read_announced(self.path(p, v)) if whole else self._merge_again(p, v).announced
             self._remember(p, v, found)
             return found
         with contextlib.suppress(KeyError):  # forgotten meanwhile by another thread
@@ -241,8 +236,7 @@ class DurableVersions:
         return newest[1]
 
     def _merge_again(self, p: FragmentId, v: OuterStep) -> Version:
-        """A version that is stored by its inputs, from the newest whole one before it. A syncer remembers what it passes on the
-        way: announcements that are in no file."""
+        """A version that is stored by its inputs, from the newest whole one before it."""
         stored, remerge, ahead, at = self._stored[p], self.remerge, list[OuterStep](), v
         while at not in stored.whole:
             if at not in stored.logged or remerge is None:
@@ -262,9 +256,8 @@ class DurableVersions:
                 raise DataError(f"{self.inputs_path(p, step)}: merged again it gives other bytes than this run announced")
             later = {anchor for s in ahead for anchor in stored.logged[s][1]}
             announced = {a: vector for a, vector in (*announced.items(), (step, version.announced)) if a in later}
-            if step in self._index[p] and not self._read_only:
-                self._only_here[p, step] = version.announced
-                self._packets[p, step] = version.packet
+        if v == max(self._index[p]) and not self._read_only:
+            self._packets[p, v] = version.packet
         return version
 
     def _require(self, p: FragmentId, v: OuterStep) -> None:
@@ -328,10 +321,7 @@ class DurableVersions:
     def _note(self, p: FragmentId, t: OuterStep, version: Version, inputs: MergeInputs | None) -> None:
         stored, previous = self._stored[p], self._newest.get(p)
         if previous is not None and previous[0] < t:
-            if previous[0] in stored.whole:
-                self._remember(p, previous[0], previous[1].announced)
-            else:
-                self._only_here[p, previous[0]] = previous[1].announced
+            self._remember(p, previous[0], previous[1].announced)
         if inputs is None:
             stored.whole.add(t)
         else:
@@ -346,8 +336,9 @@ class DurableVersions:
             self._due.append(p)
 
     def _let_packets_go(self) -> None:
-        read_again = [(p, v) for p, v in list(self._packets) if v in self._stored[p].whole]
-        for key in read_again[: max(0, len(self._packets) - PACKETS_MAX)]:
+        """Not those of newest versions that are in no file: whoever comes back needs them, of every fragment."""
+        read_again = [(p, v) for p, v in list(self._packets) if v in self._stored[p].whole or v != max(self._index[p])]
+        for key in read_again[:-PACKETS_MAX]:
             self._packets.pop(key, None)
 
     def _publish(self, staged: Sequence[tuple[Path, Path]], size: int) -> None:
@@ -389,9 +380,6 @@ class DurableVersions:
         while self._written:
             p, v = self._written.popleft()
             self._stored[p].whole.add(v)
-            announced = self._only_here.pop((p, v), None)
-            if announced is not None:
-                self._remember(p, v, announced)
             self._let_packets_go()
             self._sweep(p)
 
@@ -421,7 +409,7 @@ class DurableVersions:
             return
         assert len(self._index[p]) > 1, f"fragment {p} would have no version left"
         self._index[p].remove(v)
-        for cache in (self._older, self._only_here, self._sha256, self._packets):
+        for cache in (self._older, self._sha256, self._packets):
             cache.pop((p, v), None)
         self._take_note()
         self._sweep(p)
@@ -444,8 +432,8 @@ class DurableVersions:
             stored.whole &= versions
             stored.logged = {v: edges for v, edges in stored.logged.items() if v in versions and v not in stored.whole}
         self._newest = {p: newest for p, newest in self._newest.items() if newest[0] in self._index[p]}
-        for cache in (self._older, self._only_here, self._packets):
-            cache.clear()
+        self._older.clear()
+        self._packets.clear()
 
 
 def _bytes_whole(version: Version) -> int:
