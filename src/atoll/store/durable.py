@@ -40,7 +40,7 @@ from atoll.store.versions import MergeInputs, Version, checksum, digest
 log = logging.getLogger("atoll.store")
 
 PACKETS_MAX: Final = 2
-"""Announced packets kept in memory although they are in a file: of rounds in flight. Reading would hold up the network's thread."""
+"""Announced packets kept in memory although a file has them: of rounds in flight. Reading holds up the network's thread."""
 WHOLE_EVERY: Final = 8
 """Of so many versions of a fragment one is written whole in the background. It bounds the merges after a restart."""
 LOGGED_MAX: Final = 32
