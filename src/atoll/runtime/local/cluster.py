@@ -356,6 +356,8 @@ class LocalCluster:
         while not self._in_flight.takes_part(learner) and not self._finished and time.monotonic() < until:
             self._pause.wait(FINE_TICK_SECONDS)
             self._read_tape()
+        if not self._in_flight.takes_part(learner):
+            self._say(f"chaos: {worker_name(learner)} took part in no round for {ROUND_SECONDS:.0f} s and is killed all the same")
 
     def _kill(self, w: _Worker, lasts: float) -> None:
         if w.back_at is not None:
