@@ -141,7 +141,7 @@ from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Envelope, Hello, Received, Refuse, Slowed, Started
 
-machine, mailbox = SyncerMachine(load(preset_name="decoupled")), Mailbox(0, 0, 4)
+machine, mailbox = SyncerMachine(load(preset_name="decoupled")), Mailbox(0, 0)
 machine.on(Started(0), 0)
 held = (-1,) * machine.config.protocol.fragments
 for body in (Hello(held, 0, 0, True, (), 0, Reason(Why.JOINS)), Slowed(7, 10**9)):

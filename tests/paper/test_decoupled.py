@@ -24,6 +24,7 @@ from atoll.protocol.vocabulary import (
     ConnectionLost,
     Contribution,
     Effect,
+    Envelope,
     Event,
     Finish,
     FixParticipants,
@@ -557,15 +558,23 @@ def test_ramp_waits_in_its_synchronous_part_only() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_vector_clocks_only_grow_and_the_syncers_entry_is_its_outer_step(seed: int) -> None:
-    """Vector clocks ride on every message: one's own count and the latest known of each other worker."""
+def test_vector_clocks_follow_from_the_counts_on_messages(seed: int) -> None:
+    """A message has its sender's own count. What its sender knew of everybody else is the fold of the counts that it had received
+    before, entry by entry the largest: it only grows, and nobody knows more of a worker than that worker itself."""
     config = load(preset_name="decoupled", overrides={
         "seed": seed, "learners": 3, "total_steps": 30, "protocol": {"fragments": 6, "local_steps_per_round": 6},
     })  # fmt: skip
-    last: dict[int, tuple[int, ...]] = {}
-    for e in Story(config).effects(Send):
-        clock = e.envelope.clock
-        before = last.get(e.envelope.sender, (0,) * len(clock))
-        assert all(a <= b for a, b in zip(before, clock, strict=True))
-        last[e.envelope.sender] = clock
-    assert last[SYNCER][0] == 30 and all(last[m][1 + m] > 20 for m in range(3))
+    clocks: dict[int, Counter[int]] = {worker: Counter() for worker in (SYNCER, 0, 1, 2)}
+    carried: dict[Envelope, Counter[int]] = {}
+    for _, worker, event, effects in Story(config).log:
+        mine = clocks[worker]
+        if isinstance(event, Received):
+            mine |= carried.pop(event.envelope)
+        for e in effects:
+            if isinstance(e, Send):
+                assert e.envelope.clock >= mine[worker]
+                mine[worker] = e.envelope.clock
+                carried[e.envelope] = mine.copy()
+        assert all(clocks[other][worker] <= mine[worker] for other in clocks)
+    assert clocks[SYNCER][SYNCER] == 30 and all(clocks[m][m] > 20 for m in range(3))
+    assert all(clocks[m][other] > 10 for m in range(3) for other in range(3)), "learners know of each other through the syncer"

@@ -135,7 +135,7 @@ class SyncerStage:
     def hears(self, learner: LearnerId, body: Message, at: Nanos | None = None, flaw: Reason | None = None) -> list[Effect]:
         actor = self.cast.setdefault(learner, Cast(self.config))
         lane = body.lane
-        envelope = Envelope(learner, actor.incarnation, SYNCER, actor.seq[lane], (), body)
+        envelope = Envelope(learner, actor.incarnation, SYNCER, actor.seq[lane], 0, body)
         actor.seq[lane] += 1
         return self.on(Received(envelope, 0, flaw), at)
 
@@ -255,7 +255,7 @@ class LearnerStage:
         channel = (sender, body.lane)
         seq = self._seq.get(channel, 0)
         self._seq[channel] = seq + 1
-        clock = (self.syncer_clock,) if sender == SYNCER else ()
+        clock = self.syncer_clock if sender == SYNCER else 0
         return self.on(Received(Envelope(sender, 0, self.learner, seq, clock, body), 0, flaw), at)
 
     def announced(self, outer_step: OuterStep, fragment: int, *, previous: OuterStep = NO_VERSION,

@@ -49,7 +49,7 @@ class Table:
     def __init__(self) -> None:
         self.machine = SyncerMachine(CONFIG)
         self.now = 3600 * SECOND
-        self._mailboxes = {m: Mailbox(m, 0, 2) for m in range(8)}
+        self._mailboxes = {m: Mailbox(m, 0) for m in range(8)}
         self.machine.on(Started(0), self.now)
 
     def say(self, learner: int, body: Message) -> list[Effect]:

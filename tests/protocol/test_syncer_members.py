@@ -89,7 +89,7 @@ def test_join_before_anything_was_merged_sends_all_of_theta() -> None:
 def test_join_completed_enters_with_leases_and_a_session() -> None:
     s = SyncerStage(arrival(2))
     s.hello(0, at=0)
-    effects = s.on(Received(Envelope(0, 0, SYNCER, 1, (), loaded(1)), 0), 7 * MS)
+    effects = s.on(Received(Envelope(0, 0, SYNCER, 1, 0, loaded(1)), 0), 7 * MS)
     assert others(effects) == [
         Recovered(0, SYNCER, 7 * MS, Reason(Why.JOINS)),
         Membership(0, IN_SYNC, Reason(Why.ENTERED, "stands at outer step 0")),

@@ -628,7 +628,7 @@ def test_message_that_only_a_syncer_sends_is_refused() -> None:
 @pytest.mark.parametrize("sender", [SYNCER, 4096, -7])
 def test_message_from_nobody_that_could_be_a_learner_is_refused(sender: int) -> None:
     s = SyncerStage(arrival(2))
-    effects = s.on(Received(Envelope(sender, 0, SYNCER, 0, (), Tick(1)), 0))
+    effects = s.on(Received(Envelope(sender, 0, SYNCER, 0, 0, Tick(1)), 0))
     assert effects == [Refuse(sender, Reason(Why.NOT_A_LEARNER), True)]
 
 

@@ -229,12 +229,12 @@ def test_other_words_that_cannot_be(body: Message) -> None:
     "changes",
     [
         {"seq": -1}, {"seq": 2**62}, {"after": -1}, {"after": 2**62}, {"incarnation": -1}, {"incarnation": 2**62},
-        {"clock": (0,) * 2000}, {"clock": (0, -1)}, {"clock": (2**62,)},
+        {"clock": -1}, {"clock": 2**62},
     ],
 )  # fmt: skip
 def test_envelope_that_cannot_be(changes: dict[str, Any]) -> None:
     config = arrival(2)
-    fine = Envelope(0, 0, SYNCER, 0, (), Hello((0, 0), 0, 0, False, (), 0, Reason(Why.JOINS)))
+    fine = Envelope(0, 0, SYNCER, 0, 0, Hello((0, 0), 0, 0, False, (), 0, Reason(Why.JOINS)))
     assert objection(config, fine) is None
     refusal = objection(config, replace(fine, **changes))
     assert refusal is not None and refusal.why is Why.IMPOSSIBLE
@@ -243,7 +243,7 @@ def test_envelope_that_cannot_be(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("sender", [-5, SYNCER, 1024, 2**62])
 def test_sender_that_is_no_learner(sender: int) -> None:
     s = SyncerStage(arrival(2))
-    effects = s.on(Received(Envelope(sender, 0, SYNCER, 0, (), Hello((0, 0), 0, 0, False, (), 0, Reason(Why.JOINS))), 0))
+    effects = s.on(Received(Envelope(sender, 0, SYNCER, 0, 0, Hello((0, 0), 0, 0, False, (), 0, Reason(Why.JOINS))), 0))
     assert effects == [Refuse(sender, Reason(Why.NOT_A_LEARNER), True)]
     assert len(s.machine.roster) == 0
 
@@ -270,7 +270,7 @@ def test_step_longer_than_its_learner_has_been_here_does_not_stop_the_pace() -> 
 
 def suspect(s: SyncerStage, learner: int, body: Message) -> list[Effect]:
     actor = s.cast[learner]
-    envelope = Envelope(learner, actor.incarnation, SYNCER, actor.seq[body.lane], (), body)
+    envelope = Envelope(learner, actor.incarnation, SYNCER, actor.seq[body.lane], 0, body)
     actor.seq[body.lane] += 1
     return s.on(Received(envelope, 0, WHY))
 
@@ -357,7 +357,7 @@ class Storm:
         self.seq = [0, 0]
         self.incarnation = 0
 
-    def lie(self, body: Message, *, flaw: Reason | None = None, in_order: bool = True, clock: tuple[int, ...] = ()) -> None:
+    def lie(self, body: Message, *, flaw: Reason | None = None, in_order: bool = True, clock: int = 0) -> None:
         lane = body.lane
         seq = self.seq[lane] if in_order else 2**40
         effects = self.s.on(Received(Envelope(1, self.incarnation, SYNCER, seq, clock, body), 0, flaw))
@@ -450,7 +450,7 @@ def test_syncer_told_to_start_again_in_the_middle_of_a_storm_goes_on() -> None:
     machine = SyncerMachine(arrival(2))
     machine.on(Started(0), 0)
     for k, word in enumerate(_lies(random.Random(3), 300)):
-        machine.on(Received(Envelope(1, k, SYNCER, 0, (), word), 0), k * MS)
+        machine.on(Received(Envelope(1, k, SYNCER, 0, 0, word), 0), k * MS)
         if k % 100 == 99:
             machine.on(Started(k), k * MS)
     assert machine.fates().add_up()

@@ -8,9 +8,7 @@ from resumption import RecordingExecutor, Run
 from atoll.config import Config, load
 from atoll.config.codecs import wire_bits
 from atoll.ids import SYNCER
-from atoll.protocol.causality import Mailbox
 from atoll.protocol.vocabulary import (
-    Announce,
     Contribution,
     Envelope,
     Received,
@@ -18,8 +16,6 @@ from atoll.protocol.vocabulary import (
     Report,
     SealSnapshot,
     Send,
-    Tick,
-    Welcome,
 )
 from atoll.sim import network
 
@@ -102,24 +98,3 @@ def test_report_that_returns_a_snapshots_marker_overtakes_nothing() -> None:
             returned.add(key)  # type: ignore[arg-type]
             assert not over
     assert len(returned) > 30
-
-
-def test_message_that_was_overtaken_does_not_wind_the_clock_back() -> None:
-    syncer, learner = Mailbox(SYNCER, 0, 1), Mailbox(0, 0, 1)
-    assert learner.refusal(syncer.seal(0, Welcome(0))) is None
-    syncer.advance(4)
-    slow = syncer.seal(0, Announce(4, 0, -1, ()))
-    syncer.advance(5)
-    assert learner.refusal(syncer.seal(0, Tick(5))) is None
-    assert learner.clock[0] == 5
-    assert learner.refusal(slow) is None
-    assert learner.clock[0] == 5
-
-
-def test_new_incarnation_counts_from_its_own_clock() -> None:
-    old, new, learner = Mailbox(SYNCER, 0, 1), Mailbox(SYNCER, 1, 1), Mailbox(0, 0, 1)
-    old.advance(9)
-    learner.refusal(old.seal(0, Welcome(9)))
-    new.advance(7)
-    learner.refusal(new.seal(0, Welcome(7)))
-    assert learner.clock[0] == 7

@@ -51,7 +51,7 @@ class Town:
         self._seq += 1
         payload = Payload("packet", payload, None) if payload else None
         body = Announce(1, 0, -1, ()) if payload else Tick(1)
-        self.network.send(Envelope(a, 0, b, self._seq, (), body), payload)
+        self.network.send(Envelope(a, 0, b, self._seq, 0, body), payload)
         return self._seq
 
     def at(self, when: float, call, *args) -> None:  # type: ignore[no-untyped-def]

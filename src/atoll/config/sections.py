@@ -271,7 +271,7 @@ class Limits(_Section, frozen=True):
     places_per_token: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Places that learners with the same join token may take; 0: four times `learners`, at least 16."""
     members_max: Annotated[int, Meta(ge=1, le=4096)] = 1024
-    """The most members. Every message has a vector clock with one entry per member, so cost grows with their number squared."""
+    """The most members."""
 
 
 class Config(_Section, frozen=True):

@@ -27,7 +27,6 @@ TOKENS = 10**12
 class Attacker:
     def __init__(self, config: Config, fault: Hostile) -> None:
         self._codec = codec(config.protocol.codec_up)
-        self._members = config.limits.members_max
         self._seed = config.seed
         self.fault = fault
         self._answers = 0
@@ -41,7 +40,7 @@ class Attacker:
         if changes:
             envelope = msgspec.structs.replace(envelope, body=msgspec.structs.replace(body, **changes))
         if self.fault.attack == "clock":
-            envelope = msgspec.structs.replace(envelope, clock=(2**50,) * (1 + self._members))
+            envelope = msgspec.structs.replace(envelope, clock=2**50)
         return envelope, payload
 
     def delay(self, envelope: Envelope) -> Nanos:

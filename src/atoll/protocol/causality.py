@@ -1,4 +1,4 @@
-"""Who knows of what: vector clocks, and FIFO channels by (sender, incarnation, receiver) sequence numbers.
+"""What came before what: one's own count on every message, and FIFO channels by (sender, incarnation, receiver) sequence numbers.
 
 A channel has two lanes, each in order and numbered by itself: messages with bytes beside them, and the rest. A
 long transfer must not hold back the reports that let the next round begin, so what merely says how things stand may
@@ -8,44 +8,31 @@ it was said.
 
 from __future__ import annotations
 
-from atoll.ids import SYNCER, Incarnation, WorkerId
+from atoll.ids import Incarnation, WorkerId
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Envelope, Lane, Message, Report
 
-VectorClock = tuple[int, ...]
-
 DUPLICATE = Reason(Why.DUPLICATE)
+
 
 def may_overtake(envelope: Envelope) -> bool:
     """It was sealed without a word of what lies before it in the other lane."""
     return envelope.after == 0 and envelope.body.overtakes
 
 
-def merge_clocks(a: VectorClock, b: VectorClock) -> VectorClock:
-    if a == b:
-        return a
-    if len(a) < len(b):
-        a, b = b, a
-    return tuple(map(max, a, b)) + a[len(b) :]
-
-
-def entry(worker: WorkerId) -> int:
-    return 0 if worker == SYNCER else 1 + worker
-
-
 class Mailbox:
-    """One worker's ends of all its channels, and its vector clock."""
+    """One worker's ends of all its channels, and its own count."""
 
     __slots__ = ("_expected", "_incarnations", "_marked", "_me", "_next", "clock", "duplicates", "incarnation")
 
-    def __init__(self, me: WorkerId, incarnation: Incarnation, workers: int) -> None:
+    def __init__(self, me: WorkerId, incarnation: Incarnation) -> None:
         self._me = me
         self.incarnation = incarnation
         self._next: dict[WorkerId, tuple[int, int]] = {}
         self._expected: dict[WorkerId, tuple[int, int]] = {}
         self._incarnations: dict[WorkerId, Incarnation] = {}
         self._marked = 0
-        self.clock: VectorClock = (0,) * (1 + workers)
+        self.clock = 0
         self.duplicates = 0
 
     def seal(self, receiver: WorkerId, body: Message) -> Envelope:
@@ -66,7 +53,7 @@ class Mailbox:
 
     def advance(self, count: int) -> None:
         """Set one's own count."""
-        self._set(entry(self._me), count)
+        self.clock = count
 
     def restart(self, incarnation: Incarnation) -> None:
         """A syncer came back: its channels begin anew under a higher incarnation, its knowledge stays."""
@@ -98,30 +85,4 @@ class Mailbox:
             other = envelope.after  # what it follows was lost with the connection before
         self._incarnations[sender] = incarnation
         self._expected[sender] = (other, envelope.seq + 1) if lane else (envelope.seq + 1, other)
-        self._learn(envelope, anew=incarnation > known)
         return None
-
-    def _learn(self, envelope: Envelope, *, anew: bool) -> None:
-        """The syncer knows of everybody; of anybody else's clock only the sender's own count is taken, so a clock is as long as
-        there are members, whatever one of them sends. A message that was overtaken knows less; a sender's new incarnation counts
-        from zero; of oneself nobody knows better."""
-        sender = envelope.sender
-        if sender == SYNCER:
-            mine = self._own()
-            self.clock = merge_clocks(self.clock, envelope.clock)
-            self._set(entry(SYNCER), envelope.clock[0] if anew and envelope.clock else self.clock[0])
-            self._set(entry(self._me), mine)
-            return
-        at = entry(sender)
-        says = envelope.clock[at] if at < len(envelope.clock) else 0
-        self._set(at, says if anew or at >= len(self.clock) else max(says, self.clock[at]))
-
-    def _own(self) -> int:
-        at = entry(self._me)
-        return self.clock[at] if at < len(self.clock) else 0
-
-    def _set(self, at: int, count: int) -> None:
-        clock = self.clock
-        if at >= len(clock):
-            clock += (0,) * (at + 1 - len(clock))
-        self.clock = clock if clock[at] == count else (*clock[:at], count, *clock[at + 1 :])

@@ -83,7 +83,7 @@ class LearnerMachine:
         self.config = config
         self.learner, self.incarnation = learner, incarnation
         self.schedule = Schedule(config)
-        self._effects = Effects(Mailbox(learner, incarnation, config.learners))
+        self._effects = Effects(Mailbox(learner, incarnation))
         self._fragments = p.fragments
         self.phase: LearnerPhase = JOINING
         self._connected = self._has_state = self._finish = False
@@ -167,7 +167,7 @@ class LearnerMachine:
             return
         body = envelope.body
         if envelope.sender == SYNCER:
-            self._marker = max(self._marker, marker_of(envelope.clock[0], self.config.protocol.snapshot_interval))
+            self._marker = max(self._marker, marker_of(envelope.clock, self.config.protocol.snapshot_interval))
         match body:
             case Announce():
                 self._announced(body)

@@ -384,14 +384,15 @@ def addressed(direction: Direction) -> tuple[type[Sent], ...]:
 
 
 class Envelope(msgspec.Struct, frozen=True, gc=False):
-    """`seq` counts per (sender, incarnation, receiver) and lane, so channels are FIFO (`causality.py`). `clock[0]` is the
-    syncer's outer step, `clock[1 + m]` learner m's local step: one's own count and the latest known of everybody else."""
+    """`seq` counts per (sender, incarnation, receiver) and lane, so channels are FIFO (`causality.py`). `clock` is
+    the sender's own count in this incarnation: the syncer's outer step, a learner's local step. What it knew of everybody else
+    is no part of a message, because the tapes say it: a vector clock is a fold of these counts over what was received before."""
 
     sender: WorkerId
     incarnation: Incarnation
     receiver: WorkerId
     seq: int
-    clock: tuple[int, ...]
+    clock: int
     body: Message
     after: int = 0
     """How many messages of the other lane come before this one."""

@@ -69,7 +69,7 @@ class SyncerMachine:
         self.config = config
         self.schedule = Schedule(config)
         self.outer_step: OuterStep = 0
-        self._effects = Effects(Mailbox(SYNCER, 0, config.learners))
+        self._effects = Effects(Mailbox(SYNCER, 0))
         self.roster = Roster(p.fragments)
         self.versions = Versions(config, self._effects, self.roster)
         self.ledger = Ledger(p.fragments, adoption_discards=p.anchor != "round_start")

@@ -25,10 +25,9 @@ from atoll.errors import UNDECODABLE, TapeError
 from atoll.ids import Nanos, WorkerId
 from atoll.protocol.vocabulary import Effect, Event
 
-FORMAT = 4
+FORMAT = 5
 LINE_MAX = 1 << 28
-"""Bytes of one line. The longest are of the syncer's commits: a message to each member, with a clock that has an entry for each.
-In a run of 1,024 members with 24 fragments due at once that is 182 MB."""
+"""Bytes of one line. The longest are of the syncer's commits: a message to each member for each fragment that is due."""
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):

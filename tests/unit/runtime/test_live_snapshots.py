@@ -117,7 +117,7 @@ def test_snapshot_with_more_in_flight_than_memory_should_hold_is_given_up(
     stores.snapshot(20, sealed=True)
     stores.syncer.begin(40, SyncerState(40, ((0,),), (), (), ()))
     for seq in range(100):
-        stores.syncer.put_in_flight(40, Envelope(0, 0, -1, seq, (), Goodbye(Reason(Why.LEAVES))), None)
+        stores.syncer.put_in_flight(40, Envelope(0, 0, -1, seq, 0, Goodbye(Reason(Why.LEAVES))), None)
     stores.syncer.seal(40, (0,), True)
     assert [info.outer_step for info in list_snapshots(stores.run)] == [20]
 

@@ -145,7 +145,7 @@ def test_tape_of_another_format_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.tape"
     with TapeWriter.create(path, header(config_of("diloco"), format=99)):
         pass
-    with pytest.raises(TapeError, match="recorded in format 99, and this atoll reads format 4"):
+    with pytest.raises(TapeError, match="recorded in format 99, and this atoll reads format 5"):
         Tape(path)
 
 
