@@ -140,7 +140,7 @@ MESSAGES: list[Message] = [
 
 
 def _envelope(body: Message, sender: int = 0, seq: int = 0) -> Envelope:
-    return Envelope(sender, 0, SYNCER, seq, (0, 3, 0), body)
+    return Envelope(sender, 0, SYNCER, seq, 3, body)
 
 
 def _message(data: bytes) -> None:

@@ -50,12 +50,14 @@ PATIENT = {"silence_steps": 1e4, "patience_seconds": 60.0, "recovery_intervals":
 
 
 def small(learners: int = 3, *, preset: str = "decoupled", total_steps: int = 150, **sections: Any) -> Config:
-    """Steps of a few milliseconds, slowed to some twenty: 50 outer steps a second."""
+    """Steps of a few milliseconds, slowed to some twenty: 50 outer steps a second. Tapes go on in a new segment every second or
+    two, so that whatever is killed is killed between segments too, and whatever reads tapes reads many."""
     overrides: dict[str, Any] = {
         "learners": learners,
         "total_steps": total_steps,
         "data": {"max_bytes": 200_000, "seq_len": 32, "batch_size": 4, "heldout_batches": 2},
         "inner": {"learning_rate": 0.003},
+        "limits": {"tape_segment_bytes": 30_000},
         "model": {"numbers": {"width": 16, "layers": 1, "heads": 2}},
     }
     if preset == "decoupled":

@@ -64,6 +64,19 @@ def test_thawed_machines_decide_as_those_that_were_frozen(seed: int) -> None:
     assert shadows.largest < 200_000
 
 
+def test_a_bounded_queue_stays_bounded() -> None:
+    """Theta's moves are judged by the last so many. Runs without tensors measure none."""
+    config = load(preset_name="decoupled")
+    machine = SyncerMachine(config)
+    for jump in range(1, 100):
+        machine.merging.norms.moved(0, float(jump), 1.0)
+    fresh = thaw(freeze(machine), SyncerMachine(config))
+    for jump in range(1, 100):
+        machine.merging.norms.moved(0, 1.0 / jump, 1.0)
+        fresh.merging.norms.moved(0, 1.0 / jump, 1.0)
+        assert fresh.merging.norms.jump_limit(0, 1.0) == machine.merging.norms.jump_limit(0, 1.0)
+
+
 def frozen_syncer() -> tuple[Config, bytes]:
     config = load(preset_name="decoupled", overrides={"learners": 2, "total_steps": 20})
     cluster = VirtualCluster(config)

@@ -10,6 +10,7 @@ import typer
 from atoll.cli.options import AllowOption, PluginOption
 from atoll.cli.progress import ReplayProgress
 from atoll.cli.shared import RunArgument, err, out
+from atoll.errors import UserError
 from atoll.tape.folder import find_run
 from atoll.tape.format import Tape
 from atoll.tape.weave import Woven, open_run
@@ -20,6 +21,9 @@ def replay(
     weights: Annotated[
         bool, typer.Option("--weights", help="Train the model again from the tapes, and demand every Theta bit for bit.")
     ] = False,
+    since: Annotated[
+        int | None, typer.Option("--since", min=0, metavar="STEP", help="Begin at the checkpoints at or before this outer step.")
+    ] = None,
     threads: Annotated[
         int | None, typer.Option("--threads", min=1, help="CPU threads of torch. Default: as many as the tape was recorded with.")
     ] = None,
@@ -35,7 +39,9 @@ def replay(
     from atoll.runtime.local.summary import executor_for_replay
     from atoll.sim.run import replay_run
 
-    tape = _tapes_of(run, weights=weights)
+    if weights and since is not None:
+        raise UserError("--since: --weights trains the model again from the beginning; leave one of them out")
+    tape = _tapes_of(run, since, weights=weights)
     use_threads(threads or tape.header.threads)
     if weights:
         _to_stderr(f"replaying {tape.path}: all inner steps are trained again in this process, one after the other")
@@ -58,8 +64,8 @@ def replay(
         out.print(f"every Theta as recorded, bit for bit; final sha256 {theta}", soft_wrap=True)
 
 
-def _tapes_of(run: Path, *, weights: bool) -> Tape | Woven:
-    tape = open_run(run)
+def _tapes_of(run: Path, since: int | None, *, weights: bool) -> Tape | Woven:
+    tape = open_run(run, since)
     if weights and isinstance(tape, Tape) and tape.header.worker is not None:  # of a live worker: weights need all of them
         return open_run(find_run(run).folder)
     return tape

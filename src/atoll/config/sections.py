@@ -270,6 +270,10 @@ class Limits(_Section, frozen=True):
     """Places that one certificate may take. A place belongs to the certificate that first took it."""
     places_per_token: Annotated[int, Meta(ge=0, le=4096)] = 0
     """Places that learners with the same join token may take; 0: four times `learners`, at least 16."""
+    tape_segment_bytes: Annotated[int, Meta(ge=1 << 12, le=1 << 40)] = 1 << 24
+    """A worker's tape goes on in a new segment after this many bytes. A restarted syncer reads the newest one."""
+    tape_bytes_max: Annotated[int, Meta(ge=0, le=1 << 50)] = 1 << 32
+    """Bytes of older segments, compressed, that each worker keeps for replay; the oldest are dropped."""
     members_max: Annotated[int, Meta(ge=1, le=4096)] = 1024
     """The most members."""
 

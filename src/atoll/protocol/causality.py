@@ -51,6 +51,10 @@ class Mailbox:
         self._marked = body.snapshot
         return True
 
+    def sent(self) -> tuple[tuple[WorkerId, int, int], ...]:
+        """By receiver: how many messages this incarnation has sent, in either lane."""
+        return tuple((receiver, control, bulk) for receiver, (control, bulk) in sorted(self._next.items()))
+
     def advance(self, count: int) -> None:
         """Set one's own count."""
         self.clock = count

@@ -14,18 +14,37 @@ import sys
 from collections import OrderedDict, deque
 from enum import Enum
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from atoll.config import Config
 from atoll.errors import UNDECODABLE, TapeError
+from atoll.ids import Incarnation, OuterStep, WorkerId
+from atoll.protocol.learner import LearnerMachine
+from atoll.protocol.syncer import SyncerMachine
 from atoll.rules import Schedule
 
 ROOM = "atoll.protocol."
 PLAIN = (type(None), bool, int, float, str)
 
 MachineT = TypeVar("MachineT")
+
+
+class Checkpoint(NamedTuple):
+    """A machine between two events, and what a reader must know to begin there."""
+
+    state: bytes
+    incarnation: Incarnation
+    outer_step: OuterStep
+    sent: tuple[tuple[WorkerId, int, int], ...]
+    """By receiver: the messages that this incarnation has sent, in either lane."""
+
+
+def checkpoint(machine: SyncerMachine | LearnerMachine) -> Checkpoint:
+    outer_step = machine.outer_step if isinstance(machine, SyncerMachine) else machine.outer_known
+    mailbox = machine.mailbox
+    return Checkpoint(freeze(machine), mailbox.incarnation, outer_step, mailbox.sent())
 
 
 class Unusable(TapeError):
@@ -73,6 +92,8 @@ class _Writer:
             return value
         if kind in _CONTAINERS:
             return [_CONTAINERS[kind], *map(self._value, sorted(value) if kind in (set, frozenset) else value)]
+        if kind is deque:
+            return ["deque", value.maxlen, *map(self._value, value)]
         if kind in (dict, OrderedDict):
             return ["map" if kind is dict else "ordered", *([self._value(k), self._value(v)] for k, v in value.items())]
         if kind is FunctionType or isinstance(value, (Schedule, Config)) or kind.__module__.startswith("atoll.config"):
@@ -100,8 +121,7 @@ class _Reader:
         self._find(0, machine)
         for number, (name, _, _) in enumerate(self._specs):
             if number not in self._parts:
-                kind = self._classes[name]
-                self._parts[number] = kind.__new__(kind)
+                self._parts[number] = object.__new__(self._classes[name])
         for number, spec in enumerate(self._specs):
             self._fill(self._parts[number], spec)
 
@@ -135,6 +155,8 @@ class _Reader:
         tag, rest = value[0], value[1:]
         if tag in _MADE_BY:
             return _MADE_BY[tag](map(self._value, rest))
+        if tag == "deque":
+            return deque(map(self._value, rest[1:]), maxlen=rest[0])
         if tag in ("map", "ordered"):
             pairs = ((self._value(k), self._value(v)) for k, v in rest)
             return dict(pairs) if tag == "map" else OrderedDict(pairs)
@@ -156,7 +178,7 @@ class _Reader:
         return method
 
 
-_CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozen", deque: "deque"}
+_CONTAINERS: dict[type, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozen"}
 _MADE_BY = {tag: kind for kind, tag in _CONTAINERS.items()}
 
 

@@ -148,6 +148,10 @@ class LearnerMachine:
                 raise AssertionError(f"no learner expects {event}")
         return self._effects.take()
 
+    @property
+    def mailbox(self) -> Mailbox:
+        return self._effects.mailbox
+
     def deadline(self) -> Nanos | None:
         if self.phase == DONE:
             return None

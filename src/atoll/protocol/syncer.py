@@ -136,6 +136,15 @@ class SyncerMachine:
                 soonest = round_.pull_deadline
         return soonest
 
+    @property
+    def mailbox(self) -> Mailbox:
+        return self._effects.mailbox
+
+    @property
+    def now(self) -> Nanos:
+        """Of the last event."""
+        return self._effects.now
+
     def fates(self) -> Fates:
         return self.ledger.fates()
 

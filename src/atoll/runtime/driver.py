@@ -23,10 +23,11 @@ class Driver:
         carry_out: Callable[[Effect, Payload | None], None], arm: Callable[[Nanos | None], None],
         must_sync: Callable[[Event], bool] = lambda event: False,
         on_tape_error: Callable[[OSError], None] | None = None, failed: Callable[[BaseException], None] = lambda error: None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`arm` receives the next deadline, or None. `must_sync`: this event must be fsynced before its effects are carried
         out. `on_tape_error`: the tape cannot be written, and no effect is carried out until `retry_tape` succeeds. `failed`: a
-        bug in the middle of an event; no event is processed after it."""
+        bug in the middle of an event; no event is processed after it. `between`: called after each event, before the next."""
         self.machine = machine
         self._worker = worker
         self._clock = clock
@@ -36,6 +37,7 @@ class Driver:
         self._must_sync = must_sync
         self._on_tape_error = on_tape_error
         self._failed = failed
+        self._between = between
         self._closed = False
         self._lock = threading.RLock()
         self._inbox: deque[tuple[Event, Payload | None]] = deque()
@@ -122,3 +124,4 @@ class Driver:
         if deadline != self._deadline:
             self._deadline = deadline
             self._arm(deadline)
+        self._between()

@@ -15,6 +15,7 @@ from atoll.tape.format import Header, Missing, Record, Tape
 @dataclass(frozen=True)
 class TapeCondition:
     path: Path
+    """The tape's current segment."""
     header: Header | None
     """None: the header itself is damaged."""
     records: int
@@ -26,6 +27,8 @@ class TapeCondition:
     """With a footer: the run ended in order."""
     missing: tuple[Missing, ...]
     damage: str | None
+    past: Path | None = None
+    """The older segment that is damaged, if it is one: it cannot be cut."""
 
 
 def examine_tape(path: Path, observe: Callable[[Header, Record], None] = lambda header, record: None) -> TapeCondition:
@@ -42,8 +45,10 @@ def examine_tape(path: Path, observe: Callable[[Header, Record], None] = lambda 
     except TapeError as error:
         damage = str(error)
     ended = damage is None and not tape.cut
-    rest = 0 if ended else path.stat().st_size - tape.good_bytes
-    return TapeCondition(path, tape.header, tape.whole_records, tape.good_bytes, rest, ended, tuple(tape.missing()), damage)
+    past = tape.reading if damage is not None and tape.reading != path else None
+    rest = 0 if ended or past is not None else path.stat().st_size - tape.good_bytes
+    missing = tuple(tape.missing())
+    return TapeCondition(path, tape.header, tape.whole_records, tape.good_bytes, rest, ended, missing, damage, past)
 
 
 def cut_tape(condition: TapeCondition) -> Path:
@@ -52,6 +57,8 @@ def cut_tape(condition: TapeCondition) -> Path:
     path = condition.path
     if condition.header is None:
         raise TapeError(f"tape {path}: its header is damaged, so no record of it can be read; there is nothing to keep")
+    if condition.past is not None:
+        raise TapeError(f"tape {condition.past}: is an older segment; only the newest can be cut, and the run goes on without it")
     saved = next(name for n in range(1, 10_000) if not (name := path.with_name(f"{path.name}.cut{n}")).exists())
     with path.open("rb") as tape, saved.open("xb") as rest:
         tape.seek(condition.good_bytes)

@@ -3,6 +3,7 @@
     {"c":"5f1d0c2a","header":{...}}                       line 0
     {"c":"93ab01ff","n":1,"t":0,"w":-1,"e":{...},"f":[...]}   a record: number, time, worker, event, effects
     {"c":"51c07aa3","gap":{"first":7,"last":9,"why":"..."}}  records that a learner could not write: its disk was full
+    {"c":"7710d9e4","next":2}                             the segment ends here, and segment 2 goes on (`segments.py`)
     {"c":"0be4711d","end":8122}                           the footer of a run that ended; after a crash there is none
 
 By the chain a reader detects a missing, swapped or altered line like a damaged one. A killed writer may leave a last line
@@ -11,6 +12,7 @@ without its newline; the lines before it are good.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,10 +24,23 @@ import msgspec
 from msgspec import Meta
 
 from atoll.errors import UNDECODABLE, TapeError
-from atoll.ids import Nanos, WorkerId
+from atoll.ids import SYNCER, Nanos, WorkerId
+from atoll.protocol.checkpoint import Checkpoint
 from atoll.protocol.vocabulary import Effect, Event
+from atoll.tape.segments import (
+    UNREADABLE,
+    Segment,
+    begun,
+    finish_roll,
+    machine_state,
+    open_past,
+    past_numbers,
+    state_file,
+    write_durably,
+)  # fmt: skip
 
 FORMAT = 5
+NOT_KEPT = "older segments were dropped, or are not read"
 LINE_MAX = 1 << 28
 """Bytes of one line. The longest are of the syncer's commits: a message to each member for each fragment that is due."""
 
@@ -56,6 +71,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """The worker that wrote this tape; None: a virtual run's tape, of all workers."""
     epoch: int = 0
     """Of a live run: the wall-clock nanoseconds of time 0."""
+    segment: Segment | None = None
+    """None: this is the tape's first."""
 
 
 class Record(msgspec.Struct, frozen=True, rename={"number": "n", "now": "t", "worker": "w", "event": "e", "effects": "f"}):
@@ -102,13 +119,17 @@ class _FooterLine(msgspec.Struct, forbid_unknown_fields=True):
     end: int
 
 
+class _NextLine(msgspec.Struct, forbid_unknown_fields=True):
+    next: int
+
+
 def read_line(file: IO[bytes], path: Path) -> bytes:
     """The next line with its end, the last one perhaps without it, or nothing. A tape whose line ends are lost is refused and not
     read whole."""
     try:
         line = file.readline(LINE_MAX + 1)
-    except OSError as error:
-        raise TapeError(f"tape {path}: cannot be read ({error.strerror})") from None
+    except UNREADABLE as error:
+        raise TapeError(f"tape {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     if len(line) > LINE_MAX:
         raise TapeError(f"tape {path}: has a line of more than {LINE_MAX >> 20} MiB; it is damaged, or no tape")
     return line
@@ -128,15 +149,20 @@ class TapeWriter:
     """A driver appends a record before it executes its effects. With `flush_each`, `append` passes the line to the operating
     system before it returns. An append that fails (a full disk) leaves the tape unchanged and may be repeated."""
 
-    def __init__(
-        self, file: IO[bytes], header: Header | None, *, flush_each: bool = False, count: int = 0, chain: int = 0
-    ) -> None:
+    def __init__(self, file: IO[bytes], header: Header, *, flush_each: bool = False) -> None:
+        self._start(file, header, flush_each)
+        self._put_header()
+
+    def _start(self, file: IO[bytes], header: Header, flush_each: bool, count: int = 0, chain: int = 0, size: int = 0) -> None:
         self._file = file
+        self._header = header
         self._flush_each = flush_each
         self.count = count
         self._chain = chain
-        if header is not None:
-            self._put_header(header)
+        self.segment_bytes = size
+        """Of the segment that is being written."""
+        self._begun: tuple[int, int, Header] | None = None
+        """A segment that ended, and whose successor could not be put in its place yet: the successor's size, chain and header."""
 
     @classmethod
     def create(cls, path: Path, header: Header, *, flush_each: bool = False) -> TapeWriter:
@@ -153,7 +179,13 @@ class TapeWriter:
         file = tape.path.open("r+b", buffering=0)
         file.truncate(tape.good_bytes)
         file.seek(tape.good_bytes)
-        return cls(file, None, flush_each=True, count=tape.whole_records, chain=tape.chain)
+        writer = cls.__new__(cls)
+        writer._start(file, tape.newest, True, tape.whole_records, tape.chain, tape.good_bytes)
+        return writer
+
+    @property
+    def path(self) -> Path:
+        return Path(self._file.name)
 
     def append(
         self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect], *, sync: bool = False
@@ -162,19 +194,50 @@ class TapeWriter:
         self._put(_encode(Record(self.count + 1, now, worker, event, tuple(effects))), sync=sync)
         self.count += 1
 
-    def _put_header(self, header: Header) -> None:
-        self._put(_encode(_HeaderLine(header)))
+    def _put_header(self) -> None:
+        self._put(_encode(_HeaderLine(self._header)))
 
     def append_gap(self, gap: Gap) -> None:
         self._put(_encode(_GapLine(gap)))
 
+    def roll(self, at: Checkpoint) -> None:
+        """Ends this segment and begins the next, with the machine that has seen all records so far. An OSError leaves the tape as
+        it was, or, if the segment has ended already, is raised again by `append` until the next one is in place."""
+        path, number = self.path, 1 + (self._header.segment.number if self._header.segment is not None else 1)
+        ends = _encode(_NextLine(number))
+        _, chain = _seal(ends, self._chain)
+        digest = hashlib.sha256(at.state).hexdigest()
+        segment = Segment(number, self.count, chain, at.outer_step, at.incarnation, digest, at.sent)
+        header = msgspec.structs.replace(self._header, segment=segment)
+        line, begins = _seal(_encode(_HeaderLine(header)), chain)
+        write_durably(state_file(path, number), at.state)
+        write_durably(begun(path), line)
+        self._put(ends, sync=True)
+        self._begun = (len(line), begins, header)
+        self._switch()
+
+    def _switch(self) -> None:
+        """From a segment that ended to its successor."""
+        assert self._begun is not None
+        size, chain, header = self._begun
+        assert header.segment is not None
+        path = self.path
+        finish_roll(path, header.segment.number - 1)
+        file = path.open("r+b", buffering=0)
+        file.seek(size)
+        self._file.close()
+        self._file, self._header, self._chain, self.segment_bytes, self._begun = file, header, chain, size, None
+
     def _put(self, body: bytes, *, sync: bool = False) -> None:
+        if self._begun is not None:
+            self._switch()
         line, chain = _seal(body, self._chain)
         if self._flush_each:
             self._write_whole(line, sync)
         else:
             self._file.write(line)
         self._chain = chain
+        self.segment_bytes += len(line)
 
     def _write_whole(self, line: bytes, sync: bool) -> None:
         """Unbuffered, so that a line of which the disk took only a part can be cut off again."""
@@ -218,20 +281,67 @@ class TapeWriter:
 
 
 class Tape:
-    """A tape to read. `cut` means that the footer is missing; it is set when `records` has been read to its end."""
+    """A tape to read, from its first segment that is kept, or from a later one. `cut` means that the footer is missing; it is set
+    when `records` has been read to its end."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, begin: int | None = None) -> None:
+        """`begin`: the number of the segment to begin with."""
         self.path = path
         self.cut = False
         self.whole_records = 0
         self.good_bytes = 0
+        """Of the segment that is being read, up to the last whole line."""
         self.chain = 0
+        self.reading = path
         self.gaps: list[Gap] = []
         """Those that `records` or `following` came upon so far."""
-        with self._open() as file:
-            self.header, self._chain0 = self._read_header(read_line(file, path))
+        with self._current() as file:
+            self.header, _ = self._read_header(read_line(file, path))
+        self.newest = self.header
+        """The header of the segment that is being written, or that was when it was last looked at."""
+        self._begin = self._first(begin)
+        if self._begin != self._number(self.header):
+            with self._open(self._begin) as file:
+                self.header, _ = self._read_header(read_line(file, self.reading))
 
-    def _open(self) -> IO[bytes]:
+    @staticmethod
+    def _number(header: Header) -> int:
+        return header.segment.number if header.segment is not None else 1
+
+    def segments(self) -> range:
+        """The numbers of those that are kept, the current one among them."""
+        last = self._number(self.newest)
+        first, kept = last, set(past_numbers(self.path))
+        while first - 1 in kept:
+            first -= 1
+        return range(first, last + 1)
+
+    def _first(self, wanted: int | None) -> int:
+        kept = self.segments()
+        if wanted is not None and wanted not in kept:
+            raise TapeError(f"tape {self.path}: segment {wanted} is not there; {kept.start} to {kept.stop - 1} are")
+        return kept.start if wanted is None else wanted
+
+    def at(self, outer_step: int) -> Tape:
+        """The same tape from the last segment that begins at or before an outer step."""
+        for number in reversed(self.segments()):
+            tape = Tape(self.path, begin=number)
+            if tape.header.segment is None or tape.header.segment.outer_step <= outer_step:
+                return tape
+        first = Tape(self.path).header.segment
+        assert first is not None
+        raise TapeError(f"tape {self.path}: what came before outer step {first.outer_step} is not kept; give that or a later one")
+
+    def newest_segment(self) -> Tape:
+        """The same tape from its last segment: what a restart reads."""
+        return Tape(self.path, begin=self._number(self.newest))
+
+    def begins_with(self, key: int = SYNCER) -> tuple[bytes, Segment] | None:
+        """The machine's state before the first record that is read. None: it is a new machine."""
+        segment = self.header.segment
+        return None if segment is None else (machine_state(self.path, segment), segment)
+
+    def _current(self) -> IO[bytes]:
         try:
             return self.path.open("rb")
         except FileNotFoundError:
@@ -239,21 +349,33 @@ class Tape:
         except OSError as error:
             raise TapeError(f"tape {self.path}: cannot be read ({error.strerror})") from None
 
+    def _open(self, number: int) -> IO[bytes]:
+        found = open_past(self.path, number)
+        if found is None:
+            self.reading = self.path
+            return self._current()
+        file, self.reading = found
+        return file
+
     def _read_header(self, line: bytes) -> tuple[Header, int]:
-        body, chain = self._unseal(line, 0, 0)
+        """It is checked against the chain that it says it continues; the reader compares that with the segment before."""
         try:
-            header = msgspec.json.decode(body, type=_HeaderLine).header
+            header = msgspec.json.decode(b"{" + line[_PREFIX:], type=_HeaderLine).header if line.endswith(b"\n") else None
         except UNDECODABLE as error:
-            raise TapeError(f"tape {self.path}: the header cannot be read: {error}") from None
+            self._unseal(line, 0, 0)
+            raise TapeError(f"tape {self.reading}: the header cannot be read: {error}") from None
+        follows = header.segment.chain if header is not None and header.segment is not None else 0
+        _, chain = self._unseal(line, follows, 0)
+        assert header is not None
         if header.format != FORMAT:
             raise TapeError(
-                f"tape {self.path}: was recorded in format {header.format}, and this atoll reads format {FORMAT}; "
+                f"tape {self.reading}: was recorded in format {header.format}, and this atoll reads format {FORMAT}; "
                 f"read it with the atoll that recorded it"
             )
         return header, chain
 
     def _unseal(self, line: bytes, chain: int, number: int) -> tuple[bytes, int]:
-        where = f"tape {self.path}: " + (f"record {number}" if number else "the header")
+        where = f"tape {self.reading}: " + (f"record {number}" if number else "the header")
         if len(line) < _PREFIX + 2 or not line.startswith(b'{"c":"') or line[14:16] != b'",' or not line.endswith(b"\n"):
             raise TapeError(f"{where} is damaged or truncated")
         body = b"{" + line[_PREFIX:-1]
@@ -262,76 +384,131 @@ class Tape:
             raise TapeError(f"{where} is damaged, or a record before it is missing: its checksum does not fit")
         return body, chain
 
+    def _enter(self, file: IO[bytes], number: int, *, first: bool) -> bool:
+        """Reads a segment's header. False: this is not the segment that follows; it is not there yet."""
+        line = read_line(file, self.reading)
+        if not first and not line.endswith(b"\n"):
+            return False
+        header, chain = self._read_header(line)
+        if self._number(header) != number:
+            return False
+        segment = header.segment
+        if first:
+            self.whole_records = segment.records if segment is not None else 0
+            self.gaps.clear()
+        elif segment is None or (segment.records, segment.chain) != (self.whole_records, self.chain):
+            raise TapeError(f"tape {self.reading}: does not continue the segment before it; lines are missing in between")
+        self.newest = header
+        self.good_bytes, self.chain = len(line), chain
+        return True
+
     def records(self) -> Iterator[Record]:
         """Those that are there. `gaps` says which are not."""
-        chain, number = self._chain0, 0
-        self.gaps.clear()
-        with self._open() as file:
-            self.good_bytes, self.chain = len(read_line(file, self.path)), chain
-            while line := read_line(file, self.path):
-                if not line.endswith(b"\n"):
-                    break  # the writer was killed in the middle of this line
-                body, chain = self._unseal(line, chain, number + 1)
-                if body.startswith(b'{"end"'):
-                    self._check_footer(body, number, file.read(1))
-                    return
-                if body.startswith(b'{"gap"'):
-                    number = self._take_gap(body, number)
-                    self.good_bytes, self.chain, self.whole_records = self.good_bytes + len(line), chain, number
-                    continue
-                number += 1
-                record = self._decode(body, number)
-                self.whole_records = number
-                self.good_bytes, self.chain = self.good_bytes + len(line), chain
-                yield record
+        at, ended = self._begin, False
+        while True:
+            with self._open(at) as file:
+                if not self._enter(file, at, first=at == self._begin):
+                    self._refuse_short()
+                    break  # its writer was killed between two segments
+                while line := read_line(file, self.reading):
+                    if not line.endswith(b"\n"):
+                        break  # the writer was killed in the middle of this line
+                    taken = self._take(line)
+                    if isinstance(taken, Record):
+                        yield taken
+                    elif isinstance(taken, _FooterLine):
+                        self._check_footer(taken, file.read(1))
+                        return
+                    elif ended := isinstance(taken, _NextLine):
+                        break
+            if not ended:
+                self._refuse_short()
+                break
+            at, ended = at + 1, False
         self.cut = True
+
+    def _refuse_short(self) -> None:
+        """Only the segment that is being written may end anywhere."""
+        if self.reading != self.path:
+            raise TapeError(f"tape {self.reading}: is no whole segment; it is damaged or truncated")
 
     def following(self) -> Iterator[Record | None]:
         """Records as they are appended; None while there are no more. A restarted syncer may cut off an incomplete line and
         write another in its place, so only whole lines count."""
-        chain, number = self._chain0, 0
-        with self._open() as file:
-            at = len(read_line(file, self.path))
-            while True:
-                file.seek(at)
-                line = read_line(file, self.path)
-                if not line.endswith(b"\n"):
-                    yield None
-                    continue
-                body, chain = self._unseal(line, chain, number + 1)
-                at += len(line)
-                if body.startswith(b'{"end"'):
-                    return
-                if body.startswith(b'{"gap"'):
-                    number = self._take_gap(body, number)
-                    continue
-                number += 1
-                yield self._decode(body, number)
+        at = self._begin
+        while True:
+            with self._open(at) as file:
+                there = self._enter(file, at, first=at == self._begin)
+                while there:
+                    line = read_line(file, self.reading)
+                    if not line.endswith(b"\n"):
+                        file.seek(self.good_bytes)
+                        yield None
+                        continue
+                    taken = self._take(line)
+                    if isinstance(taken, Record):
+                        yield taken
+                    elif isinstance(taken, _FooterLine):
+                        return
+                    elif isinstance(taken, _NextLine):
+                        at += 1
+                        break
+            if not there:
+                yield None
 
-    def _take_gap(self, body: bytes, number: int) -> int:
-        """The number of the last record that it stands for."""
+    def _take(self, line: bytes) -> Record | Gap | _NextLine | _FooterLine:
+        number = self.whole_records + 1
+        body, chain = self._unseal(line, self.chain, number)
+        taken: Record | Gap | _NextLine | _FooterLine
+        if body.startswith(b'{"end"'):
+            return _FooterLine(self._number_in(body, _FooterLine))
+        if body.startswith(b'{"next"'):
+            taken = _NextLine(self._number_in(body, _NextLine))
+            if taken.next != self._number(self.newest) + 1:
+                raise TapeError(f"tape {self.reading}: segment {self._number(self.newest)} is followed by {taken.next}")
+        elif body.startswith(b'{"gap"'):
+            taken = self._take_gap(body)
+            self.whole_records = taken.last
+        else:
+            taken = self._decode(body, number)
+            self.whole_records = number
+        self.good_bytes, self.chain = self.good_bytes + len(line), chain
+        return taken
+
+    @staticmethod
+    def _number_in(body: bytes, kind: type[_FooterLine | _NextLine]) -> int:
+        try:
+            found = msgspec.json.decode(body, type=kind)
+        except UNDECODABLE:
+            return -1
+        return found.end if isinstance(found, _FooterLine) else found.next
+
+    def _take_gap(self, body: bytes) -> Gap:
+        number = self.whole_records
         try:
             gap = msgspec.json.decode(body, type=_GapLine).gap
         except UNDECODABLE as error:
-            raise TapeError(f"tape {self.path}: the gap after record {number} cannot be decoded: {error}") from None
+            raise TapeError(f"tape {self.reading}: the gap after record {number} cannot be decoded: {error}") from None
         if gap.first != number + 1 or gap.last < gap.first:
-            raise TapeError(f"tape {self.path}: the gap after record {number} does not match the records")
+            raise TapeError(f"tape {self.reading}: the gap after record {number} does not match the records")
         self.gaps.append(gap)
-        return gap.last
+        return gap
 
     def _decode(self, body: bytes, number: int) -> Record:
         try:
             return _decode_record(body)
         except UNDECODABLE as error:
-            raise TapeError(f"tape {self.path}: record {number} cannot be decoded: {error}") from None
+            raise TapeError(f"tape {self.reading}: record {number} cannot be decoded: {error}") from None
 
     def gap_before(self, key: int) -> Gap | None:
         """Records are missing before the one that `sourced` yielded last."""
         return self.gaps[0] if self.gaps else None
 
     def missing(self) -> list[Missing]:
-        worker = self.header.worker
-        return [Missing(str(self.path), worker, gap.first - 1, gap.last - gap.first + 1, gap.why) for gap in self.gaps]
+        worker, segment = self.header.worker, self.header.segment
+        dropped = [Missing(str(self.path), worker, 0, segment.records, NOT_KEPT)] if segment is not None else []
+        gaps = [Missing(str(self.path), worker, gap.first - 1, gap.last - gap.first + 1, gap.why) for gap in self.gaps]
+        return dropped + gaps
 
     def headers(self) -> list[Header]:
         return [self.header]
@@ -341,10 +518,6 @@ class Tape:
         for record in self.records():
             yield record.worker, record
 
-    def _check_footer(self, body: bytes, number: int, rest: bytes) -> None:
-        try:
-            end = msgspec.json.decode(body, type=_FooterLine).end
-        except UNDECODABLE:
-            end = -1
-        if end != number or rest:
-            raise TapeError(f"tape {self.path}: the footer after record {number} does not match the records")
+    def _check_footer(self, footer: _FooterLine, rest: bytes) -> None:
+        if footer.end != self.whole_records or rest:
+            raise TapeError(f"tape {self.reading}: the footer after record {self.whole_records} does not match the records")

@@ -13,6 +13,7 @@ from typing import IO
 
 from atoll.errors import TapeError
 from atoll.ids import Nanos, WorkerId
+from atoll.protocol.checkpoint import Checkpoint
 from atoll.protocol.vocabulary import Effect, Event
 from atoll.tape.format import Gap, Header, TapeWriter
 
@@ -21,8 +22,8 @@ class LossyTapeWriter(TapeWriter):
     """`say` is given a sentence when the first record is lost, and when records are written again."""
 
     def __init__(self, file: IO[bytes], header: Header, say: Callable[[str], None]) -> None:
-        super().__init__(file, None, flush_each=True)
-        self._header: Header | None = header
+        self._start(file, header, flush_each=True)
+        self._headed = False
         self._say = say
         self._lost_from = 0
         """Number of the first record that is lost and not noted yet; 0: none."""
@@ -48,6 +49,9 @@ class LossyTapeWriter(TapeWriter):
             self.count += 1
             self.lost += 1
             self._lost_from = self._lost_from or self.count
+
+    def roll(self, at: Checkpoint) -> None:
+        self._attempt(lambda: super(LossyTapeWriter, self).roll(at))
 
     def close(self) -> None:
         self._attempt(super().close)
@@ -75,9 +79,9 @@ class LossyTapeWriter(TapeWriter):
         return False
 
     def _catch_up(self) -> None:
-        if self._header is not None:
-            self._put_header(self._header)
-            self._header = None
+        if not self._headed:
+            self._put_header()
+            self._headed = True
         if self._lost_from:
             self.append_gap(Gap(self._lost_from, self.count, self._why))
             self._say(f"the tape is written again; records {self._lost_from} to {self.count} are lost")

@@ -16,12 +16,14 @@ import msgspec
 from atoll.config import Config, from_builtins
 from atoll.errors import ConfigError, ReplayDiverged, TapeError
 from atoll.ids import SYNCER, OuterStep, WorkerId, seconds, worker_name
+from atoll.protocol.checkpoint import thaw
 from atoll.protocol.interface import Executor, Machine
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.ledger import Fates
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Effect, Event, Lane, Received, Send, Started, Stored
 from atoll.tape.format import Gap, Header, Missing, Record
+from atoll.tape.segments import Segment
 
 
 class TapeSource(Protocol):
@@ -33,6 +35,7 @@ class TapeSource(Protocol):
     whole_records: int
 
     def gap_before(self, key: int) -> Gap | None: ...
+    def begins_with(self, key: int = ...) -> tuple[bytes, Segment] | None: ...
     def missing(self) -> list[Missing]: ...
     def sourced(self) -> Iterator[tuple[int, Record]]: ...
     def headers(self) -> list[Header]: ...
@@ -47,8 +50,10 @@ class Outcome(msgspec.Struct, frozen=True):
     """What the tapes lack: decisions of those learners are not checked from there on."""
 
 
-def machine_for(config: Config, worker: WorkerId, incarnation: int) -> Machine:
-    return SyncerMachine(config) if worker == SYNCER else LearnerMachine(config, worker, incarnation)
+def machine_for(config: Config, worker: WorkerId, incarnation: int, state: bytes | None = None) -> Machine:
+    """A new one, or one that goes on from a state."""
+    machine = SyncerMachine(config) if worker == SYNCER else LearnerMachine(config, worker, incarnation)
+    return machine if state is None else thaw(state, machine)
 
 
 def replay(
@@ -63,7 +68,7 @@ def replay(
         config = from_builtins(tape.header.config)
     except ConfigError as error:
         raise TapeError(f"tape {tape.path}: the config in its header is refused: {error}") from None
-    workers = TapeWorkers(config, executor_for, tape.path)
+    workers = TapeWorkers(config, executor_for, tape)
     in_transit = _InTransit()
     digests: dict[int, str] = {}
     story: deque[Record] = deque(maxlen=12)
@@ -92,23 +97,41 @@ def replay(
 class TapeWorkers:
     """The workers of a tape: a new machine for each start, and its executor."""
 
-    def __init__(self, config: Config, executor_for: Callable[[WorkerId, int], Executor] | None, path: Path) -> None:
-        self._config, self._executor_for, self._path = config, executor_for, path
+    def __init__(self, config: Config, executor_for: Callable[[WorkerId, int], Executor] | None, tape: TapeSource) -> None:
+        self._config, self._executor_for, self._tape = config, executor_for, tape
         self._machines: dict[int, Machine] = {}
         self.executor: dict[int, Executor] = {}
         self.syncer: SyncerMachine | None = None
 
     def machine(self, key: int, record: Record) -> Machine:
         event, worker = record.event, record.worker
+        if key not in self._machines:
+            self._go_on(key, worker)
         if isinstance(event, Started):
             if worker != SYNCER or key not in self._machines:  # a restarted syncer is the same machine, re-derived
-                machine = self._machines[key] = machine_for(self._config, worker, event.incarnation)
-                self.syncer = machine if isinstance(machine, SyncerMachine) else self.syncer
+                self._add(key, machine_for(self._config, worker, event.incarnation))
             if self._executor_for is not None:
                 self.executor[key] = self._executor_for(worker, event.incarnation)
         if key not in self._machines:
-            raise TapeError(f"tape {self._path}: record {record.number}: {worker_name(worker)} acts before it starts")
+            raise TapeError(f"tape {self._tape.path}: record {record.number}: {worker_name(worker)} acts before it starts")
         return self._machines[key]
+
+    def _go_on(self, key: int, worker: WorkerId) -> None:
+        """A tape whose beginning is not kept, or not read, begins with a machine."""
+        begins = self._tape.begins_with(key)
+        if begins is None:
+            return
+        state, segment = begins
+        if self._executor_for is not None:
+            raise TapeError(
+                f"tape {self._tape.path}: begins at outer step {segment.outer_step}, and --weights needs the whole run; "
+                "without it the decisions since then are replayed"
+            )
+        self._add(key, machine_for(self._config, worker, segment.incarnation, state))
+
+    def _add(self, key: int, machine: Machine) -> None:
+        self._machines[key] = machine
+        self.syncer = machine if isinstance(machine, SyncerMachine) else self.syncer
 
     def outcome(self, tape: TapeSource) -> Outcome:
         if self.syncer is None:

@@ -38,7 +38,7 @@ def retrain(
     tape: TapeSource, config: Config, executor_for: Callable[[WorkerId, int], Executor], observers: Sequence[Observer]
 ) -> Outcome:
     """`config` may differ from the tape's in keys that no decision depends on: model, data, optimisers."""
-    workers = TapeWorkers(config, executor_for, tape.path)
+    workers = TapeWorkers(config, executor_for, tape)
     outcomes = _Outcomes()
     for key, record in tape.sourced():
         if tape.gap_before(key) is not None:

@@ -13,10 +13,11 @@ from pathlib import Path
 import msgspec
 
 from atoll.errors import TapeError
-from atoll.ids import SYNCER, WorkerId
+from atoll.ids import SYNCER, OuterStep, WorkerId
 from atoll.protocol.vocabulary import Received, Send, Started
 from atoll.tape.folder import TAPE_FILE, find_run
 from atoll.tape.format import Gap, Header, Missing, Record, Tape, read_line
+from atoll.tape.segments import Segment
 
 ChannelKey = tuple[WorkerId, int, WorkerId, int]
 
@@ -32,7 +33,10 @@ class _TapeReader:
         self._records = tape.records()
         self.head: Record | None = next(self._records, None)
         first = self.head.event if self.head is not None else None
+        self.begins = tape.header.segment
         self.incarnation = first.incarnation if isinstance(first, Started) else -1
+        if self.begins is not None and tape.header.worker != SYNCER:
+            self.incarnation = self.begins.incarnation
 
     @property
     def worker(self) -> tuple[WorkerId | None, int]:
@@ -72,6 +76,9 @@ class Woven:
     def gap_before(self, key: int) -> Gap | None:
         return self._readers[key].gap
 
+    def begins_with(self, key: int = 0) -> tuple[bytes, Segment] | None:
+        return self.tapes[key].begins_with()
+
     def missing(self) -> list[Missing]:
         """Of a tape that ends before its learner did, too: others received what it does not send."""
         early = [self.tapes[key] for key in sorted(self._ends_early)]
@@ -82,7 +89,7 @@ class Woven:
         """(number of the tape, record). Records are renumbered."""
         readers = self._readers = [_TapeReader(key, tape) for key, tape in enumerate(self.tapes)]
         taped = {reader.worker: reader for reader in readers}
-        sent: dict[ChannelKey, int] = {}
+        sent = _sent_before(readers)
         while open_ := [t for t in readers if t.head is not None]:
             ready = [t for t in open_ if self._is_ready(t.head, sent, taped)]
             if not ready:
@@ -114,11 +121,25 @@ class Woven:
         reader = taped.get((e.sender, e.incarnation))
         if sent.get(channel, -1) >= e.seq or (reader is None and e.sender != SYNCER):
             return True
+        begins = self._readers[0].begins
+        if e.sender == SYNCER and begins is not None and e.incarnation < begins.incarnation:
+            return True  # the syncer's tape is of all its incarnations, and this one's is not kept
         if reader is None or e.sender == SYNCER or not reader.is_lossy:
             return False
         if not reader.tape.gaps:
             self._ends_early.add(reader.key)
         return True
+
+
+def _sent_before(readers: list[_TapeReader]) -> dict[ChannelKey, int]:
+    """What was sent on segments that are not read."""
+    sent: dict[ChannelKey, int] = {}
+    for reader in readers:
+        worker, begins = reader.tape.header.worker, reader.begins
+        if begins is not None and worker is not None:
+            for receiver, *counts in begins.sent:
+                sent |= {(worker, begins.incarnation, receiver, lane): count - 1 for lane, count in enumerate(counts)}
+    return sent
 
 
 _TAPE = re.compile(r"(\d+)\.tape")
@@ -141,14 +162,22 @@ def _has_begun(path: Path) -> bool:
         return read_line(file, path).endswith(b"\n")
 
 
-def open_run(path: Path) -> Tape | Woven:
-    """The tapes of the run in a folder (see `find_run`); of a file, that tape alone."""
+def open_run(path: Path, since: OuterStep | None = None) -> Tape | Woven:
+    """The tapes of the run in a folder (see `find_run`); of a file, that tape alone. `since`: from the last checkpoints at or
+    before this outer step."""
     if path.is_file():
-        return Tape(path)
+        return _begin(Tape(path), since)
     run = find_run(path)
     if not run.tape.exists():
         raise TapeError(f"run {path}: holds no {TAPE_FILE}; torch's DDP leaves none")
     if run.home == run.folder:
-        return Tape(run.tape)
+        return _begin(Tape(run.tape), since)
     first, *rest = live_tapes(run.folder)
-    return Woven(run.folder, [Tape(first), *(Tape(found) for found in rest if _has_begun(found))])
+    tapes = [Tape(first), *(Tape(found) for found in rest if _has_begun(found))]
+    return Woven(run.folder, [_begin(tape, since) for tape in tapes])
+
+
+def _begin(tape: Tape, since: OuterStep | None) -> Tape:
+    if since is None or (tape.header.worker != SYNCER and tape.header.segment is not None):
+        return tape
+    return tape.at(since)

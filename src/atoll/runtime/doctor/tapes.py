@@ -8,12 +8,15 @@ from pathlib import Path
 from atoll.config import from_builtins
 from atoll.errors import ConfigError
 from atoll.ids import SYNCER, OuterStep
+from atoll.protocol.checkpoint import thaw
 from atoll.protocol.syncer import SyncerMachine
 from atoll.runtime.doctor.health import HealthReport, Remedy
 from atoll.store.version_folder import missing_files
 from atoll.tape.cut import TapeCondition, examine_tape
 from atoll.tape.format import Header, Record
+from atoll.tape.segments import machine_state
 
+OLDER = "a syncer goes on from the newest segment; replay begins after this one (atoll replay --since STEP)"
 CUT = "--cut-tape cuts it there and keeps the rest in a file beside it"
 
 
@@ -21,6 +24,7 @@ class SyncerTape:
     """The syncer's tape, and the state that its good records lead to."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._machine: SyncerMachine | None = None
         self._error = ""
         self.condition = examine_tape(path, self._feed)
@@ -31,6 +35,8 @@ class SyncerTape:
         try:
             if self._machine is None:
                 self._machine = SyncerMachine(from_builtins(header.config))
+                if header.segment is not None:
+                    thaw(machine_state(self._path, header.segment), self._machine)
             self._machine.on(record.event, record.now)
         except ConfigError as error:
             self._error = f"the config in its header is refused: {error}"
@@ -55,6 +61,8 @@ class SyncerTape:
     def _advice(self, home: Path, live: bool) -> str:
         if self.condition.header is None:
             return "put a copy of the tape back, or resume from a snapshot"
+        if self.condition.past is not None:
+            return OLDER
         if not live:
             return CUT
         if self._error or self._machine is None or self._lost(home):
@@ -77,6 +85,7 @@ def report_learner_tape(path: Path, learner: int, run: str, report: HealthReport
         return
     if condition.damage is not None:
         advice = "only this learner's decisions cannot be replayed" if condition.header is None else CUT
+        advice = OLDER if condition.past is not None else advice
         report.damaged("tape", path, _words(condition), advice, _remedy(condition))
     header = condition.header
     if header is not None and ((run and header.run != run) or header.worker != learner):
@@ -89,7 +98,7 @@ def _words(condition: TapeCondition) -> str:
 
 
 def _remedy(condition: TapeCondition) -> Remedy:
-    return Remedy.CUT_TAPE if condition.header is not None else Remedy.NONE
+    return Remedy.CUT_TAPE if condition.header is not None and condition.past is None else Remedy.NONE
 
 
 def _notes(condition: TapeCondition, report: HealthReport) -> None:

@@ -55,6 +55,7 @@ from atoll.runtime.learner.sender import GOODBYE_SECONDS, Sender
 from atoll.runtime.log import PacedLog
 from atoll.runtime.loop import DailyWarnings, DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.places import Placement
+from atoll.runtime.tape_roller import TapeRoller, in_thread
 from atoll.tape.format import TapeWriter
 from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, dial
 
@@ -87,9 +88,11 @@ class LiveLearner:
         self._loop = loop
         self._clock = Clock(placement.epoch)
         self._timer = DeadlineTimer(loop, self._clock, self._deadline)
+        roller = TapeRoller(tape, self.machine, self.machine.config.limits, in_thread) if tape is not None else None
         self._driver = Driver(
-            self.machine, placement.learner, self._clock, tape, self._carry_out, self._timer.set, failed=self._failed
-        )
+            self.machine, placement.learner, self._clock, tape, self._carry_out, self._timer.set, failed=self._failed,
+            between=roller.look if roller is not None else lambda: None,
+        )  # fmt: skip
         self._link: Link | None = None
         self._sender = Sender(self._failed)
         self._link_down = asyncio.Event()

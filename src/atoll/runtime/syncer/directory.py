@@ -1,7 +1,7 @@
 """A syncer's open directory: its tape, versions, places and machine. A lock admits one syncer at a time. The directory holds
 everything that a restarted syncer needs.
 
-    run.tape          every event and its decisions; fsynced before anything is announced
+    run.tape          every event and its decisions; fsynced before anything is announced; older segments beside it
     versions/         Theta, outer state and announced bytes, a file for each version of each fragment
     snapshots/        the syncer's part of snapshots
     start/            the versions that a resumed run started from
@@ -28,6 +28,7 @@ from atoll.errors import DataError, UserError
 from atoll.executor.environment import tape_header
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import SYNCER, Nanos, OuterStep
+from atoll.protocol.checkpoint import thaw
 from atoll.protocol.membership import EXPELLED
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
@@ -35,6 +36,7 @@ from atoll.runtime.clock import Clock, wall
 from atoll.runtime.syncer.places import PlaceLimits, Places, new_run_id, write_private
 from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other_data, resume_warnings
 from atoll.runtime.syncer.snapshots import SyncerSnapshots
+from atoll.runtime.tape_roller import TapeRoller
 from atoll.store.durable import DurableVersions
 from atoll.store.lock import lock_directory
 from atoll.store.model_upload import named_tensors_of, read_model
@@ -44,6 +46,7 @@ from atoll.store.tokenizer_file import refuse_other_tokenizer, write_tokenizer_f
 from atoll.store.versions import Version
 from atoll.store.weights import THETA_FILE, save_weights
 from atoll.tape.format import Tape, TapeWriter
+from atoll.tape.segments import settle
 from atoll.tasks.task import Task, initial_versions
 from atoll.tensors.layout import Layout
 from atoll.tensors.outer import initial_state, outer_rule
@@ -85,6 +88,7 @@ class SyncerDirectory:
             self._reopen()
         else:
             self._create(resume, list(plan))
+        self._roller = TapeRoller(self.tape, self.machine, config.limits, self._run_later)
         tokens = self._tokens(keys)
         self.revoked = Revoked(self.token_file.parent)
         if self.revoked.flaws:
@@ -152,7 +156,8 @@ class SyncerDirectory:
 
     def _reopen(self) -> None:
         """Feeds the tape to the machine, which gives the state. The other files are made to agree with it."""
-        tape = Tape(self.tape_path)
+        settle(self.tape_path)
+        tape = Tape(self.tape_path).newest_segment()
         self.run, self.epoch = tape.header.run, tape.header.epoch
         if from_builtins(tape.header.config) != self.config:  # decoded: JSON has no tuples, so raw dicts never match
             raise UserError(
@@ -163,11 +168,7 @@ class SyncerDirectory:
         if tape.header.data_fingerprint != self.data_fingerprint:
             log.warning("the text has changed since the run began: training goes on, but `atoll replay --weights` will fail")
             self.data_fingerprint = tape.header.data_fingerprint
-        last: Nanos = 0
-        for record in tape.records():
-            self.machine.on(record.event, record.now)
-            self._starts += isinstance(record.event, Started)
-            last = record.now
+        last = self._feed(tape)
         if tape.gaps:
             raise UserError(f"{tape.missing()[0]}; a syncer's tape is its state and cannot lack any")
         if not tape.cut:
@@ -181,6 +182,24 @@ class SyncerDirectory:
             disk = DurableVersions.open(self.directory)
             disk.retain(self.machine.stored_versions())
             self._build_executor(disk)
+
+    def _feed(self, tape: Tape) -> Nanos:
+        """What the machine was at the beginning of the newest segment, and the events since. Returns the time of the last."""
+        begins = tape.begins_with()
+        if begins is not None:
+            state, segment = begins
+            thaw(state, self.machine)
+            self._starts = segment.incarnation + 1
+        last: Nanos = self.machine.now
+        for record in tape.records():
+            self.machine.on(record.event, record.now)
+            self._starts += isinstance(record.event, Started)
+            last = record.now
+        return last
+
+    def between_events(self) -> None:
+        """Called by the driver, whose lock keeps events out meanwhile."""
+        self._roller.look()
 
     def _build_executor(self, disk: DurableVersions) -> None:
         assert self.layout is not None

@@ -74,8 +74,6 @@ RETRY_SECONDS = 1.0
 """Time between attempts to write to a full disk, or to listen."""
 LISTEN_SECONDS = 30.0
 """How long a syncer that comes back tries to listen where it listened before."""
-FLAW_MAX = 300
-"""Characters of a sentence about a peer's message."""
 AWAY_SECONDS = 30.0
 """A learner lost for a shorter time may still reconnect when the run ends."""
 NOTIFY_SECONDS = 10
@@ -117,6 +115,7 @@ class SyncerProcess:
         self._driver = Driver(
             self._directory.machine, SYNCER, self._directory.clock, self._directory.tape, self._carry_out, self._timer.set,
             must_sync=lambda event: isinstance(event, Started | Stored), on_tape_error=self._tape_failed, failed=self.fail,
+            between=self._directory.between_events,
         )  # fmt: skip
         self._expiry = DailyWarnings(loop, log, self._key_warnings)
         self._warm_up()
@@ -194,7 +193,7 @@ class SyncerProcess:
         try:
             asked = msgspec.msgpack.decode(request, type=JoinRequest)
         except (*UNDECODABLE, ValueError) as error:
-            raise Refused(f"this is not a join request: {error}"[:FLAW_MAX], retry=False) from None
+            raise Refused(f"this is not a join request: {error}"[: wire.FLAW_MAX], retry=False) from None
         if asked.protocol != PROTOCOL:
             raise Refused(f"this syncer speaks protocol {PROTOCOL}, not {asked.protocol}: install the same atoll", retry=False)
         if self._directory.machine.finished:
@@ -320,7 +319,7 @@ class SyncerProcess:
             envelope = self._validated(peer, head, data is not None)
         except DataError as error:
             self._directory.places.refused["message"] += 1
-            self._driver.dispatch(Violated(peer.learner, str(error)[:FLAW_MAX]))
+            self._driver.dispatch(Violated(peer.learner, str(error)[: wire.FLAW_MAX]))
             peer.cut(f"refused: {error}")
             return
         if data is None:
@@ -330,7 +329,7 @@ class SyncerProcess:
                 self._driver.dispatch(Received(envelope, 0))
             return
         body = envelope.body
-        payload, flaw = await self._loop.run_in_executor(None, _read, body, data)
+        payload, flaw = await self._loop.run_in_executor(None, wire.packet_from, body, data)
         found, inspected = Finding(flaw), False
         while found.flaw is None and not inspected and (self._storage_blocked or self._is_expected(peer.learner, body)):
             try:
@@ -372,7 +371,7 @@ class SyncerProcess:
         except StorageFailed:
             raise
         except Exception as error:  # a peer's bytes may end its connection, never the syncer
-            return Finding(Reason(Why.POISONED, f"bytes that cannot be used: {error!r}"[:FLAW_MAX]))
+            return Finding(Reason(Why.POISONED, f"bytes that cannot be used: {error!r}"[: wire.FLAW_MAX]))
 
     # ------------------------------------------------------------ effects
 
@@ -540,16 +539,3 @@ class _Peer:
     def cut(self, reason: str) -> None:
         self.is_cut = True
         self.link.close(reason, refused=True)
-
-
-def _read(body: Message, data: memoryview) -> tuple[Payload, Reason | None]:
-    """In another thread: decodes a peer's bytes, with the reason if they cannot be used. Any error ends the peer's connection,
-    never the syncer."""
-    try:
-        payload = wire.from_buffer(body, data)
-        if payload.kind == "packet":
-            return payload, None
-        flaw = "plain numbers, not a packet"
-    except Exception as error:
-        flaw = f"bytes that cannot be read: {error}"[:FLAW_MAX]
-    return Payload("packet", data.nbytes, None), Reason(Why.POISONED, flaw)

@@ -19,6 +19,7 @@ import msgspec
 from atoll.config import from_builtins
 from atoll.errors import UNDECODABLE, DataError, UserError
 from atoll.ids import OuterStep
+from atoll.protocol.checkpoint import thaw
 from atoll.protocol.rollback import Rollbacks
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import RollbackAsked
@@ -87,10 +88,13 @@ def read_request(path: Path) -> RollbackRequest:
 
 def points_of(home: Path) -> tuple[OuterStep, ...]:
     """The outer steps that a run can be rolled back to, by its syncer's tape. Refuses a run that is over or has no syncer."""
-    tape = Tape(home / "run.tape")
+    tape = Tape(home / "run.tape").newest_segment()
     if not (home / "versions").is_dir():
         raise UserError(f"run {home}: is a virtual run; only a run with a syncer of its own can be rolled back")
     machine = SyncerMachine(from_builtins(tape.header.config))
+    begins = tape.begins_with()
+    if begins is not None:
+        thaw(begins[0], machine)
     for record in tape.records():
         machine.on(record.event, record.now)
     if machine.finished:

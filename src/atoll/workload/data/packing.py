@@ -77,7 +77,7 @@ def _zst_module(path: Path) -> Any:
     try:
         return importlib.import_module("compression.zstd")  # Python 3.14
     except ImportError:
-        return import_optional("zstandard", f"to read {path}", "zstandard", "zst")
+        return importlib.import_module("zstandard")
 
 
 class _ZstStream(io.RawIOBase):
