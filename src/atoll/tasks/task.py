@@ -97,8 +97,10 @@ def language_task(config: Config, allowed: Collection[str] = (), progress: Progr
     text = text_data(d, progress)
     data, tokenizer = text.tokens, text.tokenizer
     build = model_builder(config, tokenizer, allowed)
-    layout = layout_for(config, model := build())
-    if config.model.name != DECODER:
+    if config.model.name == DECODER:
+        layout = layout_for(config, _shapes_of(build))
+    else:
+        layout = layout_for(config, model := build())
         _check_own(config, model)
     stream = Stream(data, config.seed, config.learners, samples_max(config), d.seq_len)
     heldout = heldout_batches(data, d.batch_size, d.seq_len, d.heldout_batches)
@@ -110,6 +112,13 @@ def language_task(config: Config, allowed: Collection[str] = (), progress: Progr
         config, build, batch, language_model_loss, lambda b: (b.shape[0] * (b.shape[1] - 1), b.shape[0]),
         lambda model: heldout_loss(model, heldout), layout, data.fingerprint, notes=text.notes, tokenizer=tokenizer,
     )  # fmt: skip
+
+
+def _shapes_of(build: Callable[[], nn.Module]) -> nn.Module:
+    """The decoder without its numbers: drawing those of half a billion parameters takes seconds, and a layout needs none of them.
+    (A user's own model is built in earnest: it may not be able to without memory.)"""
+    with torch.device("meta"):
+        return build()
 
 
 def model_builder(config: Config, tokenizer: Tokenizer, allowed: Collection[str] = ()) -> Callable[[], nn.Module]:

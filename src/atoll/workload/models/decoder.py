@@ -139,6 +139,8 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
+        if self.embedding.weight.is_meta:
+            return  # it is asked for its shapes only
         rng = generator("decoder", seed)
         # A layer adds to the residual stream twice: without the factor the variance would grow with depth.
         residual_std = INIT_STD / math.sqrt(2 * self.shape.layers)
