@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import platform
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from typing import Annotated, NoReturn
 
 import typer
@@ -31,7 +33,7 @@ from atoll.runtime.local.failure import Failure, report_failure
 from atoll.version import __version__
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Atoll trains one model on many islands of compute that never wait for each other.",
 )  # fmt: skip
 COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
@@ -89,13 +91,26 @@ def _sentence(error: OSError) -> str:
 
 def _version(show: bool) -> None:
     if show:
-        out.print(f"atoll {__version__}")
+        out.print(f"atoll {__version__}, torch {_torch_version()}, Python {platform.python_version()}, {platform.platform()}")
         raise typer.Exit()
+
+
+def _torch_version() -> str:
+    """As it is installed: importing torch takes seconds."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the versions of Atoll, torch and Python, and the platform."
+        ),
+    ] = False,
 ) -> None:
     """Atoll trains one model on many islands of compute that never wait for each other."""
 

@@ -11,6 +11,7 @@ import typer
 from atoll.chaos import ChaosPlan, load_plan
 from atoll.cli.building import check_buildable
 from atoll.cli.options import AllowOption, DeviceOption, PluginOption
+from atoll.cli.recipes import RecipeOption
 from atoll.cli.runs import _refuse_custom, check_live, run_live, run_virtually
 from atoll.cli.shared import (
     ChaosOption,
@@ -36,7 +37,7 @@ from atoll.views.tables import comparison_table
 
 def compare(
     presets: Annotated[list[str] | None, typer.Argument(help="Presets to train. Default: all of them.")] = None,
-    recipe: Annotated[Path | None, typer.Option("--recipe", readable=False, help="The recipe that all of them share.")] = None,
+    recipe: RecipeOption = None,
     virtual: VirtualOption = False,
     learners: LearnersOption = None,
     set_: SetOption = None,
