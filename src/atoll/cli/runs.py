@@ -6,6 +6,7 @@ import time
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from atoll.tape.folder import find_run, refuse_used
 from atoll.views.run import RunView, Summary, summarise
 
 if TYPE_CHECKING:
+    from atoll.runtime.metrics import MetricsAt
     from atoll.sim.run import Outputs
     from atoll.tape.format import Record
 
@@ -139,9 +141,20 @@ def run_on_tape(
 # ---------------------------------------------------------------- live
 
 
+@dataclass(frozen=True)
+class Sight:
+    """How others look at a live run while it trains."""
+
+    metrics: MetricsAt | None = None
+    metrics_token: Path | None = None
+
+
+NO_SIGHT = Sight()
+
+
 def run_live(
     settings: Config, plan: ChaosPlan, directory: Path | None, threads: int, quiet: bool, device: str, allowed: list[str],
-    resume: tuple[Path, int] | None = None,
+    resume: tuple[Path, int] | None = None, sight: Sight = NO_SIGHT,
 ) -> Summary:  # fmt: skip
     """Processes on this machine. `--preset ddp` is torch's own data-parallel training, with a launcher of its own."""
     from atoll.executor.environment import use_threads
@@ -162,7 +175,7 @@ def run_live(
             if ddp:
                 summary = ddp_summary(settings, directory, threads, device, allowed, progress)
             else:
-                summary = cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress)
+                summary = cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress, sight)
         except KeyboardInterrupt:
             written = directory.is_dir() and any(directory.iterdir())
             left = f"; tapes and versions are in {directory}" if written else " before the run began"
@@ -208,7 +221,7 @@ def ddp_summary(
 
 def cluster_summary(
     settings: Config, plan: ChaosPlan, directory: Path, threads: int, device: str, allowed: list[str],
-    resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
+    resume: tuple[Path, int] | None, view: RunView, progress: RunProgress, sight: Sight,
 ) -> Summary:  # fmt: skip
     from atoll.executor.virtual_run import checked_device, evaluated_on, refuse_too_many
     from atoll.runtime.local.cluster import LocalCluster
@@ -231,7 +244,7 @@ def cluster_summary(
     progress.say(f"starting a syncer and {settings.learners} learners; logs and tapes in {directory}")
     cluster = LocalCluster(
         settings, directory, plan, threads=threads, device=device, allowed=allowed, resume=resume, watch=watch,
-        say=progress.say, on_point=progress.on_point,
+        say=progress.say, on_point=progress.on_point, metrics=sight.metrics, metrics_token=sight.metrics_token,
     )  # fmt: skip
     there = evaluated_on(task, checked_device(device))
     with ThreadPoolExecutor(1, "first loss") as beside:

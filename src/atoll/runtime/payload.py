@@ -25,10 +25,13 @@ from atoll.errors import UNDECODABLE, DataError
 from atoll.executor.cuda.learner import StagedSend
 from atoll.ids import OuterStep
 from atoll.protocol.interface import Payload
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Envelope, Message, StateTransfer
 from atoll.store.tensor_files import pack_state, unpack_state
 
 Buffers = list[bytes | bytearray | memoryview]
+FLAW_MAX = 300
+"""Characters of a sentence about a peer's message."""
 
 _PREFIX: Final = struct.Struct("<BQ")
 _PACKET, _PLAIN = 1, 2
@@ -119,6 +122,19 @@ def from_buffer(body: Message, data: memoryview) -> Payload:
     if length % 4:
         raise DataError(f"payload of {length} bytes is not an fp32 vector")
     return Payload("fragment", size, (_numbers(rest[:length]), buffers))
+
+
+def packet_of_peer(body: Message, data: memoryview) -> tuple[Payload, Reason | None]:
+    """In any thread: decodes a peer's bytes, with the reason if they cannot be used. Any error ends the peer's connection, never
+    the syncer."""
+    try:
+        payload = from_buffer(body, data)
+        if payload.kind == "packet":
+            return payload, None
+        flaw = "plain numbers, not a packet"
+    except Exception as error:
+        flaw = f"bytes that cannot be read: {error}"[:FLAW_MAX]
+    return Payload("packet", data.nbytes, None), Reason(Why.POISONED, flaw)
 
 
 def _numbers(data: memoryview) -> Tensor:
