@@ -210,11 +210,12 @@ def ddp_summary(
     from atoll.runtime.ddp.launch import run_ddp
     from atoll.runtime.ddp.report import summary_of
 
-    built(settings, allowed, progress.say)  # only to refuse what cannot be built: every rank builds its own, later
+    task = built(settings, allowed, progress.say)  # to refuse what cannot be built: every rank builds its own, later
     began = time.monotonic()
     outcome = run_ddp(
         settings, directory, threads=threads, device=device, allowed=allowed,
         progress=lambda step, loss: progress.reached(step, time.monotonic() - began, loss), on_point=progress.on_point,
+        data_fingerprint=task.fingerprint, say=progress.say,
     )  # fmt: skip
     return summary_of(settings, outcome, directory)
 

@@ -57,6 +57,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """The worker that wrote this tape; None: a virtual run's tape, of all workers."""
     epoch: int = 0
     """Of a live run: the wall-clock nanoseconds of time 0."""
+    derivable: bool = True
+    """False: no machine decided what is on it (torch's data-parallel training), so there is nothing to derive again."""
 
 
 class Record(msgspec.Struct, frozen=True, rename={"number": "n", "now": "t", "worker": "w", "event": "e", "effects": "f"}):

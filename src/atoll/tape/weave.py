@@ -147,7 +147,7 @@ def open_run(path: Path) -> Tape | Woven:
         return Tape(path)
     run = find_run(path)
     if not run.tape.exists():
-        raise TapeError(f"run {path}: holds no {TAPE_FILE}; torch's DDP leaves none")
+        raise TapeError(f"run {path}: holds no {TAPE_FILE}")
     if run.home == run.folder:
         return Tape(run.tape)
     first, *rest = live_tapes(run.folder)
