@@ -18,6 +18,7 @@ from atoll.cli.eval import evaluate
 from atoll.cli.export import export
 from atoll.cli.keys import keys
 from atoll.cli.learner import learner
+from atoll.cli.log import log
 from atoll.cli.plan import plan
 from atoll.cli.replay import replay
 from atoll.cli.rollback import rollback
@@ -44,6 +45,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("export", export, "Write a run's model for Hugging Face."),
     ("replay", replay, "Derive a run again from its tapes."),
     ("strip", strip, "Print a run's tapes as text."),
+    ("log", log, "Log a run to TensorBoard, W&B or MLflow."),
     ("doctor", doctor, "Check a run's folder, and repair it."),
     ("rollback", rollback, "Return a run to the weights of an earlier step."),
     ("syncer", syncer, "Run a syncer, for learners elsewhere."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,9 +25,22 @@ from atoll.tape.folder import find_run, refuse_used
 from atoll.views.run import RunView, Summary, summarise
 
 if TYPE_CHECKING:
+    from atoll.runtime.loggers.sinks import LogTarget
     from atoll.runtime.metrics import MetricsAt
     from atoll.sim.run import Outputs
     from atoll.tape.format import Record
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How others look at a run while it trains."""
+
+    metrics: MetricsAt | None = None
+    metrics_token: Path | None = None
+    log_to: tuple[LogTarget, ...] = ()
+
+
+NO_SIGHT = Sight()
 
 
 # ---------------------------------------------------------------- virtual
@@ -35,7 +48,7 @@ if TYPE_CHECKING:
 
 def run_virtually(
     settings: Config, plan: ChaosPlan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool, device: str = "cpu",
-    allowed: Collection[str] = (),
+    allowed: Collection[str] = (), sight: Sight = NO_SIGHT,
 ) -> Summary:  # fmt: skip
     from atoll.executor.environment import use_threads  # torch takes seconds to import; --help and config do not wait for it
     from atoll.executor.virtual_run import checked_device, refuse_too_many
@@ -49,7 +62,11 @@ def run_virtually(
     directory = directory or new_directory(settings.preset, settings.seed)
     refuse_used(directory)
     view = RunView(settings.learners)
-    with RunProgress(settings, view, quiet, "virtual ") as observer, readable_tape(directory):
+    with (
+        RunProgress(settings, view, quiet, "virtual ") as observer,
+        readable_tape(directory),
+        logged_to(sight.log_to, directory, observer.say),
+    ):
         task = built(settings, allowed, observer.say) if tensors else None
         if task is not None:
             refuse_too_many(task, there, settings.learners)
@@ -138,18 +155,18 @@ def run_on_tape(
     return virtual_summary(settings, view, done, directory, began)
 
 
+@contextmanager
+def logged_to(targets: tuple[LogTarget, ...], directory: Path, say: Callable[[str], None]) -> Iterator[None]:
+    if not targets:
+        yield
+        return
+    from atoll.runtime.loggers.process import LoggerProcesses
+
+    with LoggerProcesses(directory, targets, say):
+        yield
+
+
 # ---------------------------------------------------------------- live
-
-
-@dataclass(frozen=True)
-class Sight:
-    """How others look at a live run while it trains."""
-
-    metrics: MetricsAt | None = None
-    metrics_token: Path | None = None
-
-
-NO_SIGHT = Sight()
 
 
 def run_live(
@@ -170,7 +187,7 @@ def run_live(
     use_threads(threads)
     log_to_stderr()
     view = RunView(settings.learners)
-    with RunProgress(settings, view, quiet, "") as progress:
+    with RunProgress(settings, view, quiet, "") as progress, logged_to(sight.log_to, directory, progress.say):
         try:
             if ddp:
                 summary = ddp_summary(settings, directory, threads, device, allowed, progress)

@@ -10,6 +10,7 @@ import typer
 
 from atoll import config
 from atoll.chaos import ChaosPlan, load_plan
+from atoll.cli.log import LogToOption, log_targets
 from atoll.cli.options import AllowOption, DeviceOption, MetricsOption, MetricsTokenOption, PluginOption
 from atoll.cli.resume import snapshot_to_resume
 from atoll.cli.runs import Sight, run_live, run_on_tape, run_virtually, with_curve
@@ -69,12 +70,13 @@ def train(
     tape: TapeOption = None,
     metrics: MetricsOption = None,
     metrics_token: MetricsTokenOption = None,
+    log_to: LogToOption = None,
 ) -> None:
     """Train a model: a syncer and its learners as processes of this machine, or in this process with --virtual.
 
     At the end it prints a summary and where the trained weights are (theta.safetensors)."""
     if tape is not None:
-        others = (resume, snapshot, chaos, preset, learners, metrics)
+        others = (resume, snapshot, chaos, preset, learners, metrics, log_to)
         if virtual or twin or device != "cpu" or any(other is not None for other in others):
             raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads, --allow-model and --json only")
         show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json, allow_model or []), as_json)
@@ -91,14 +93,14 @@ def train(
     if resume is not None:
         named = f"recipe {recipe} has preset {settings.preset!r}"
         _refuse_other_preset(resume, settings.preset, named, "leave the recipe out, or give --preset too")
-    sight = _sight(settings, metrics, metrics_token, virtual=virtual)
+    sight = _sight(settings, metrics, metrics_token, log_to, virtual=virtual)
     plan = load_plan(chaos, settings.learners) if chaos is not None else ChaosPlan()
     allowed = allow_model or []
     if twin and not plan.faults:
         raise UserError("--twin: runs the same again without faults; give faults with --chaos")
     if virtual:
         done = run_virtually(
-            settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json, device=device, allowed=allowed
+            settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json, device=device, allowed=allowed, sight=sight
         )
         show(done, as_json)
         return
@@ -114,7 +116,7 @@ def train(
     show(summary, as_json)
 
 
-def _sight(settings: Config, metrics: str | None, token: Path | None, *, virtual: bool) -> Sight:
+def _sight(settings: Config, metrics: str | None, token: Path | None, log_to: list[str] | None, *, virtual: bool) -> Sight:
     from atoll.runtime.metrics import metrics_at
     from atoll.transport.wire import refuse_taken
 
@@ -124,7 +126,7 @@ def _sight(settings: Config, metrics: str | None, token: Path | None, *, virtual
     at = metrics_at(metrics, token)
     if at is not None:
         refuse_taken(at.address)
-    return Sight(at, token.absolute() if token is not None else None)
+    return Sight(at, token.absolute() if token is not None else None, log_targets(log_to))
 
 
 def _recipe_to_resume(run: Path, recipe: Path | None) -> Path:

@@ -129,7 +129,7 @@ class MetricsServer:
         try:
             if self._talking <= CONNECTIONS_MAX:
                 async with asyncio.timeout(REQUEST_SECONDS):
-                    writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))
+                    writer.write(scrape_answer(await reader.readuntil(b"\r\n\r\n"), self._at, self._page))
                     await writer.drain()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             pass  # whoever asked is slow, gone, or no browser
@@ -139,36 +139,39 @@ class MetricsServer:
             with contextlib.suppress(OSError, TimeoutError):
                 await writer.wait_closed()
 
-    def _answer(self, request: bytes) -> bytes:
-        line, *rest = request.decode("latin-1").split("\r\n")
-        method, _, target = line.partition(" ")
-        headers = {name.strip().lower(): value.strip() for name, _, value in (each.partition(":") for each in rest)}
-        refusal = self._refusal(headers)
-        if refusal is not None:
-            return refusal
-        if target.split(" ")[0].partition("?")[0] != "/metrics":
-            return _response("404 Not Found", "metrics are at /metrics\n")
-        if method not in ("GET", "HEAD"):
-            return _response("405 Method Not Allowed", "metrics are only read\n", "Allow: GET, HEAD\r\n")
-        try:
-            page = self._page()
-        except Exception:
-            log.exception("the metrics could not be rendered")
-            return _response("500 Internal Server Error", "the metrics could not be rendered; see the log\n")
-        answer = _response("200 OK", page, f"Content-Type: {CONTENT_TYPE}\r\n")
-        return answer if method == "GET" else answer.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
 
-    def _refusal(self, headers: dict[str, str]) -> bytes | None:
-        """With a token, whoever lacks it. An open page answers only to this machine's own names: a browser that was lured to
-        another name, which resolves to this machine, would pass its contents on."""
-        if self._at.token:
-            shown = headers.get("authorization", "").encode("latin-1")
-            if hmac.compare_digest(shown, f"Bearer {self._at.token}".encode()):
-                return None
-            return _response("401 Unauthorized", "a bearer token is required\n", "WWW-Authenticate: Bearer\r\n")
-        if self._at.credentials is not None or _names_this_machine(headers.get("host", "")):
-            return None  # a client of TLS has shown its certificate
-        return _response("403 Forbidden", "ask by the address that the metrics are served at\n")
+def scrape_answer(request: bytes, at: MetricsAt, page: Callable[[], str]) -> bytes:
+    """To one HTTP request, up to its empty line."""
+    line, *rest = request.decode("latin-1").split("\r\n")
+    method, _, target = line.partition(" ")
+    headers = {name.strip().lower(): value.strip() for name, _, value in (each.partition(":") for each in rest)}
+    refusal = _refusal(headers, at)
+    if refusal is not None:
+        return refusal
+    if target.split(" ")[0].partition("?")[0] != "/metrics":
+        return _response("404 Not Found", "metrics are at /metrics\n")
+    if method not in ("GET", "HEAD"):
+        return _response("405 Method Not Allowed", "metrics are only read\n", "Allow: GET, HEAD\r\n")
+    try:
+        shown = page()
+    except Exception:
+        log.exception("the metrics could not be rendered")
+        return _response("500 Internal Server Error", "the metrics could not be rendered; see the log\n")
+    found = _response("200 OK", shown, f"Content-Type: {CONTENT_TYPE}\r\n")
+    return found if method == "GET" else found.partition(b"\r\n\r\n")[0] + b"\r\n\r\n"
+
+
+def _refusal(headers: dict[str, str], at: MetricsAt) -> bytes | None:
+    """With a token, whoever lacks it. An open page answers only to this machine's own names: a browser that was lured to another
+    name, which resolves to this machine, would pass its contents on."""
+    if at.token:
+        shown = headers.get("authorization", "").encode("latin-1")
+        if hmac.compare_digest(shown, f"Bearer {at.token}".encode()):
+            return None
+        return _response("401 Unauthorized", "a bearer token is required\n", "WWW-Authenticate: Bearer\r\n")
+    if at.credentials is not None or _names_this_machine(headers.get("host", "")):
+        return None  # a client of TLS has shown its certificate
+    return _response("403 Forbidden", "ask by the address that the metrics are served at\n")
 
 
 def _names_this_machine(host: str) -> bool:
