@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from atoll.chaos import ChaosPlan, load_plan
+from atoll.cli.bars import Bars
 from atoll.cli.building import check_buildable
 from atoll.cli.options import AllowOption, DeviceOption, PluginOption
 from atoll.cli.recipes import RecipeOption
@@ -97,7 +98,8 @@ def _check_comparison(
             checked_device(device)
         else:
             check_live(settings, device)
-    check_buildable(each, allowed, lambda text: err.print(text, soft_wrap=True))
+    with Bars(err) as bars:
+        check_buildable(each, allowed, lambda text: err.print(text, soft_wrap=True), bars)
 
 
 def _draw(summaries: Sequence[Summary], path: Path, *, asked: bool) -> None:

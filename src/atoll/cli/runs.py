@@ -16,7 +16,7 @@ import typer
 from atoll import config
 from atoll.chaos import ChaosPlan
 from atoll.cli.building import built, log_to_stderr
-from atoll.cli.progress import ReplayProgress, RunProgress
+from atoll.cli.progress import COMPILE_NOTE, ReplayProgress, RunProgress
 from atoll.cli.resume import _syncer_part, what_is_resumed
 from atoll.cli.shared import err, new_directory, write_summary
 from atoll.config import CUSTOM, Config
@@ -25,6 +25,8 @@ from atoll.tape.folder import find_run, refuse_used
 from atoll.views.run import RunView, Summary, summarise
 
 if TYPE_CHECKING:
+    import torch
+
     from atoll.runtime.loggers.sinks import LogTarget
     from atoll.runtime.metrics import MetricsAt
     from atoll.sim.run import Outputs
@@ -67,9 +69,10 @@ def run_virtually(
         readable_tape(directory),
         logged_to(sight.log_to, directory, observer.say),
     ):
-        task = built(settings, allowed, observer.say) if tensors else None
+        task = built(settings, allowed, observer.say, observer.bars) if tensors else None
         if task is not None:
             refuse_too_many(task, there, settings.learners)
+            _say_if_compiled(settings, there, observer)
         done = run_virtual(
             settings, plan, directory, tensors=tensors, observers=[view, observer], task=task, device=there,
             on_point=observer.on_point,
@@ -221,13 +224,22 @@ def check_live(settings: Config, device: str) -> None:
     devices_for(device, settings.learners)
 
 
+def _say_if_compiled(settings: Config, device: torch.device, progress: RunProgress) -> None:
+    from atoll.executor.compute import resolved
+
+    if resolved(settings, device).compiled:
+        progress.compiles()
+
+
 def ddp_summary(
     settings: Config, directory: Path, threads: int, device: str, allowed: Sequence[str], progress: RunProgress
 ) -> Summary:
+    from atoll.executor.virtual_run import checked_device
     from atoll.runtime.ddp.launch import run_ddp
     from atoll.runtime.ddp.report import summary_of
 
-    task = built(settings, allowed, progress.say)  # to refuse what cannot be built: every rank builds its own, later
+    task = built(settings, allowed, progress.say, progress.bars)  # to refuse what cannot be built: every rank builds its own
+    _say_if_compiled(settings, checked_device(device), progress)
     began = time.monotonic()
     outcome = run_ddp(
         settings, directory, threads=threads, device=device, allowed=allowed,
@@ -241,12 +253,13 @@ def cluster_summary(
     settings: Config, plan: ChaosPlan, directory: Path, threads: int, device: str, allowed: list[str],
     resume: tuple[Path, int] | None, view: RunView, progress: RunProgress, sight: Sight,
 ) -> Summary:  # fmt: skip
+    from atoll.executor.compute import resolved
     from atoll.executor.virtual_run import checked_device, evaluated_on, refuse_too_many
     from atoll.runtime.local.cluster import LocalCluster
     from atoll.runtime.local.summary import verdict
     from atoll.runtime.syncer.resume import refuse_other_data, resume_warnings
 
-    task = built(settings, allowed, progress.say)
+    task = built(settings, allowed, progress.say, progress.bars)
     refuse_too_many(task, checked_device(device), settings.learners)
     if resume is not None:
         refuse_other_data(_syncer_part(*resume), task)
@@ -260,6 +273,7 @@ def cluster_summary(
         progress(record.now, record.worker, record.event, record.effects)
 
     progress.say(f"starting a syncer and {settings.learners} learners; logs and tapes in {directory}")
+    progress.waits_for_learners(COMPILE_NOTE if resolved(settings, checked_device(device)).compiled else "")
     cluster = LocalCluster(
         settings, directory, plan, threads=threads, device=device, allowed=allowed, resume=resume, watch=watch,
         say=progress.say, on_point=progress.on_point, metrics=sight.metrics, metrics_token=sight.metrics_token,
@@ -273,5 +287,5 @@ def cluster_summary(
         progress.say("the run is finished; its tapes are replayed and its weights evaluated for the summary")
         return verdict(
             settings, directory, faults=cluster.struck, task=there, first=first.result if first else None,
-            progress=ReplayProgress(settings.total_steps, progress.say),
+            progress=ReplayProgress(settings.total_steps, progress.say, progress.bars),
         )  # fmt: skip
