@@ -136,13 +136,12 @@ def syncer(
 
 
 def _metrics_of(address: str | None, token: Path | None, keys: Path | None) -> MetricsAt | None:
-    from atoll.runtime.metrics import metrics_at
+    from atoll.runtime.metrics import metrics_at, refuse_taken_ports
     from atoll.transport.keys import load_server
-    from atoll.transport.wire import refuse_taken
 
     found = metrics_at(address, token, lambda: load_server(keys) if keys is not None else None)
     if found is not None:
-        refuse_taken(found.address)
+        refuse_taken_ports(found, 1)
     return found
 
 

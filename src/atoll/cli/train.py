@@ -117,16 +117,18 @@ def train(
 
 
 def _sight(settings: Config, metrics: str | None, token: Path | None, log_to: list[str] | None, *, virtual: bool) -> Sight:
-    from atoll.runtime.metrics import metrics_at
-    from atoll.transport.wire import refuse_taken
+    targets = log_targets(log_to)
+    if metrics is None and token is None:
+        return Sight(log_to=targets)
+    from atoll.runtime.metrics import metrics_at, refuse_taken_ports
 
     if metrics is not None and (virtual or settings.preset == "ddp"):
         what = "a virtual run has no clock that a scraper could use" if virtual else "torch's DDP has no syncer and no learners"
         raise UserError(f"--metrics-at: {what}; leave it out")
     at = metrics_at(metrics, token)
     if at is not None:
-        refuse_taken(at.address)
-    return Sight(at, token.absolute() if token is not None else None, log_targets(log_to))
+        refuse_taken_ports(at, 1 + settings.learners)
+    return Sight(at, token.absolute() if token is not None else None, targets)
 
 
 def _recipe_to_resume(run: Path, recipe: Path | None) -> Path:

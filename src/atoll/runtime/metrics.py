@@ -29,6 +29,7 @@ from atoll.protocol.vocabulary import Effect, Event
 from atoll.runtime.loop import LoopThread
 from atoll.tape.heldout import HELDOUT_FILE, HeldoutPoint, points_in
 from atoll.transport.keys import Credentials, is_loopback, split_address
+from atoll.transport.wire import refuse_taken
 from atoll.views.metrics import CONTENT_TYPE
 from atoll.views.worker_metrics import LearnerMetrics, SyncerMetrics
 
@@ -95,6 +96,15 @@ def _read_token(path: Path, option: str) -> str:
     if len(token) < TOKEN_LEAST or not token.isprintable() or " " in token:
         raise UserError(f"{option} {path}: must hold one word of at least {TOKEN_LEAST} characters")
     return token
+
+
+def refuse_taken_ports(at: MetricsAt, workers: int) -> None:
+    """Before a run begins: of so many workers, each at the next port."""
+    for offset in range(workers):
+        try:
+            refuse_taken(at.next_to(offset))
+        except UserError as error:
+            raise UserError(f"--metrics-at {at.address}: {error}") from None
 
 
 class MetricsServer:

@@ -17,7 +17,15 @@ from atoll.errors import UserError
 from atoll.protocol.vocabulary import DeadlinePassed
 from atoll.runtime.clock import Clock, wall
 from atoll.runtime.driver import Driver
-from atoll.runtime.metrics import CONNECTIONS_MAX, MetricsAt, MetricsServer, NewestHeldout, careful, metrics_at
+from atoll.runtime.metrics import (
+    CONNECTIONS_MAX,
+    MetricsAt,
+    MetricsServer,
+    NewestHeldout,
+    careful,
+    metrics_at,
+    refuse_taken_ports,
+)
 from atoll.tape.heldout import HeldoutPoint, append_point
 from atoll.transport.keys import load_learner, load_server, make_keys
 
@@ -127,6 +135,10 @@ def test_what_cannot_be_served_is_refused(address: str | None, token: str | None
 def test_port_that_is_taken_is_refused_and_the_next_learner_has_the_next_port() -> None:
     with served(LOCAL) as (host, port), pytest.raises(UserError, match=rf"^--metrics-at {host}:{port}: cannot be listened on"):
         MetricsServer(MetricsAt(f"{host}:{port}"), str)
+    with served(LOCAL) as (host, port), pytest.raises(UserError, match=rf"^--metrics-at .*: cannot listen on {host}:{port}"):
+        refuse_taken_ports(MetricsAt(f"{host}:{port - 1}"), 2)
+    with pytest.raises(UserError, match=r"^--metrics-at 127\.0\.0\.1:65535: address '127\.0\.0\.1:65536': must be host:port"):
+        refuse_taken_ports(MetricsAt("127.0.0.1:65535"), 2)
     assert MetricsAt("127.0.0.1:9100").next_to(3) == "127.0.0.1:9103"
     assert MetricsAt("[::1]:9100").next_to(1) == "[::1]:9101" and LOCAL.next_to(3) == "127.0.0.1:0"
 
