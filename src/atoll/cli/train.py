@@ -108,9 +108,9 @@ def train(
     directory = out_dir or new_directory(settings.preset, settings.seed)
     if twin:
         refuse_used(_twin_of(directory))
-    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start, sight)
+    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start, sight=sight)
     if twin:
-        again = run_live(settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start, sight)
+        again = run_live(settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start, sight=sight)
         summary = with_curve(msgspec.structs.replace(summary, twin_loss=again.loss_final), directory, again)
         write_summary(directory, summary)
     show(summary, as_json)
