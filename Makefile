@@ -54,6 +54,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/codecs.py
 	$(BIN)/python bench/events.py
 	$(BIN)/python bench/step_overhead.py
+	$(BIN)/python bench/sight.py
 	$(BIN)/python bench/syncer_memory.py
 	$(BIN)/python bench/syncer_load.py
 	$(BIN)/python bench/simulators.py
