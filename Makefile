@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train quick test test-extras docs lint types soak bench clean
+.PHONY: train quick test test-extras docs wheel lint types soak bench clean
 
 train: $(INSTALLED)
 	$(BIN)/atoll train recipes/first.toml --chaos recipes/two_kills.toml --twin
@@ -22,7 +22,7 @@ test: lint types
 
 # Hugging Face and Lightning beside what is there: the constraint keeps torch as it is.
 test-extras: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,extras,eval]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,extras,eval,release,tensorboard,wandb,mlflow]"
 	$(BIN)/python -m pytest tests/live/test_examples.py
 	$(BIN)/python -m pytest -m extras tests/unit tests/extras
 
@@ -31,6 +31,12 @@ docs: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	$(BIN)/python -m pytest tests/docs
+
+# A source archive, and a wheel built from that archive alone: what it lacks, the wheel lacks too.
+wheel: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,release]"
+	rm -rf dist
+	$(BIN)/python -m build --quiet
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check src tests bench docs
@@ -48,6 +54,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/codecs.py
 	$(BIN)/python bench/events.py
 	$(BIN)/python bench/step_overhead.py
+	$(BIN)/python bench/sight.py
 	$(BIN)/python bench/syncer_memory.py
 	$(BIN)/python bench/syncer_load.py
 	$(BIN)/python bench/simulators.py
@@ -62,4 +69,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $(INSTALLED)
 
 clean:
-	rm -rf $(VENV) runs site .mypy_cache .ruff_cache build
+	rm -rf $(VENV) runs site .mypy_cache .ruff_cache build dist

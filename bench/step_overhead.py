@@ -43,6 +43,7 @@ from atoll.runtime.loop import LoopThread
 from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tasks.task import language_task
 from atoll.transport.keys import read_token
+from atoll.views.worker_metrics import LearnerMetrics
 
 TARGET = 1.03
 SETTLING = 3
@@ -81,7 +82,7 @@ def fitting_batch(milliseconds: float) -> int:
 class Bench:
     """One learner of a run, and its two kinds of steps."""
 
-    def __init__(self, cluster: Cluster, folder: Path, batch_size: int) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, batch_size: int, metrics: LearnerMetrics | None = None) -> None:
         use_threads(1)
         self._cluster = cluster
         address = Address(syncer=cluster.address, token=read_token(cluster.token).reveal(), listen="127.0.0.1:0")
@@ -99,7 +100,7 @@ class Bench:
         )  # fmt: skip
         tape = TapeWriter.create(folder / "learner.tape", header, flush_each=True)
         self.live = LiveLearner(
-            address, placement, self.executor, tape=tape, loop=self._loop.loop, arriving=self.executor.arriving
+            address, placement, self.executor, tape=tape, loop=self._loop.loop, arriving=self.executor.arriving, metrics=metrics
         )
         self._partner = cluster.learners(1, 1, "--follow")
         self.live.start()

@@ -27,6 +27,7 @@ from atoll.cli.app import app
 from atoll.config import PRESETS, Config
 from atoll.config.codecs import CODECS, wire_bits
 from atoll.config.merges import MERGES
+from atoll.views.metrics import LABEL_VALUES, METRICS
 
 MARKER = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 
@@ -283,10 +284,28 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|").replace("\n", " ")
 
 
+# ---------------------------------------------------------------- metrics
+
+
+def metric_table() -> str:
+    where = {"both": "syncer, learner"}
+    rows = [
+        f"| `{m.name}` | {m.kind.value} | {', '.join(f'`{label}`' for label in m.labels)} | {where.get(m.on, m.on)} | {m.help} |"
+        for m in METRICS
+    ]
+    return "\n".join(["| metric | type | labels | endpoint | what it is |", "|---|---|---|---|---|", *rows])
+
+
+def label_table() -> str:
+    return "\n".join(["| label | values |", "|---|---|", *(f"| `{name}` | {values} |" for name, values in LABEL_VALUES.items())])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "config": config_reference,
     "presets": preset_table,
     "codecs": codec_table,
     "merges": merge_table,
     "commands": command_reference,
+    "metrics": metric_table,
+    "labels": label_table,
 }

@@ -171,10 +171,10 @@ EARLY = """
 import builtins, os, signal
 real = builtins.__import__
 
-def hook(name, *rest):
+def hook(name, *rest, **more):
     if name.startswith(("atoll.cli", "typer")):
         os.kill(os.getpid(), signal.SIGINT)
-    return real(name, *rest)
+    return real(name, *rest, **more)
 
 import atoll.__main__
 builtins.__import__ = hook

@@ -14,6 +14,7 @@ from atoll.cli.app import app
 from atoll.config import PRESETS, Config
 from atoll.config.codecs import CODECS
 from atoll.config.merges import MERGES
+from atoll.views.metrics import METRICS
 
 
 def keys_of(value: Any, path: str = "") -> Iterator[str]:
@@ -64,6 +65,12 @@ def test_every_preset_is_in_the_table_of_the_arithmetic() -> None:
 def test_every_codec_and_merge_is_in_the_reference() -> None:
     text = text_of(DOCS / "reference" / "config.md")
     assert not [name for name in (*CODECS, *MERGES) if f"| `{name}` |" not in text and f"| `{name}:SHARE` |" not in text]
+
+
+def test_every_metric_and_label_is_on_the_page_of_metrics() -> None:
+    text = text_of(DOCS / "operations" / "metrics.md")
+    assert not [metric.name for metric in METRICS if f"| `{metric.name}` | {metric.kind.value} |" not in text]
+    assert not [label for metric in METRICS for label in metric.labels if f"| `{label}` |" not in text]
 
 
 def shown_commands(path: tuple[str, ...] = ()) -> Iterator[str]:

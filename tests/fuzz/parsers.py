@@ -54,6 +54,8 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 from atoll.runtime import payload as wire
 from atoll.runtime.doctor.examine import examine
+from atoll.runtime.loggers.wandb import log_records
+from atoll.runtime.metrics import MetricsAt, scrape_answer
 from atoll.runtime.syncer.places import PlaceLimits, Places
 from atoll.runtime.syncer.rollback import read_request
 from atoll.store.durable import DurableVersions
@@ -424,6 +426,16 @@ def _plan(data: bytes) -> None:
 
 ROLLBACK = b'{"request": "1f0c", "to": 40, "reset_optimizer": true, "reason": "the loss went up"}'
 RECIPE = b'learners = 3\n[protocol]\nfragments = 4\nquorum = "all"\n[model]\nnumbers = {width = 16}\n'
+SCRAPE = b"GET /metrics?x=1 HTTP/1.1\r\nHost: 127.0.0.1:9100\r\nAuthorization: Bearer 0123456789abcdef\r\n\r\n"
+WANDB_LOG = b":W&B\xe1\xbe\0" + b"\0\0\0\0\x02\0\x01{}" + b"\0\0\0\0\x01\0\x02{" + b"\0\0\0\0\x01\0\x04}"
+
+
+def _scrape(data: bytes) -> None:
+    """An open page, and one that asks for a token."""
+    for token in ("", "0123456789abcdef"):
+        assert scrape_answer(data, MetricsAt("127.0.0.1:9100", token), str).startswith(b"HTTP/1.1 ")
+
+
 PLAN = b'[[faults]]\nfault = "kill"\nat = 1.0\nlearner = 1\nlasts = 2.0\n'
 
 
@@ -463,4 +475,6 @@ def parsers() -> dict[str, Parser]:
         "pem": Parser(_pem, (), [_keys().ca.read_bytes(), _keys().key.read_bytes()]),
         "recipe": Parser(_recipe, (ConfigError,), [RECIPE]),
         "plan": Parser(_plan, (PlanError,), [PLAN]),
+        "scrape": Parser(_scrape, (), [SCRAPE, SCRAPE.replace(b"/metrics", b"/").replace(b"127.0.0.1:9100", b"[::1]")]),
+        "wandb_log": Parser(lambda data: list(log_records(data)), (), [WANDB_LOG]),
     }  # fmt: skip

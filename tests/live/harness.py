@@ -28,6 +28,7 @@ from atoll.runtime.local import cluster as cluster_module
 from atoll.runtime.local.cluster import LocalCluster
 from atoll.runtime.local.forkserver import Child, ForkServer
 from atoll.runtime.local.summary import executor_for_replay
+from atoll.runtime.metrics import MetricsAt
 from atoll.sim.checkers import Safety
 from atoll.sim.run import replay_run
 from atoll.store.durable import DurableVersions
@@ -107,6 +108,7 @@ def forks_of(fork_server: type[ForkServer] | type[SharedForkServer] = SharedFork
 def run(
     directory: Path, config: Config, *faults: Fault, watch: Watch | None = None, until: Callable[[], bool] | None = None,
     resume: tuple[Path, int] | None = None, fork_server: type[ForkServer] | type[SharedForkServer] = SharedForkServer,
+    metrics: MetricsAt | None = None,
 ) -> LocalCluster:  # fmt: skip
     """To the end, or until enough was seen: then all its processes are killed. `watch` sees the syncer's records as they come,
     and may strike; `until` is asked after each."""
@@ -119,7 +121,7 @@ def run(
             raise _Enough
 
     slow = [Slow(0.0, m, UNHURRIED, 1e6) for m in range(config.learners)]
-    cluster = LocalCluster(config, directory, ChaosPlan((*slow, *faults)), watch=seen, resume=resume)
+    cluster = LocalCluster(config, directory, ChaosPlan((*slow, *faults)), watch=seen, resume=resume, metrics=metrics)
     with forks_of(fork_server), suppress(_Enough):
         cluster.run()
     return cluster

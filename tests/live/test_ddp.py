@@ -18,11 +18,18 @@ from safetensors.torch import load_file
 
 from atoll.chaos import ChaosPlan
 from atoll.config import Config, load, to_toml
-from atoll.errors import ConfigError, RunFailed, UserError
+from atoll.errors import ConfigError, RunFailed, TapeError, UserError
+from atoll.protocol.vocabulary import StepDone, Stored
 from atoll.runtime.ddp.launch import check_supported, run_ddp
 from atoll.runtime.ddp.report import DdpOutcome, RankReport, StepFold, Stepped, summary_of
-from atoll.sim.run import Outputs, run_virtual
+from atoll.runtime.doctor.examine import examine
+from atoll.sim.run import Outputs, config_on_tape, run_virtual
+from atoll.tape.format import Tape
 from atoll.tape.heldout import HeldoutPoint
+from atoll.tape.replay import replay
+from atoll.tape.weave import open_run
+from atoll.views.run import RunView
+from atoll.views.strip import strip_lines
 
 FOREVER = 1_000_000
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="finds processes by /proc and pidfd")
@@ -145,6 +152,31 @@ def test_outcome_adds_up_and_fits_a_summary(trained: Trained) -> None:
     assert summary.theta_sha256 == outcome.theta_sha256
 
 
+def test_tape_has_every_step_and_loss_of_every_rank(trained: Trained) -> None:
+    tape = Tape(trained.directory / "run.tape")
+    records = list(tape.records())
+    assert not tape.cut and [r.now for r in records] == sorted(r.now for r in records) and records[0].now >= 0
+    done = [(r.worker, r.event) for r in records if isinstance(r.event, StepDone)]
+    losses = [[e.loss for rank, e in done if rank == wanted] for wanted in (0, 1)]
+    assert [pytest.approx(loss) for _, loss in trained.steps] == [(a + b) / 2 for a, b in zip(*losses, strict=True)]
+    view = RunView(2, from_first_step=True).feed(records)
+    outcome = trained.outcome
+    assert (dict(view.participants), view.outer_step, view.tokens_done) == ({2: 8}, 8, outcome.tokens)
+    assert view.waited / 1e9 == pytest.approx(outcome.waited_seconds, abs=1e-6)
+    assert sum(e.samples for _, e in done) == 8 * 2 * 2 * 2, "steps, ranks, micro-batches, samples"
+    assert summary_of(trained.config, outcome, trained.directory).tape == str(tape.path)
+
+
+def test_strip_and_doctor_read_the_tape_and_replay_says_why_it_does_not(trained: Trained) -> None:
+    lines = list(strip_lines(open_run(trained.directory).records()))
+    assert len(lines) == 8 * 4 and "round 1 {0} by {0,1}; merge 0@1 of 2" in lines[0]
+    assert not examine(trained.directory).problems
+    with pytest.raises(TapeError, match=r"run\.tape: is of torch's data-parallel training, which no machine decides"):
+        replay(open_run(trained.directory))
+    with pytest.raises(UserError, match=r"is of torch's data-parallel training; --tape takes a virtual run's"):
+        config_on_tape(Tape(trained.directory / "run.tape"), {}, [])
+
+
 def test_folder_holds_the_config_and_a_report_a_rank_and_is_not_used_twice(trained: Trained) -> None:
     directory = trained.directory
     assert (directory / "config.toml").read_text() == to_toml(trained.config)
@@ -173,6 +205,8 @@ def test_killed_rank_ends_the_run_with_one_sentence_and_leaves_no_process(tmp_pa
     with pytest.raises(RunFailed, match=r"^ddp: rank 1 was killed by signal 9, and data-parallel training cannot go on"):
         run_ddp(tiny(FOREVER), tmp_path, threads=1, progress=kill_one)
     assert ranks_of(tmp_path) == {}
+    tape = Tape(tmp_path / "run.tape")
+    assert sum(isinstance(r.event, Stored) for r in tape.records()) >= 3 and tape.cut, "it did not end"
 
 
 @pytest.mark.soak

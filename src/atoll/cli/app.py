@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import platform
 import sys
 from collections.abc import Callable
+from importlib import metadata
 from typing import Annotated, NoReturn
 
 import typer
@@ -16,6 +18,7 @@ from atoll.cli.eval import evaluate
 from atoll.cli.export import export
 from atoll.cli.keys import keys
 from atoll.cli.learner import learner
+from atoll.cli.log import log
 from atoll.cli.plan import plan
 from atoll.cli.replay import replay
 from atoll.cli.rollback import rollback
@@ -31,7 +34,7 @@ from atoll.runtime.local.failure import Failure, report_failure
 from atoll.version import __version__
 
 app = typer.Typer(
-    add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
+    no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None,
     help="Atoll trains one model on many islands of compute that never wait for each other.",
 )  # fmt: skip
 COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
@@ -42,6 +45,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("export", export, "Write a run's model for Hugging Face."),
     ("replay", replay, "Derive a run again from its tapes."),
     ("strip", strip, "Print a run's tapes as text."),
+    ("log", log, "Log a run to TensorBoard, W&B or MLflow."),
     ("doctor", doctor, "Check a run's folder, and repair it."),
     ("rollback", rollback, "Return a run to the weights of an earlier step."),
     ("syncer", syncer, "Run a syncer, for learners elsewhere."),
@@ -89,13 +93,26 @@ def _sentence(error: OSError) -> str:
 
 def _version(show: bool) -> None:
     if show:
-        out.print(f"atoll {__version__}")
+        out.print(f"atoll {__version__}, torch {_torch_version()}, Python {platform.python_version()}, {platform.platform()}")
         raise typer.Exit()
+
+
+def _torch_version() -> str:
+    """As it is installed: importing torch takes seconds."""
+    try:
+        return metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the versions of Atoll, torch and Python, and the platform."
+        ),
+    ] = False,
 ) -> None:
     """Atoll trains one model on many islands of compute that never wait for each other."""
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from atoll.cli.bars import Bars
     from atoll.config import Config
     from atoll.tasks.task import Task
 
@@ -23,29 +24,40 @@ def log_to_stderr(verbose: bool = False) -> None:
     )  # fmt: skip
 
 
-def built(settings: Config, allowed: Collection[str], say: Callable[[str], None]) -> Task:
-    """Builds the task and prints its notes, such as what was left out of the data, before any process is started."""
-    task = _build_task(settings, allowed, say)
+def built(settings: Config, allowed: Collection[str], say: Callable[[str], None], bars: Bars | None = None) -> Task:
+    """Builds the task and prints its notes, such as what was left out of the data, before any process is started. Reading and
+    encoding text have a bar each where `bars` are shown, otherwise lines at a bounded rate."""
+    task = _build_task(settings, allowed, say, bars)
     for note in task.notes:
         say(f"warning: {note}")
     return task
 
 
-def _build_task(settings: Config, allowed: Collection[str], say: Callable[[str], None]) -> Task:
+def _build_task(
+    settings: Config, allowed: Collection[str], say: Callable[[str], None], bars: Bars | None = None
+) -> Task:
     from atoll.tasks.registry import task_for
 
-    said_at = time.monotonic()
+    said_at, begun = time.monotonic(), set[str]()
 
     def progress(what: str, done: int, total: int) -> None:
         nonlocal said_at
-        if time.monotonic() - said_at > SAY_EVERY_SECONDS:
+        if bars is not None and bars.shown:
+            begun.add(what)
+            bars.update(what, done, total, "MB", scale=1e6)
+        elif time.monotonic() - said_at > SAY_EVERY_SECONDS:
             said_at = time.monotonic()
             say(f"{what}: {done / 1e6:.0f} of {total / 1e6:.0f} MB")
 
-    return task_for(settings, allowed, progress)
+    try:
+        return task_for(settings, allowed, progress)
+    finally:
+        if bars is not None:
+            for what in begun:
+                bars.end(what)
 
 
-def check_buildable(each: Sequence[Config], allowed: Collection[str], say: Callable[[str], None]) -> None:
+def check_buildable(each: Sequence[Config], allowed: Collection[str], say: Callable[[str], None], bars: Bars) -> None:
     """Refuses what cannot be built of several presets on one recipe, before the first is trained. Model and data are mostly the
     same, and loaded once; each preset has fragments of its own."""
     from atoll.tasks.task import layout_for
@@ -54,7 +66,7 @@ def check_buildable(each: Sequence[Config], allowed: Collection[str], say: Calla
     for settings in each:
         like = next((b for b in known if _same_task(b.config, settings)), None)
         if like is None:
-            known.append(_build_task(settings, allowed, say))
+            known.append(_build_task(settings, allowed, say, bars))
         else:
             layout_for(settings, like.build())
 

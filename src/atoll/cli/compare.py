@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 from atoll.chaos import ChaosPlan, load_plan
+from atoll.cli.bars import Bars
 from atoll.cli.building import check_buildable
 from atoll.cli.options import AllowOption, DeviceOption, PluginOption
+from atoll.cli.recipes import RecipeOption
 from atoll.cli.runs import _refuse_custom, check_live, run_live, run_virtually
 from atoll.cli.shared import (
     ChaosOption,
@@ -36,7 +38,7 @@ from atoll.views.tables import comparison_table
 
 def compare(
     presets: Annotated[list[str] | None, typer.Argument(help="Presets to train. Default: all of them.")] = None,
-    recipe: Annotated[Path | None, typer.Option("--recipe", readable=False, help="The recipe that all of them share.")] = None,
+    recipe: RecipeOption = None,
     virtual: VirtualOption = False,
     learners: LearnersOption = None,
     set_: SetOption = None,
@@ -96,7 +98,8 @@ def _check_comparison(
             checked_device(device)
         else:
             check_live(settings, device)
-    check_buildable(each, allowed, lambda text: err.print(text, soft_wrap=True))
+    with Bars(err) as bars:
+        check_buildable(each, allowed, lambda text: err.print(text, soft_wrap=True), bars)
 
 
 def _draw(summaries: Sequence[Summary], path: Path, *, asked: bool) -> None:

@@ -14,6 +14,7 @@ import msgspec
 import typer
 from rich.table import Table
 
+from atoll.cli.bars import Bars
 from atoll.cli.building import built
 from atoll.cli.options import AllowOption, ObeyOption, PluginOption
 from atoll.cli.progress import heldout_line
@@ -74,8 +75,8 @@ def evaluate(
         err.print(f"warning: {trained.early}", style="yellow", soft_wrap=True)
     there = checked_device(device)
     trained.model.to(there)
-    with autocast(resolved(trained.config, there), there):
-        results = evaluate_run(trained, wanted, limit, _Progress())
+    with autocast(resolved(trained.config, there), there), Bars(err) as bars:
+        results = evaluate_run(trained, wanted, limit, _Progress(bars))
     if as_json:
         reached = {"outer_step": trained.outer_step, "total_steps": trained.config.total_steps}
         print_json({"run": str(run), **reached, "results": [msgspec.structs.asdict(each) for each in results]})
@@ -115,7 +116,8 @@ def _follow(
         os.nice(NICE)
         end_with_stdin(stop.set)
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    task = built(settings, allowed, lambda text: err.print(text, soft_wrap=True))
+    with Bars(err) as bars:
+        task = built(settings, allowed, lambda text: err.print(text, soft_wrap=True), bars)
 
     def on_point(point: HeldoutPoint) -> None:
         if as_json:
@@ -133,12 +135,15 @@ def _figure(value: float | None, error: float | None) -> str:
 
 
 class _Progress:
-    """A line every tenth of a task."""
+    """A bar on a terminal, otherwise a line every tenth of a task."""
 
-    def __init__(self) -> None:
-        self._task, self._shown = "", 0
+    def __init__(self, bars: Bars) -> None:
+        self._bars, self._task, self._shown = bars, "", 0
 
     def __call__(self, task: str, done: int, of: int) -> None:
+        if self._bars.shown:
+            self._bars.update(task, done, of, "choices")
+            return
         if task != self._task:
             self._task, self._shown = task, 0
         if done * 10 // of > self._shown or done == of:

@@ -9,7 +9,16 @@ from typing import Annotated
 import typer
 
 from atoll.cli.building import log_to_stderr
-from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption, PluginOption, QuietOption
+from atoll.cli.options import (
+    AllowOption,
+    InsecureOption,
+    KeysOption,
+    MetricsOption,
+    MetricsTokenOption,
+    ObeyOption,
+    PluginOption,
+    QuietOption,
+)
 from atoll.cli.shared import ThreadsOption
 from atoll.errors import UserError
 from atoll.tape.folder import refuse_unusable
@@ -60,6 +69,8 @@ def learner(
         Path | None, typer.Option("--resume", metavar="DIR", help="Start from this learner's part of a snapshot.")
     ] = None,
     threads: ThreadsOption = 1,
+    metrics: MetricsOption = None,
+    metrics_token: MetricsTokenOption = None,
     obey_stdin: ObeyOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -68,18 +79,21 @@ def learner(
     It waits up to 60 s for a syncer that is not there yet. SIGTERM makes it deliver what it has and leave."""
     from atoll.runtime.learner.address import address_of
     from atoll.runtime.learner.process import WorkerOptions, run_worker
+    from atoll.runtime.metrics import metrics_at
+    from atoll.transport.keys import load_learner
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("WORLD_SIZE is above 1: a learner is one process; start several learners instead of ranks")
     log_to_stderr(verbose=not quiet)
     if out_dir is not None:
         refuse_unusable(out_dir)
+    at = metrics_at(metrics, metrics_token, lambda: load_learner(keys, name) if keys is not None else None)
     address = address_of(
         syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"
     )
     run_worker(
         WorkerOptions(
             address, wants, out_dir, device, threads, allow_model or [], resume, data_folders=allow_data or [],
-            obey_stdin=obey_stdin,
+            obey_stdin=obey_stdin, metrics=at,
         )
     )  # fmt: skip

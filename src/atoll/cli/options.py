@@ -47,4 +47,17 @@ DeviceOption = Annotated[
     str, typer.Option("--device", help="Where learners train: cpu, cuda, cuda:1, ...; with --virtual all of them on one.")
 ]
 
+MetricsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--metrics-at", metavar="HOST:PORT",
+        help="Serve Prometheus metrics at http://HOST:PORT/metrics; port 0: any. Beyond this machine it needs --keys or "
+        "--metrics-token. Default: none.",
+    ),
+]  # fmt: skip
+MetricsTokenOption = Annotated[
+    Path | None,
+    typer.Option("--metrics-token", metavar="FILE", help="A file with the bearer token that --metrics-at then asks for."),
+]
+
 QuietOption = Annotated[bool, typer.Option("--quiet", help="Log warnings and errors only, no progress.")]

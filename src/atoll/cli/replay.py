@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from atoll.cli.bars import Bars
 from atoll.cli.options import AllowOption, PluginOption
 from atoll.cli.progress import ReplayProgress
 from atoll.cli.shared import RunArgument, err, out
@@ -49,11 +50,12 @@ def replay(
     def on_mismatch(sentence: str) -> None:
         err.print(f"warning: {sentence}", style="yellow", soft_wrap=True)
 
-    outcome, theta, _ = replay_run(
-        tape, weights=weights, on_mismatch=on_mismatch, allowed=allow_model or [],
-        executor_of=executor_for_replay(tape.path) if isinstance(tape, Woven) else TensorExecutor,
-        progress=ReplayProgress(tape.header.config["total_steps"], _to_stderr),
-    )  # fmt: skip
+    with Bars(err) as bars:
+        outcome, theta, _ = replay_run(
+            tape, weights=weights, on_mismatch=on_mismatch, allowed=allow_model or [],
+            executor_of=executor_for_replay(tape.path) if isinstance(tape, Woven) else TensorExecutor,
+            progress=ReplayProgress(tape.header.config["total_steps"], _to_stderr, bars),
+        )  # fmt: skip
     for each in outcome.missing:
         err.print(f"warning: {each}; the decisions of this learner are checked up to there", style="yellow", soft_wrap=True)
     if outcome.cut:

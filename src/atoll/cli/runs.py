@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ import typer
 from atoll import config
 from atoll.chaos import ChaosPlan
 from atoll.cli.building import built, log_to_stderr
-from atoll.cli.progress import ReplayProgress, RunProgress
+from atoll.cli.progress import COMPILE_NOTE, ReplayProgress, RunProgress
 from atoll.cli.resume import _syncer_part, what_is_resumed
 from atoll.cli.shared import err, new_directory, write_summary
 from atoll.config import CUSTOM, Config
@@ -24,8 +25,24 @@ from atoll.tape.folder import find_run, refuse_used
 from atoll.views.run import RunView, Summary, summarise
 
 if TYPE_CHECKING:
+    import torch
+
+    from atoll.runtime.loggers.sinks import LogTarget
+    from atoll.runtime.metrics import MetricsAt
     from atoll.sim.run import Outputs
     from atoll.tape.format import Record
+
+
+@dataclass(frozen=True)
+class Sight:
+    """How others look at a run while it trains."""
+
+    metrics: MetricsAt | None = None
+    metrics_token: Path | None = None
+    log_to: tuple[LogTarget, ...] = ()
+
+
+NO_SIGHT = Sight()
 
 
 # ---------------------------------------------------------------- virtual
@@ -33,7 +50,7 @@ if TYPE_CHECKING:
 
 def run_virtually(
     settings: Config, plan: ChaosPlan, directory: Path | None, *, tensors: bool, threads: int, quiet: bool, device: str = "cpu",
-    allowed: Collection[str] = (),
+    allowed: Collection[str] = (), sight: Sight = NO_SIGHT,
 ) -> Summary:  # fmt: skip
     from atoll.executor.environment import use_threads  # torch takes seconds to import; --help and config do not wait for it
     from atoll.executor.virtual_run import checked_device, refuse_too_many
@@ -47,10 +64,15 @@ def run_virtually(
     directory = directory or new_directory(settings.preset, settings.seed)
     refuse_used(directory)
     view = RunView(settings.learners)
-    with RunProgress(settings, view, quiet, "virtual ") as observer, readable_tape(directory):
-        task = built(settings, allowed, observer.say) if tensors else None
+    with (
+        RunProgress(settings, view, quiet, "virtual ") as observer,
+        readable_tape(directory),
+        logged_to(sight.log_to, directory, observer.say),
+    ):
+        task = built(settings, allowed, observer.say, observer.bars) if tensors else None
         if task is not None:
             refuse_too_many(task, there, settings.learners)
+            _say_if_compiled(settings, there, observer)
         done = run_virtual(
             settings, plan, directory, tensors=tensors, observers=[view, observer], task=task, device=there,
             on_point=observer.on_point,
@@ -136,12 +158,23 @@ def run_on_tape(
     return virtual_summary(settings, view, done, directory, began)
 
 
+@contextmanager
+def logged_to(targets: tuple[LogTarget, ...], directory: Path, say: Callable[[str], None]) -> Iterator[None]:
+    if not targets:
+        yield
+        return
+    from atoll.runtime.loggers.process import LoggerProcesses
+
+    with LoggerProcesses(directory, targets, say):
+        yield
+
+
 # ---------------------------------------------------------------- live
 
 
 def run_live(
     settings: Config, plan: ChaosPlan, directory: Path | None, threads: int, quiet: bool, device: str, allowed: list[str],
-    resume: tuple[Path, int] | None = None,
+    resume: tuple[Path, int] | None = None, sight: Sight = NO_SIGHT,
 ) -> Summary:  # fmt: skip
     """Processes on this machine. `--preset ddp` is torch's own data-parallel training, with a launcher of its own."""
     from atoll.executor.environment import use_threads
@@ -157,12 +190,12 @@ def run_live(
     use_threads(threads)
     log_to_stderr()
     view = RunView(settings.learners)
-    with RunProgress(settings, view, quiet, "") as progress:
+    with RunProgress(settings, view, quiet, "") as progress, logged_to(sight.log_to, directory, progress.say):
         try:
             if ddp:
                 summary = ddp_summary(settings, directory, threads, device, allowed, progress)
             else:
-                summary = cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress)
+                summary = cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress, sight)
         except KeyboardInterrupt:
             written = directory.is_dir() and any(directory.iterdir())
             left = f"; tapes and versions are in {directory}" if written else " before the run began"
@@ -191,31 +224,42 @@ def check_live(settings: Config, device: str) -> None:
     devices_for(device, settings.learners)
 
 
+def _say_if_compiled(settings: Config, device: torch.device, progress: RunProgress) -> None:
+    from atoll.executor.compute import resolved
+
+    if resolved(settings, device).compiled:
+        progress.compiles()
+
+
 def ddp_summary(
     settings: Config, directory: Path, threads: int, device: str, allowed: Sequence[str], progress: RunProgress
 ) -> Summary:
+    from atoll.executor.virtual_run import checked_device
     from atoll.runtime.ddp.launch import run_ddp
     from atoll.runtime.ddp.report import summary_of
 
-    built(settings, allowed, progress.say)  # only to refuse what cannot be built: every rank builds its own, later
+    task = built(settings, allowed, progress.say, progress.bars)  # to refuse what cannot be built: every rank builds its own
+    _say_if_compiled(settings, checked_device(device), progress)
     began = time.monotonic()
     outcome = run_ddp(
         settings, directory, threads=threads, device=device, allowed=allowed,
         progress=lambda step, loss: progress.reached(step, time.monotonic() - began, loss), on_point=progress.on_point,
+        data_fingerprint=task.fingerprint, say=progress.say,
     )  # fmt: skip
     return summary_of(settings, outcome, directory)
 
 
 def cluster_summary(
     settings: Config, plan: ChaosPlan, directory: Path, threads: int, device: str, allowed: list[str],
-    resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
+    resume: tuple[Path, int] | None, view: RunView, progress: RunProgress, sight: Sight,
 ) -> Summary:  # fmt: skip
+    from atoll.executor.compute import resolved
     from atoll.executor.virtual_run import checked_device, evaluated_on, refuse_too_many
     from atoll.runtime.local.cluster import LocalCluster
     from atoll.runtime.local.summary import verdict
     from atoll.runtime.syncer.resume import refuse_other_data, resume_warnings
 
-    task = built(settings, allowed, progress.say)
+    task = built(settings, allowed, progress.say, progress.bars)
     refuse_too_many(task, checked_device(device), settings.learners)
     if resume is not None:
         refuse_other_data(_syncer_part(*resume), task)
@@ -229,9 +273,10 @@ def cluster_summary(
         progress(record.now, record.worker, record.event, record.effects)
 
     progress.say(f"starting a syncer and {settings.learners} learners; logs and tapes in {directory}")
+    progress.waits_for_learners(COMPILE_NOTE if resolved(settings, checked_device(device)).compiled else "")
     cluster = LocalCluster(
         settings, directory, plan, threads=threads, device=device, allowed=allowed, resume=resume, watch=watch,
-        say=progress.say, on_point=progress.on_point,
+        say=progress.say, on_point=progress.on_point, metrics=sight.metrics, metrics_token=sight.metrics_token,
     )  # fmt: skip
     there = evaluated_on(task, checked_device(device))
     with ThreadPoolExecutor(1, "first loss") as beside:
@@ -242,5 +287,5 @@ def cluster_summary(
         progress.say("the run is finished; its tapes are replayed and its weights evaluated for the summary")
         return verdict(
             settings, directory, faults=cluster.struck, task=there, first=first.result if first else None,
-            progress=ReplayProgress(settings.total_steps, progress.say),
+            progress=ReplayProgress(settings.total_steps, progress.say, progress.bars),
         )  # fmt: skip

@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from atoll import config
+from atoll.cli.recipes import complete_recipe, found_plan, found_recipe
 from atoll.config import PRESETS, Config
 from atoll.views.run import Summary
 from atoll.views.tables import run_table
@@ -33,8 +34,12 @@ def _console(stderr: bool) -> Console:
 out, err = _console(stderr=False), _console(stderr=True)
 
 Recipe = Annotated[  # readable=False: a file that cannot be read is refused by the code that reads it, in one sentence
-    Path | None, typer.Argument(readable=False, help="A TOML recipe. Without one, the preset's defaults are used.")
-]
+    Path | None,
+    typer.Argument(
+        readable=False, callback=found_recipe, autocompletion=complete_recipe,
+        help="A TOML recipe, or the name of one of Atoll's own, such as tiny. Without one, the preset's defaults are used.",
+    ),
+]  # fmt: skip
 RunArgument = Annotated[
     Path, typer.Argument(metavar="RUN", help="A run: its folder, its syncer's folder, or its tape (run.tape).")
 ]
@@ -53,8 +58,11 @@ SetOption = Annotated[
 ]
 ChaosOption = Annotated[
     str | None,
-    typer.Option("--chaos", help="Faults to carry out during the run: a TOML plan, or random:SEED:COUNT:SECONDS. Default: none."),
-]
+    typer.Option(
+        "--chaos", callback=found_plan,
+        help="Faults to carry out during the run: a TOML plan, or random:SEED:COUNT:SECONDS. Default: none.",
+    ),
+]  # fmt: skip
 SeedOption = Annotated[
     int | None,
     typer.Option("--seed", help="Seed of model, data order and virtual hardware. Default: the recipe's, or 0."),

@@ -15,7 +15,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from atoll.cli.building import built, log_to_stderr
-from atoll.cli.options import AllowOption, InsecureOption, KeysOption, ObeyOption, PluginOption, QuietOption
+from atoll.cli.options import (
+    AllowOption,
+    InsecureOption,
+    KeysOption,
+    MetricsOption,
+    MetricsTokenOption,
+    ObeyOption,
+    PluginOption,
+    QuietOption,
+)
 from atoll.cli.resume import _refuse_nothing_left
 from atoll.cli.shared import LearnersOption, PresetOption, Recipe, SeedOption, SetOption, ThreadsOption, settings_from
 from atoll.errors import UserError
@@ -24,15 +33,17 @@ from atoll.tape.folder import TAPE_FILE, refuse_unusable
 
 if TYPE_CHECKING:
     from atoll.config import Config
+    from atoll.runtime.metrics import MetricsAt
 
 
 def run_syncer(
     settings: Config, directory: Path, listen: str, keys: Path | None, allowed: list[str],
-    resume: Path | None, threads: int, obey_stdin: bool,
+    resume: Path | None, threads: int, obey_stdin: bool, metrics: MetricsAt | None,
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
     from atoll.runtime.syncer.directory import SyncerDirectory
+    from atoll.runtime.syncer.metrics import syncer_metrics
     from atoll.runtime.syncer.process import SyncerProcess
     from atoll.runtime.syncer.resume import load_resumable_state
     from atoll.store.snapshots import read_manifest
@@ -67,7 +78,8 @@ def run_syncer(
             end_with_stdin(lambda: loop.call_soon_threadsafe(process.stop))
         await process.run()
 
-    asyncio.run(main())
+    with syncer_metrics(metrics, process, home):
+        asyncio.run(main())
 
 
 def end_with_stdin(end: Callable[[], object]) -> None:
@@ -106,6 +118,8 @@ def syncer(
     tls_log: Annotated[
         bool, typer.Option("--tls-log", help="With --keys: also log why TLS handshakes fail, in gRPC's own words.")
     ] = False,
+    metrics: MetricsOption = None,
+    metrics_token: MetricsTokenOption = None,
     quiet: QuietOption = False,
 ) -> None:
     """Run the syncer, on the CPU: it merges the learners' updates, stores the result durably and sends it to the learners.
@@ -116,8 +130,19 @@ def syncer(
     log_to_stderr(verbose=not quiet)
     settings = settings_from(recipe, preset, learners, seed, set_)
     _refuse_early(directory, listen, keys, insecure)
+    at = _metrics_of(metrics, metrics_token, keys)
     logging.getLogger("atoll.syncer").info("loading data and model")
-    run_syncer(settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin)
+    run_syncer(settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, at)
+
+
+def _metrics_of(address: str | None, token: Path | None, keys: Path | None) -> MetricsAt | None:
+    from atoll.runtime.metrics import metrics_at, refuse_taken_ports
+    from atoll.transport.keys import load_server
+
+    found = metrics_at(address, token, lambda: load_server(keys) if keys is not None else None)
+    if found is not None:
+        refuse_taken_ports(found, 1)
+    return found
 
 
 def _refuse_early(directory: Path, listen: str, keys: Path | None, insecure: bool) -> None:

@@ -10,9 +10,10 @@ import typer
 
 from atoll import config
 from atoll.chaos import ChaosPlan, load_plan
-from atoll.cli.options import AllowOption, DeviceOption, PluginOption
+from atoll.cli.log import LogToOption, log_targets
+from atoll.cli.options import AllowOption, DeviceOption, MetricsOption, MetricsTokenOption, PluginOption
 from atoll.cli.resume import snapshot_to_resume
-from atoll.cli.runs import run_live, run_on_tape, run_virtually, with_curve
+from atoll.cli.runs import Sight, run_live, run_on_tape, run_virtually, with_curve
 from atoll.cli.shared import (
     ChaosOption,
     JsonOption,
@@ -29,8 +30,24 @@ from atoll.cli.shared import (
     show,
     write_summary,
 )
+from atoll.config import Config
 from atoll.errors import UserError
 from atoll.tape.folder import find_run, refuse_used
+
+TwinOption = Annotated[
+    bool, typer.Option("--twin", help="With --chaos: train again without faults, and compare the final losses.")
+]
+ResumeOption = Annotated[
+    Path | None, typer.Option("--resume", metavar="RUN", help="Start a new run from a snapshot of this one.")
+]
+SnapshotOption = Annotated[
+    int | None,
+    typer.Option("--snapshot", metavar="STEP", help="With --resume: the snapshot of this step. Default: the newest."),
+]
+TapeOption = Annotated[
+    Path | None,
+    typer.Option("--tape", metavar="RUN", help="Train with the decisions of this virtual run (see `atoll simulate tape`)."),
+]
 
 
 def train(
@@ -44,30 +61,22 @@ def train(
     out_dir: OutOption = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = 1,
-    twin: Annotated[
-        bool, typer.Option("--twin", help="With --chaos: train again without faults, and compare the final losses.")
-    ] = False,
-    resume: Annotated[
-        Path | None,
-        typer.Option("--resume", metavar="RUN", help="Start a new run from a snapshot of this one."),
-    ] = None,
-    snapshot: Annotated[
-        int | None,
-        typer.Option("--snapshot", metavar="STEP", help="With --resume: the snapshot of this step. Default: the newest."),
-    ] = None,
+    twin: TwinOption = False,
+    resume: ResumeOption = None,
+    snapshot: SnapshotOption = None,
     device: DeviceOption = "cpu",
     allow_model: AllowOption = None,
     allow_plugin: PluginOption = None,
-    tape: Annotated[
-        Path | None,
-        typer.Option("--tape", metavar="RUN", help="Train with the decisions of this virtual run (see `atoll simulate tape`)."),
-    ] = None,
+    tape: TapeOption = None,
+    metrics: MetricsOption = None,
+    metrics_token: MetricsTokenOption = None,
+    log_to: LogToOption = None,
 ) -> None:
     """Train a model: a syncer and its learners as processes of this machine, or in this process with --virtual.
 
     At the end it prints a summary and where the trained weights are (theta.safetensors)."""
     if tape is not None:
-        others = (resume, snapshot, chaos, preset, learners)
+        others = (resume, snapshot, chaos, preset, learners, metrics, log_to)
         if virtual or twin or device != "cpu" or any(other is not None for other in others):
             raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads, --allow-model and --json only")
         show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json, allow_model or []), as_json)
@@ -84,13 +93,14 @@ def train(
     if resume is not None:
         named = f"recipe {recipe} has preset {settings.preset!r}"
         _refuse_other_preset(resume, settings.preset, named, "leave the recipe out, or give --preset too")
+    sight = _sight(settings, metrics, metrics_token, log_to, virtual=virtual)
     plan = load_plan(chaos, settings.learners) if chaos is not None else ChaosPlan()
     allowed = allow_model or []
     if twin and not plan.faults:
         raise UserError("--twin: runs the same again without faults; give faults with --chaos")
     if virtual:
         done = run_virtually(
-            settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json, device=device, allowed=allowed
+            settings, plan, out_dir, tensors=True, threads=threads, quiet=as_json, device=device, allowed=allowed, sight=sight
         )
         show(done, as_json)
         return
@@ -98,12 +108,27 @@ def train(
     directory = out_dir or new_directory(settings.preset, settings.seed)
     if twin:
         refuse_used(_twin_of(directory))
-    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start)
+    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start, sight=sight)
     if twin:
-        again = run_live(settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start)
+        again = run_live(settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start, sight=sight)
         summary = with_curve(msgspec.structs.replace(summary, twin_loss=again.loss_final), directory, again)
         write_summary(directory, summary)
     show(summary, as_json)
+
+
+def _sight(settings: Config, metrics: str | None, token: Path | None, log_to: list[str] | None, *, virtual: bool) -> Sight:
+    targets = log_targets(log_to)
+    if metrics is None and token is None:
+        return Sight(log_to=targets)
+    from atoll.runtime.metrics import metrics_at, refuse_taken_ports
+
+    if metrics is not None and (virtual or settings.preset == "ddp"):
+        what = "a virtual run has no clock that a scraper could use" if virtual else "torch's DDP has no syncer and no learners"
+        raise UserError(f"--metrics-at: {what}; leave it out")
+    at = metrics_at(metrics, token)
+    if at is not None:
+        refuse_taken_ports(at, 1 + settings.learners)
+    return Sight(at, token.absolute() if token is not None else None, targets)
 
 
 def _recipe_to_resume(run: Path, recipe: Path | None) -> Path:

@@ -118,9 +118,9 @@ class MessageQueue:
 class LoopThread:
     """An asyncio loop in its own thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "network") -> None:
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name="network", daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:

@@ -30,9 +30,9 @@ from atoll.protocol.vocabulary import Envelope, Message, StateTransfer
 from atoll.store.tensor_files import pack_state, unpack_state
 
 Buffers = list[bytes | bytearray | memoryview]
-
-FLAW_MAX: Final = 300
+FLAW_MAX = 300
 """Characters of a sentence about a peer's message."""
+
 _PREFIX: Final = struct.Struct("<BQ")
 _PACKET, _PLAIN = 1, 2
 
@@ -124,9 +124,9 @@ def from_buffer(body: Message, data: memoryview) -> Payload:
     return Payload("fragment", size, (_numbers(rest[:length]), buffers))
 
 
-def packet_from(body: Message, data: memoryview) -> tuple[Payload, Reason | None]:
+def packet_of_peer(body: Message, data: memoryview) -> tuple[Payload, Reason | None]:
     """In any thread: decodes a peer's bytes, with the reason if they cannot be used. Any error ends the peer's connection, never
-    the process."""
+    the syncer."""
     try:
         payload = from_buffer(body, data)
         if payload.kind == "packet":

@@ -163,6 +163,8 @@ def config_on_tape(tape: Tape, tables: Mapping[str, Any], assignments: Sequence[
     """The tape's config with the recipe's keys and --set laid over it, where no decision depends on them."""
     if tape.header.worker is not None:
         raise UserError(f"tape {tape.path}: belongs to one live worker; --tape takes a virtual run's tape (atoll simulate tape)")
+    if not tape.header.derivable:
+        raise UserError(f"tape {tape.path}: is of torch's data-parallel training; --tape takes a virtual run's tape")
     taped = from_builtins(tape.header.config)
     wanted = changed(taped, assignments, {key: value for key, value in tables.items() if key not in DECIDED})
     for key in DECIDED:

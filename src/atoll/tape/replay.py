@@ -64,6 +64,8 @@ def replay(
 ) -> Outcome:
     """Raises ReplayDiverged at the first difference, with the events that led to it. Beyond a gap a worker has no machine any
     more: its records are observed, and not checked."""
+    if not tape.header.derivable:
+        raise TapeError(f"tape {tape.path}: is of torch's data-parallel training, which no machine decides: it has no replay")
     try:
         config = from_builtins(tape.header.config)
     except ConfigError as error:

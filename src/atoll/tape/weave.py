@@ -169,7 +169,7 @@ def open_run(path: Path, since: OuterStep | None = None) -> Tape | Woven:
         return _begin(Tape(path), since)
     run = find_run(path)
     if not run.tape.exists():
-        raise TapeError(f"run {path}: holds no {TAPE_FILE}; torch's DDP leaves none")
+        raise TapeError(f"run {path}: holds no {TAPE_FILE}")
     if run.home == run.folder:
         return _begin(Tape(run.tape), since)
     first, *rest = live_tapes(run.folder)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from rich.table import Table
 
+from atoll.cli.bars import Bars
 from atoll.cli.options import PluginOption
 from atoll.cli.shared import err, out, print_json
 from atoll.cli.simulate import bandwidth_options as o
@@ -100,10 +101,12 @@ def _answered(
 
         check_suffix(figure)  # before the long work
     rows = []
-    for question in asked:
-        if question.method in SYNCER_METHODS:
-            err.print(f"{question.method}, {question.model}: running the state machines in virtual time ...", soft_wrap=True)
-        rows.append(row(question, sought, axis, at, curve=figure is not None))
+    with Bars(err) as bars:
+        for number, question in enumerate(asked):
+            bars.update("simulating", number, len(asked), "rows", note=f"{question.method}, {question.model}")
+            if not bars.shown and question.method in SYNCER_METHODS:
+                err.print(f"{question.method}, {question.model}: running the state machines in virtual time ...", soft_wrap=True)
+            rows.append(row(question, sought, axis, at, curve=figure is not None))
     return rows
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from atoll.cli.bars import Bars
 from atoll.cli.shared import err, out, print_json
 from atoll.cli.simulate import failure_options as o
 from atoll.errors import UserError
@@ -117,10 +118,12 @@ def _answers(
     for m, _, n in cells:
         check_sizes(n, m, model)  # all of them, before any is simulated
     found = []
-    for number, (m, e, n) in enumerate(cells, 1):
-        found.append(simulate(n, m, model, elastic=e, days=days, precision=precision, seed=seed))
-        if number % 5 == 0 and number < len(cells):
-            err.print(f"{number} of {len(cells)} clusters simulated", soft_wrap=True)
+    with Bars(err) as bars:
+        for number, (m, e, n) in enumerate(cells, 1):
+            bars.update("simulating", number - 1, len(cells), "clusters")
+            found.append(simulate(n, m, model, elastic=e, days=days, precision=precision, seed=seed))
+            if not bars.shown and number % 5 == 0 and number < len(cells):
+                err.print(f"{number} of {len(cells)} clusters simulated", soft_wrap=True)
     return found
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from atoll.cli.bars import Bars
 from atoll.cli.shared import JsonOption, err, out, print_json
 from atoll.cli.simulate.failure_options import model_from_options
 from atoll.config import load
@@ -69,16 +70,23 @@ def scavenge(
     shares = extra or [0.25, 0.5, 1.0, 3.0]
     for share in shares:
         check_share(share, learners)
-    err.print("simulating the base alone ...")
-    base = base_alone_seconds(scenario)
     found = []
-    for share in shares:
-        err.print(f"simulating {share:g} times as many chips at night ...")
-        found.append(answer(scenario, share, model, base))
+    with Bars(err) as bars:
+        _say(bars, 0, 1 + len(shares), "the base alone")
+        base = base_alone_seconds(scenario)
+        for number, share in enumerate(shares, 1):
+            _say(bars, number, 1 + len(shares), f"{share:g} times as many chips at night")
+            found.append(answer(scenario, share, model, base))
     if as_json:
         print_json(found)
     else:
         _show(found, scenario)
+
+
+def _say(bars: Bars, number: int, of: int, what: str) -> None:
+    bars.update("simulating", number, of, "clusters", note=what)
+    if not bars.shown:
+        err.print(f"simulating {what} ...")
 
 
 def _show(found: list[ScavengeEstimate], scenario: ScavengeScenario) -> None:

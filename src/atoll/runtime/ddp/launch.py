@@ -23,10 +23,15 @@ import torch
 
 from atoll.config import Config, to_toml
 from atoll.errors import AtollError, ConfigError, RunFailed, UserError
+from atoll.executor.compute import resolved
+from atoll.executor.environment import tape_header
 from atoll.ids import LearnerId
+from atoll.runtime.clock import wall
 from atoll.runtime.ddp.rank import main
 from atoll.runtime.ddp.report import DdpOutcome, HeldoutReport, Job, RankFailed, RankReport, StepFold, Stepped, outcome_of
+from atoll.runtime.ddp.tape import DdpTape
 from atoll.tape.folder import refuse_used
+from atoll.tape.format import Header
 from atoll.tape.heldout import HeldoutPoint, append_point, points_in
 
 STDERR_BYTES = 4096
@@ -39,15 +44,25 @@ Progress = Callable[[int, float | None], None]
 def run_ddp(
     config: Config, directory: Path, *, threads: int, device: str = "cpu", allowed: Sequence[str] = (),
     progress: Progress | None = None, on_point: Callable[[HeldoutPoint], None] = lambda point: None,
+    data_fingerprint: str = "", say: Callable[[str], None] = lambda text: None,
 ) -> DdpOutcome:  # fmt: skip
-    """Trains `config` with one process per learner and returns when all have ended. `progress(steps done, mean train loss)`."""
+    """Trains `config` with one process per learner and returns when all have ended. `progress(steps done, mean train loss)`.
+    `data_fingerprint` goes into the tape's header."""
     check_supported(config)
     devices, backend = devices_for(device, config.learners)
     _prepare(directory, config, Job(threads, backend, devices, tuple(allowed)))
     fold = StepFold(config.learners)
     with contextlib.ExitStack() as stack:
+        header = _header(config, device=devices[0], data_fingerprint=data_fingerprint)
+        tape = stack.enter_context(DdpTape(directory, header, config.total_steps, say))
+
+        def stepped(loss: float) -> None:
+            tape.append(fold.completed)
+            if progress is not None:
+                progress(fold.steps, loss)
+
         ranks = [stack.enter_context(_started(directory, rank)) for rank in range(config.learners)]
-        reports = _follow(ranks, directory, fold, progress, on_point)
+        reports = _follow(ranks, directory, fold, stepped, on_point)
     (directory / "rendezvous").unlink(missing_ok=True)
     if len({report.theta_sha256 for report in reports}) > 1:
         raise RunFailed("ddp: the ranks ended with different models, so an all-reduce failed")
@@ -85,6 +100,13 @@ def devices_for(device: str, count: int) -> tuple[tuple[str, ...], str]:
     return devices, "nccl" if len(set(devices)) == count else "gloo"
 
 
+def _header(config: Config, *, device: str, data_fingerprint: str) -> Header:
+    compute = str(resolved(config, torch.device(device)))
+    return tape_header(
+        config, data_fingerprint=data_fingerprint, tensors=True, compute=compute, device=device, epoch=wall(), derivable=False
+    )
+
+
 def _prepare(directory: Path, config: Config, job: Job) -> None:
     refuse_used(directory)
     try:
@@ -118,7 +140,7 @@ def _started(directory: Path, rank: LearnerId) -> Iterator[subprocess.Popen[byte
 
 
 def _follow(
-    ranks: Sequence[subprocess.Popen[bytes]], directory: Path, fold: StepFold, progress: Progress | None,
+    ranks: Sequence[subprocess.Popen[bytes]], directory: Path, fold: StepFold, stepped: Callable[[float], None],
     on_point: Callable[[HeldoutPoint], None],
 ) -> list[RankReport]:  # fmt: skip
     """Reads the ranks' lines until all have ended successfully; the first failure ends the run."""
@@ -149,8 +171,8 @@ def _follow(
                     elif isinstance(report, HeldoutReport):
                         append_point(directory, report.point)
                         on_point(report.point)
-                    elif (loss := fold.add(report)) is not None and progress is not None:
-                        progress(fold.steps, loss)
+                    elif (loss := fold.add(report)) is not None:
+                        stepped(loss)
                 if len(reports) == len(ranks) and rank in reports:
                     _release(ranks)
             if failed:  # a refusal or a signal is a cause; another error may be the echo of a lost peer

@@ -107,7 +107,8 @@ def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO)
         began, total = ended, 0.0
         torch.manual_seed(generator("inner step", config.seed, rank, step).initial_seed())
         batches = [task.batch(rank, rank, step * count + micro) for micro in range(count)]
-        counts = [task.count(batch)[0] for batch in batches]
+        counted = [task.count(batch) for batch in batches]
+        counts = [count_of[0] for count_of in counted]
         tokens += sum(counts)
         for micro, (batch, part) in enumerate(zip(batches, divisors(counts), strict=True)):
             with parallel.no_sync() if micro + 1 < count else contextlib.nullcontext():
@@ -121,7 +122,8 @@ def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO)
         optimizer_step(config, optimizer, step)
         gathered += _merge_buffers(task, tensors)
         waited, ended = waited + reduced - ready, clock.now()
-        _report(channel, Stepped(step, began, ready, reduced, ended, total))
+        samples = sum(count_of[1] for count_of in counted)
+        _report(channel, Stepped(step, began, ready, reduced, ended, total, rank, sum(counts), samples))
         if config.data.heldout_every and (step + 1) % config.data.heldout_every == 0 and step + 1 < config.total_steps:
             with clock.paused():
                 if rank == 0:

@@ -11,6 +11,7 @@ import msgspec
 from atoll.config import Config
 from atoll.ids import LearnerId, Nanos, seconds
 from atoll.store.weights import THETA_FILE
+from atoll.tape.folder import TAPE_FILE
 from atoll.tape.heldout import HeldoutPoint
 from atoll.views.run import Summary, TokenCounts, token_shares
 
@@ -35,6 +36,9 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     reduced: Nanos
     ended: Nanos
     loss: float
+    rank: LearnerId = 0
+    tokens: int = 0
+    samples: int = 0
 
 
 class HeldoutReport(msgspec.Struct, frozen=True, tag=True):
@@ -102,6 +106,8 @@ class StepFold:
         self.first: Nanos | None = None
         self.last: Nanos = 0
         self.all_waiting: Nanos = 0
+        self.completed: list[Stepped] = []
+        """The last step that is complete, as each rank reported it."""
 
     def add(self, step: Stepped) -> float | None:
         """The mean train loss of a step that this line completes."""
@@ -111,7 +117,7 @@ class StepFold:
         steps.append(step)
         if len(steps) < self._count:
             return None
-        del self._open[step.step]
+        self.completed = self._open.pop(step.step)
         self.steps += 1
         # Waits of different steps cannot overlap: no rank begins to wait for the next step before this one ends.
         self.all_waiting += max(0, min(s.reduced for s in steps) - max(s.ready for s in steps))
@@ -140,7 +146,7 @@ def summary_of(config: Config, outcome: DdpOutcome, run_dir: Path) -> Summary:
         goodput=round(outcome.goodput, 6), uptime=round(outcome.uptime, 6), waited_seconds=round(outcome.waited_seconds, 6),
         participants=outcome.participants, tokens=tokens, recoveries=[],
         bytes_up=outcome.bytes_up, bytes_down=outcome.bytes_down, loss_first=outcome.loss_first,
-        loss_final=outcome.loss_final, theta_sha256=outcome.theta_sha256, tape=None, run_dir=str(run_dir),
+        loss_final=outcome.loss_final, theta_sha256=outcome.theta_sha256, tape=str(run_dir / TAPE_FILE), run_dir=str(run_dir),
         clock="wall", seconds=round(outcome.seconds, 6), fragments=1, accuracy=outcome.ranks[0].accuracy,
         heldout=list(outcome.points), theta=str(run_dir / THETA_FILE), rounds_merged=config.total_steps,
         tokens_trained=outcome.tokens, token_shares=token_shares(tokens),

@@ -30,7 +30,7 @@ class SyncerTape:
         self.condition = examine_tape(path, self._feed)
 
     def _feed(self, header: Header, record: Record) -> None:
-        if record.worker != SYNCER or self._error:
+        if record.worker != SYNCER or self._error or not header.derivable:
             return
         try:
             if self._machine is None:

@@ -43,11 +43,14 @@ from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.place import kept_place, moved_out, own_directory
 from atoll.runtime.learner.snapshots import LearnerSnapshots
 from atoll.runtime.loop import LoopThread
+from atoll.runtime.metrics import MetricsAt, learner_metrics
+from atoll.runtime.metrics import metrics_at as served_at
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import TapeWriter
 from atoll.tasks.task import Task, layout_for
 from atoll.tensors.access import named_tensors
 from atoll.tensors.inventory import frozen_digest, frozen_parameters
+from atoll.transport.keys import load_learner
 from atoll.workload.data.deal import Deal
 
 log = logging.getLogger("atoll.learner")
@@ -59,7 +62,8 @@ SKIPS_MAX: Final = 100
 def join(
     syncer: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, token: str | Path | None = None,
     keys: str | Path | None = None, name: str | None = None, run: str = "", wants: int = -1, out: str | Path | None = None,
-    listen: str = "127.0.0.1:0", advertise: str = "", insecure: bool = False,
+    listen: str = "127.0.0.1:0", advertise: str = "", insecure: bool = False, metrics_at: str | None = None,
+    metrics_token: str | Path | None = None,
 ) -> Learner:  # fmt: skip
     """A learner of the run at `syncer`, to be used in a `with` statement. Raises UserError if this loop cannot be one.
 
@@ -68,6 +72,7 @@ def join(
     `run`: join only this run. `wants`: the learner id to ask for. `out`: the folder for tape and snapshots.
     `listen`: where recovering peers are served, "" for nowhere; `advertise`: the address that they dial.
     `insecure`: allow an unencrypted connection to another machine.
+    `metrics_at`: where to serve Prometheus metrics, with `metrics_token`, a file, to whoever shows the token in it.
     """
     plain = checks.unwrapped_model(model)
     inner = checks.unwrapped_optimizer(optimizer)
@@ -77,20 +82,26 @@ def join(
     checks.refuse_mismatched_optimizer(plain, tensors, inner)
     folder = Path(keys) if keys is not None else None
     address = address_of(syncer, token, folder, name, run, listen, advertise, insecure)
-    return Learner(address, plain, inner, wants=wants, out=Path(out) if out is not None else None)
+    at = served_at(
+        metrics_at, Path(metrics_token) if metrics_token is not None else None,
+        lambda: load_learner(folder, name) if folder is not None else None, dash="",
+    )  # fmt: skip
+    return Learner(address, plain, inner, wants=wants, out=Path(out) if out is not None else None, metrics=at)
 
 
 class Learner:
     """Made by `join`, usable inside `with`. Only the training thread may call it."""
 
     def __init__(
-        self, address: Address, model: nn.Module, optimizer: torch.optim.Optimizer, *, wants: int = -1, out: Path | None = None
-    ) -> None:
+        self, address: Address, model: nn.Module, optimizer: torch.optim.Optimizer, *, wants: int = -1, out: Path | None = None,
+        metrics: MetricsAt | None = None,
+    ) -> None:  # fmt: skip
         self._address = address
         self._model = model
         self._optimizer = optimizer
         self._wants = wants
         self._out = out
+        self._metrics = metrics
         self._tensors: dict[str, Tensor] = {}
         self._frozen: dict[str, Tensor] = {}
         self._device: torch.device
@@ -320,9 +331,10 @@ class Learner:
             )
             stack.callback(inner.close)
             tape = _new_tape(directory, placement, self.config, self._device)
+            metrics = stack.enter_context(learner_metrics(self._metrics, self.config, placement.learner, directory))
             self._live = LiveLearner(
                 self._address, placement, UserExecutor(inner), tape=tape, loop=self._loop.loop,
-                state_bytes_max=state_bytes_max(self._task.layout.fragments), arriving=inner.arriving,
+                state_bytes_max=state_bytes_max(self._task.layout.fragments), arriving=inner.arriving, metrics=metrics,
             )  # fmt: skip
             snapshots.on_written, self._live.on_kept = self._live.dispatch, snapshots.keep
             self._live.start()

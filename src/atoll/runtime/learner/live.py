@@ -54,10 +54,12 @@ from atoll.runtime.learner.peers import STATE_BYTES_MAX, Peers
 from atoll.runtime.learner.sender import GOODBYE_SECONDS, Sender
 from atoll.runtime.log import PacedLog
 from atoll.runtime.loop import DailyWarnings, DeadlineTimer, MessageQueue
+from atoll.runtime.metrics import careful
 from atoll.runtime.syncer.places import Placement
 from atoll.runtime.tape_roller import TapeRoller, in_thread
 from atoll.tape.format import TapeWriter
 from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, dial
+from atoll.views.worker_metrics import LearnerMetrics
 
 log = logging.getLogger("atoll.learner")
 
@@ -74,10 +76,10 @@ class LiveLearner:
     def __init__(
         self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
         resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop, state_bytes_max: int = STATE_BYTES_MAX,
-        arriving: Callable[[Payload], Payload] = lambda payload: payload,
+        arriving: Callable[[Payload], Payload] = lambda payload: payload, metrics: LearnerMetrics | None = None,
     ) -> None:  # fmt: skip
         """`state_bytes_max`: of a peer's recovery state. `arriving`: is given what came with an announcement in the receiving
-        thread, before the driver's lock is taken."""
+        thread, before the driver's lock is taken. `metrics` sees every event."""
         self.placement = placement
         self.config = from_builtins(placement.config)
         self.machine = LearnerMachine(self.config, placement.learner, placement.incarnation)
@@ -92,8 +94,11 @@ class LiveLearner:
         self._driver = Driver(
             self.machine, placement.learner, self._clock, tape, self._carry_out, self._timer.set, failed=self._failed,
             between=roller.look if roller is not None else lambda: None,
+            observe=careful(metrics),
         )  # fmt: skip
         self._link: Link | None = None
+        if metrics is not None:
+            metrics.links.link_of = lambda peer: self._link
         self._sender = Sender(self._failed)
         self._link_down = asyncio.Event()
         self._queue: MessageQueue | None = None

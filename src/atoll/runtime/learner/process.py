@@ -32,6 +32,7 @@ from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.place import kept_place, moved_out, own_directory
 from atoll.runtime.learner.snapshots import LearnerSnapshots, learner_state_of
 from atoll.runtime.loop import LoopThread
+from atoll.runtime.metrics import MetricsAt, learner_metrics
 from atoll.runtime.syncer.places import Placement
 from atoll.store.tokenizer_file import tokenizer_setting
 from atoll.tape.format import Header
@@ -58,6 +59,7 @@ class WorkerOptions:
     """The folders that it reads data from; empty: the working directory."""
     obey_stdin: bool = False
     """A launcher holds the other end: it sends `slow FACTOR` and `attack JSON`; the learner leaves when the pipe closes."""
+    metrics: MetricsAt | None = None
 
 
 def run_worker(options: WorkerOptions) -> None:
@@ -97,10 +99,11 @@ def _train_at(
         compute = executor.prepare()
         log.info("inner steps run on %s in %s", device, compute)
         tape = open_tape(directory, placement, _header(placement, task.config, task, device, compute))
+        metrics = stack.enter_context(learner_metrics(options.metrics, task.config, placement.learner, directory))
         resumed = Resumed(*learner_state_of(options.resume)) if options.resume is not None else None
         live = LiveLearner(
             options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop,
-            state_bytes_max=state_bytes_max(task.layout.fragments), arriving=executor.arriving,
+            state_bytes_max=state_bytes_max(task.layout.fragments), arriving=executor.arriving, metrics=metrics,
         )  # fmt: skip
         stack.callback(live.close)
         snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep

@@ -42,6 +42,7 @@ from atoll.protocol.vocabulary import Finished, FixParticipants
 from atoll.runtime.local.failure import Failure
 from atoll.runtime.local.fault_proxies import FaultProxies
 from atoll.runtime.local.forkserver import Child, ForkServer
+from atoll.runtime.metrics import MetricsAt
 from atoll.runtime.syncer.rollback import ask
 from atoll.store.snapshots import snapshot_dir, syncer_root
 from atoll.tape.folder import refuse_used
@@ -116,10 +117,11 @@ class LocalCluster:
         self, config: Config, directory: Path, plan: ChaosPlan, *, threads: int = 1, device: str = "cpu",
         allowed: Sequence[str] = (), resume: tuple[Path, int] | None = None,
         watch: Callable[[Record], None] | None = None, say: Callable[[str], None] = lambda text: None,
-        on_point: Callable[[HeldoutPoint], None] = lambda point: None,
+        on_point: Callable[[HeldoutPoint], None] = lambda point: None, metrics: MetricsAt | None = None,
+        metrics_token: Path | None = None,
     ) -> None:  # fmt: skip
         """`resume`: another run's folder and which of its snapshots. `watch` is called with the syncer's records, `on_point` with
-        held-out losses while the run trains."""
+        held-out losses while the run trains. The syncer serves its metrics at `metrics`, learner m at the port 1 + m above."""
         self.config = config
         self.directory = directory
         self._plan = plan
@@ -146,6 +148,8 @@ class LocalCluster:
         self._learner_options = [*common, *own_code, "--device", device, "--allow-data", "/"]
         self._evaluator_argv = ["eval", str(directory), "--follow", "--obey-stdin", *own_code, "--device", device]
         self._resume = resume
+        self._metrics = metrics
+        self._metrics_token = ["--metrics-token", str(metrics_token)] if metrics_token is not None else []
 
     # ------------------------------------------------------------ running
 
@@ -202,14 +206,18 @@ class LocalCluster:
         return self.directory / "learners" / str(learner) / "log"
 
     def _syncer_argv(self, listen: str) -> list[str]:
-        return ["syncer", str(self.directory / "config.toml"), "--listen", listen, *self._syncer_options]
+        options = [*self._syncer_options, *self._metrics_options(0)]
+        return ["syncer", str(self.directory / "config.toml"), "--listen", listen, *options]
+
+    def _metrics_options(self, offset: int) -> list[str]:
+        return ["--metrics-at", self._metrics.next_to(offset), *self._metrics_token] if self._metrics is not None else []
 
     def _learner_argv(self, learner: LearnerId) -> list[str]:
         out = self.directory / "learners" / str(learner)
         argv = [
             "learner", "--syncer", self._fault_proxies.syncer_address(learner, self._address),
             "--token", str(self.directory / "syncer" / "token"), "--id", str(learner), "--out", str(out),
-            *self._fault_proxies.listen_options(learner), *self._learner_options,
+            *self._fault_proxies.listen_options(learner), *self._learner_options, *self._metrics_options(1 + learner),
         ]  # fmt: skip
         return argv + _resume_learner(self._resume, learner, out)
 

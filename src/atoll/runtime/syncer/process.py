@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -20,7 +20,7 @@ from atoll.config.codecs import codec_digests, codec_spec
 from atoll.errors import UNDECODABLE, DataError, RunFailed, UserError
 from atoll.ids import SYNCER, LearnerId, OuterStep, nanos, worker_name
 from atoll.protocol.causality import may_overtake
-from atoll.protocol.interface import Finding, Payload
+from atoll.protocol.interface import Finding, Observer, Payload
 from atoll.protocol.membership import EXPELLED, LEFT, LOST
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.validity import objection
@@ -106,6 +106,8 @@ class SyncerProcess:
         self._unnotified: set[LearnerId] = set()
         self._progress = SyncerProgress(self._config, log.info)
         self.address = ""
+        self.observe: Observer | None = None
+        """Sees every event after it was taped."""
 
     async def run(self) -> None:
         """Returns when the last outer step is stored and all learners know it."""
@@ -115,7 +117,7 @@ class SyncerProcess:
         self._driver = Driver(
             self._directory.machine, SYNCER, self._directory.clock, self._directory.tape, self._carry_out, self._timer.set,
             must_sync=lambda event: isinstance(event, Started | Stored), on_tape_error=self._tape_failed, failed=self.fail,
-            between=self._directory.between_events,
+            observe=self.observe, between=self._directory.between_events,
         )  # fmt: skip
         self._expiry = DailyWarnings(loop, log, self._key_warnings)
         self._warm_up()
@@ -163,7 +165,7 @@ class SyncerProcess:
     async def _shut_down(self) -> None:
         self._timer.stop()
         self._expiry.stop()
-        if refused := self._directory.places.refused + self._server.refused:
+        if refused := self.refused:
             log.info("%s", refusals_line(refused))
         if not self._directory.machine.finished:
             self._driver.stop()  # or it would go on with those that are disconnected last, and replace snapshots of all by theirs
@@ -184,6 +186,15 @@ class SyncerProcess:
         """For SIGTERM: everything is on disk already, and a syncer started in this directory goes on."""
         if not self._over.done():
             self._over.set_result(None)
+
+    @property
+    def refused(self) -> Counter[str]:
+        """Calls, connections and messages, by kind. From any thread: a copy is made in one step."""
+        return self._directory.places.refused.copy() + self._server.refused.copy()
+
+    def link_of(self, learner: LearnerId) -> Link | None:
+        peer = self._links.get(learner)
+        return peer.link if peer is not None else None
 
     # ------------------------------------------------------------ joining
 
@@ -329,7 +340,7 @@ class SyncerProcess:
                 self._driver.dispatch(Received(envelope, 0))
             return
         body = envelope.body
-        payload, flaw = await self._loop.run_in_executor(None, wire.packet_from, body, data)
+        payload, flaw = await self._loop.run_in_executor(None, wire.packet_of_peer, body, data)
         found, inspected = Finding(flaw), False
         while found.flaw is None and not inspected and (self._storage_blocked or self._is_expected(peer.learner, body)):
             try:
