@@ -16,6 +16,7 @@ from atoll.cli.eval import evaluate
 from atoll.cli.export import export
 from atoll.cli.keys import keys
 from atoll.cli.learner import learner
+from atoll.cli.leave import leave
 from atoll.cli.plan import plan
 from atoll.cli.replay import replay
 from atoll.cli.rollback import rollback
@@ -46,6 +47,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("rollback", rollback, "Return a run to the weights of an earlier step."),
     ("syncer", syncer, "Run a syncer, for learners elsewhere."),
     ("learner", learner, "Run one learner of a syncer."),
+    ("leave", leave, "Ask one learner to leave its run."),
     ("keys", keys, "Make certificates and join tokens."),
     ("sim", sim, "Run the protocol alone, without tensors."),
     ("plan", plan, "Recommend settings for a cluster."),

@@ -59,13 +59,29 @@ def learner(
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="DIR", help="Start from this learner's part of a snapshot.")
     ] = None,
+    leave_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--leave-seconds", min=0.0, show_default=False,
+            help="Seconds to deliver and leave in, once it is asked to. Default: limits.leave_seconds of the run.",
+        ),
+    ] = None,
+    leave_file: Annotated[
+        Path | None,
+        typer.Option("--leave-file", metavar="FILE", help="Leave when this file appears; a number in it is the seconds left."),
+    ] = None,
+    left_code: Annotated[
+        int,
+        typer.Option("--left-code", min=0, max=125, help="Exit code after it was asked to leave, before the run was over."),
+    ] = 0,
     threads: ThreadsOption = 1,
     obey_stdin: ObeyOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Run one learner: it joins the run at --syncer, gets the config from there, and trains until the run is finished.
 
-    It waits up to 60 s for a syncer that is not there yet. SIGTERM makes it deliver what it has and leave."""
+    It waits up to 60 s for a syncer that is not there yet. SIGTERM, SIGUSR1, --leave-file and `atoll leave` make it deliver
+    what it has and leave; with the same --out it comes back to its place."""
     from atoll.runtime.learner.address import address_of
     from atoll.runtime.learner.process import WorkerOptions, run_worker
 
@@ -77,9 +93,11 @@ def learner(
     address = address_of(
         syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"
     )
-    run_worker(
+    left = run_worker(
         WorkerOptions(
             address, wants, out_dir, device, threads, allow_model or [], resume, data_folders=allow_data or [],
-            obey_stdin=obey_stdin,
+            leave_seconds=leave_seconds, leave_file=leave_file, obey_stdin=obey_stdin,
         )
     )  # fmt: skip
+    if left and left_code:
+        raise typer.Exit(left_code)

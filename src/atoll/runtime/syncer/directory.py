@@ -27,10 +27,11 @@ from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
 from atoll.executor.environment import tape_header
 from atoll.executor.syncer import TensorSyncer
-from atoll.ids import SYNCER, Nanos, OuterStep
+from atoll.ids import SYNCER, LearnerId, Nanos, OuterStep
 from atoll.protocol.membership import EXPELLED
+from atoll.protocol.reasons import Why
 from atoll.protocol.syncer import SyncerMachine
-from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
+from atoll.protocol.vocabulary import Event, Membership, Restored, Started, SyncerState
 from atoll.runtime.clock import Clock, wall
 from atoll.runtime.syncer.places import PlaceLimits, Places, new_run_id, write_private
 from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other_data, resume_warnings
@@ -79,6 +80,8 @@ class SyncerDirectory:
         self._restored: SyncerState | None = None
         self._starts = 0
         self._task = task
+        self._away: dict[LearnerId, bool] = {}
+        """Learners of a run that goes on: whether each left in order to come back."""
         if resume is not None:
             self._clear_false_start()
         if self.tape_path.exists():
@@ -91,6 +94,8 @@ class SyncerDirectory:
             raise UserError(self.revoked.flaws[0])
         limits, now = PlaceLimits.of(config), time.monotonic()
         self.places = Places(directory, self.run, tokens, limits, self._is_connected, self._is_expelled, self.revoked, now)
+        for learner in (learner for learner, returns in self._away.items() if returns):
+            self.places.left(learner, now, returns=True)
 
     # ------------------------------------------------------------ opening
 
@@ -165,7 +170,9 @@ class SyncerDirectory:
             self.data_fingerprint = tape.header.data_fingerprint
         last: Nanos = 0
         for record in tape.records():
-            self.machine.on(record.event, record.now)
+            for effect in self.machine.on(record.event, record.now):
+                if isinstance(effect, Membership):
+                    self._away[effect.learner] = effect.reason.why is Why.LEAVES_FOR_A_WHILE
             self._starts += isinstance(record.event, Started)
             last = record.now
         if tape.gaps:
