@@ -12,11 +12,13 @@ import typer
 from atoll.cli.compare import compare
 from atoll.cli.config import show_config
 from atoll.cli.doctor import doctor
+from atoll.cli.down import down
 from atoll.cli.eval import evaluate
 from atoll.cli.export import export
 from atoll.cli.keys import keys
 from atoll.cli.learner import learner
 from atoll.cli.leave import leave
+from atoll.cli.logs import logs
 from atoll.cli.plan import plan
 from atoll.cli.replay import replay
 from atoll.cli.rollback import rollback
@@ -24,9 +26,11 @@ from atoll.cli.shared import err, out
 from atoll.cli.sim import sim
 from atoll.cli.simulate.app import simulate
 from atoll.cli.snapshot import snapshots
+from atoll.cli.status import status
 from atoll.cli.strip import strip
 from atoll.cli.syncer import syncer
 from atoll.cli.train import train
+from atoll.cli.up import up
 from atoll.errors import AtollError, NotAdmitted, UserError
 from atoll.runtime.local.failure import Failure, report_failure
 from atoll.version import __version__
@@ -37,6 +41,10 @@ app = typer.Typer(
 )  # fmt: skip
 COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("train", train, "Train a model, as processes or in virtual time."),
+    ("up", up, "Bring a run up on an engine."),
+    ("status", status, "Show how a run that is up stands."),
+    ("logs", logs, "Print the logs of a run that is up."),
+    ("down", down, "End a run that is up."),
     ("config", show_config, "Print the complete config of a recipe."),
     ("compare", compare, "Train several presets and compare them."),
     ("eval", evaluate, "Evaluate a run's model."),

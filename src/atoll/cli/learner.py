@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,11 +15,34 @@ from atoll.cli.shared import ThreadsOption
 from atoll.errors import UserError
 from atoll.tape.folder import refuse_unusable
 
+SyncerOption = Annotated[
+    str,
+    typer.Option(
+        "--syncer", metavar="ADDRESS",
+        help="HOST:PORT of the syncer; or file:PATH, its file `address`, which is read anew for every connection.",
+    ),
+]
+JoinSecondsOption = Annotated[
+    float, typer.Option("--join-seconds", min=0.0, help="How long to wait for a syncer that is not there yet.")
+]
+LeaveSecondsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--leave-seconds", min=0.0, show_default=False,
+        help="Seconds to deliver and leave in, once it is asked to. Default: limits.leave_seconds of the run.",
+    ),
+]
+LeaveFileOption = Annotated[
+    Path | None,
+    typer.Option("--leave-file", metavar="FILE", help="Leave when this file appears; a number in it is the seconds left."),
+]
+LeftCodeOption = Annotated[
+    int, typer.Option("--left-code", min=0, max=125, help="Exit code after it was asked to leave, before the run was over.")
+]
+
 
 def learner(
-    syncer_address: Annotated[
-        str, typer.Option("--syncer", metavar="HOST:PORT", help="Address of the syncer.")
-    ] = "127.0.0.1:7077",
+    syncer_address: SyncerOption = "127.0.0.1:7077",
     token: Annotated[
         Path | None,
         typer.Option("--token", metavar="FILE", help="File with the join token. Default: token in --keys, else $ATOLL_TOKEN."),
@@ -38,6 +62,7 @@ def learner(
     advertise: Annotated[
         str, typer.Option("--advertise", metavar="HOST:PORT", help="The address that other learners dial. Default: --listen.")
     ] = "",
+    join_seconds: JoinSecondsOption = 60.0,
     connections: Annotated[
         int, typer.Option("--connections", min=1, max=16, help="Connections for weights; more for links with a long delay.")
     ] = 1,
@@ -59,28 +84,16 @@ def learner(
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="DIR", help="Start from this learner's part of a snapshot.")
     ] = None,
-    leave_seconds: Annotated[
-        float | None,
-        typer.Option(
-            "--leave-seconds", min=0.0, show_default=False,
-            help="Seconds to deliver and leave in, once it is asked to. Default: limits.leave_seconds of the run.",
-        ),
-    ] = None,
-    leave_file: Annotated[
-        Path | None,
-        typer.Option("--leave-file", metavar="FILE", help="Leave when this file appears; a number in it is the seconds left."),
-    ] = None,
-    left_code: Annotated[
-        int,
-        typer.Option("--left-code", min=0, max=125, help="Exit code after it was asked to leave, before the run was over."),
-    ] = 0,
+    leave_seconds: LeaveSecondsOption = None,
+    leave_file: LeaveFileOption = None,
+    left_code: LeftCodeOption = 0,
     threads: ThreadsOption = 1,
     obey_stdin: ObeyOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Run one learner: it joins the run at --syncer, gets the config from there, and trains until the run is finished.
 
-    It waits up to 60 s for a syncer that is not there yet. SIGTERM, SIGUSR1, --leave-file and `atoll leave` make it deliver
+    It waits --join-seconds for a syncer that is not there yet. SIGTERM, SIGUSR1, --leave-file and `atoll leave` make it deliver
     what it has and leave; with the same --out it comes back to its place."""
     from atoll.runtime.learner.address import address_of
     from atoll.runtime.learner.process import WorkerOptions, run_worker
@@ -90,8 +103,9 @@ def learner(
     log_to_stderr(verbose=not quiet)
     if out_dir is not None:
         refuse_unusable(out_dir)
-    address = address_of(
-        syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"
+    address = replace(
+        address_of(syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"),
+        join_timeout_seconds=join_seconds,
     )
     left = run_worker(
         WorkerOptions(

@@ -65,6 +65,7 @@ def join(
 ) -> Learner:  # fmt: skip
     """A learner of the run at `syncer`, to be used in a `with` statement. Raises UserError if this loop cannot be one.
 
+    `syncer`: host:port, or file:PATH, a file that says so and is read anew for every connection.
     `token`: the join token, or the Path of a file with it; by default the one in `keys`, else ATOLL_TOKEN.
     `keys`: the folder with certificates that `atoll keys` made; by default ATOLL_KEYS. `name`: the certificate to use.
     `run`: join only this run. `wants`: the learner id to ask for. `out`: the folder for tape and snapshots.

@@ -11,6 +11,7 @@ import logging
 import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -22,6 +23,8 @@ LEAVE_FILE: Final = "leave"
 """In a learner's own folder; `atoll leave` writes it. A number in it is the seconds that the learner has."""
 LOOK_SECONDS: Final = 0.25
 """Between two looks for a file, and between two calls of the user's function."""
+REPEAT_SECONDS: Final = 0.5
+"""The same signal sooner than this is the same request: schedulers signal every process of a job, and shells pass signals on."""
 SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 Notice = Callable[[], float | None]
@@ -51,6 +54,7 @@ class LeaveRequests:
         self._leave: Leave | None = None
         self._ended = threading.Event()
         self._early: list[tuple[str, float | None]] = []
+        self._signalled: dict[int, float] = {}
         self._was_in_run = False
         self.asked = False
 
@@ -67,7 +71,10 @@ class LeaveRequests:
             if self._leave is None and not self.asked and not self._was_in_run:
                 log.info("asked to stop by %s before it was in the run", signal.Signals(number).name)
                 raise SystemExit(0)
-            self._ask(f"asked to stop by {signal.Signals(number).name}", self._seconds)
+            now, before = time.monotonic(), self._signalled.get(number, -math.inf)
+            self._signalled[number] = now
+            if now - before > REPEAT_SECONDS:
+                self._ask(f"asked to stop by {signal.Signals(number).name}", self._seconds)
 
         for number in SIGNALS:
             signal.signal(number, asked)

@@ -258,7 +258,7 @@ class LiveLearner:
             self._link_down.clear()
             try:
                 link = await dial(
-                    self._address.syncer, self, peer="syncer", metadata=self._metadata(), limits=self._limits,
+                    self._address.where(), self, peer="syncer", metadata=self._metadata(), limits=self._limits,
                     credentials=self._address.credentials,
                 )  # fmt: skip
             except Refused as refusal:
