@@ -11,7 +11,7 @@ import pytest
 from command import atoll
 
 HERE = Path(__file__).parent
-ENGINES = ("local", "slurm")
+ENGINES = ("local", "slurm", "kubernetes")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -10,7 +10,7 @@ from atoll.engines.deployment import Deployment, EngineState, Rendered
 from atoll.engines.record import UpRecord
 from atoll.errors import UserError
 
-ENGINES = {"local": "local:LocalEngine", "slurm": "slurm:SlurmEngine"}
+ENGINES = {"local": "local:LocalEngine", "slurm": "slurm:SlurmEngine", "kubernetes": "kubernetes:KubernetesEngine"}
 """Imported when it is asked for."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 from atoll.errors import RunFailed, UserError
@@ -29,3 +29,21 @@ def run_command(words: Sequence[str], what: str, content: str | None = None, *, 
 def in_one_line(said: object) -> str:
     """The engine's words, at the end of a sentence."""
     return " ".join(str(said).split())[:WORDS_MAX]
+
+
+def follow_command(words: Sequence[str], what: str) -> Iterator[str]:
+    """Its lines as they come. It is ended with the iterator."""
+    try:
+        child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    except FileNotFoundError:
+        raise UserError(f"{what}: this machine has no {words[0]}; run it where the engine's commands are installed") from None
+    with child:
+        try:
+            assert child.stdout is not None and child.stderr is not None
+            for line in child.stdout:
+                yield line.rstrip("\n")
+            said = in_one_line(child.stderr.read())
+            if child.wait():
+                raise RunFailed(f"{what}: {words[0]} ended with exit code {child.returncode}: {said}")
+        finally:
+            child.kill()
