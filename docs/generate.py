@@ -24,7 +24,7 @@ from typer.models import ArgumentInfo, OptionInfo, ParamMeta
 from typer.utils import get_params_from_function
 
 from atoll.cli.app import app
-from atoll.config import PRESETS, Config
+from atoll.config import PRESETS, ClusterPlacement, Config, Group
 from atoll.config.codecs import CODECS, wire_bits
 from atoll.config.merges import MERGES
 from atoll.views.metrics import LABEL_VALUES, METRICS
@@ -96,6 +96,8 @@ def _kind(info: kinds.Type) -> str:
             return f"list, each {_kind(item)}"
         case kinds.DictType(value_type=value):
             return f"table, each {_kind(value)}"
+        case kinds.StructType():
+            return "table"
         case kinds.Metadata(type=inner):
             return _kind(inner)
     raise AssertionError(f"no words for {info}")
@@ -140,6 +142,17 @@ def config_reference() -> str:
         parts.append(f"*{key.kind}; default* `{key.default}`{_in_presets(key, differing.get(key.path, {}))}\n")
         parts.append(f"{key.doc}\n")
     return "\n".join(parts)
+
+
+def placement_reference() -> str:
+    """[placement], whose groups of learners are a list of tables."""
+    rows = ["| key | value | default | |", "|---|---|---|---|"]
+    for struct, prefix in ((ClusterPlacement, "placement."), (Group, "placement.learners.")):
+        for key in config_keys(struct, prefix):
+            if key.path != "placement.learners":
+                doc = key.doc.replace("|", "\\|").replace("\n", " ")
+                rows.append(f"| `{key.path}` | {key.kind} | `{key.default}` | {doc} |")
+    return "\n".join(rows)
 
 
 def _section_doc(section: str) -> str:
@@ -302,6 +315,7 @@ def label_table() -> str:
 
 PARTS: dict[str, Callable[[], str]] = {
     "config": config_reference,
+    "placement": placement_reference,
     "presets": preset_table,
     "codecs": codec_table,
     "merges": merge_table,

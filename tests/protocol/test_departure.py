@@ -96,6 +96,19 @@ def test_leave_takes_at_most_its_limit() -> None:
     assert stage.machine.deadline() is None
 
 
+def test_notice_that_says_how_long_there_is_overrides_the_runs_limit() -> None:
+    for within in (0, 3, nanos(3600.0)):
+        stage = training()
+        stage.on(LeaveAsked("preempted", within), at=5)
+        assert stage.machine.deadline() == 5 + within
+        assert sent(stage.on(DeadlinePassed(), at=5 + within)) == [Goodbye(Reason(Why.LEAVES, "preempted"))]
+
+
+def test_learner_that_means_to_return_says_so() -> None:
+    stage = training(0)
+    assert sent(stage.on(LeaveAsked("preempted", returns=True))) == [Goodbye(Reason(Why.LEAVES_FOR_A_WHILE, "preempted"))]
+
+
 def test_learner_without_a_syncer_leaves_at_once_and_says_nothing() -> None:
     stage = training()
     stage.on(ConnectionLost(SYNCER, "gone"))

@@ -14,11 +14,14 @@ import typer
 from atoll.cli.compare import compare
 from atoll.cli.config import show_config
 from atoll.cli.doctor import doctor
+from atoll.cli.down import down
 from atoll.cli.eval import evaluate
 from atoll.cli.export import export
 from atoll.cli.keys import keys
 from atoll.cli.learner import learner
+from atoll.cli.leave import leave
 from atoll.cli.log import log
+from atoll.cli.logs import logs
 from atoll.cli.plan import plan
 from atoll.cli.replay import replay
 from atoll.cli.rollback import rollback
@@ -26,9 +29,11 @@ from atoll.cli.shared import err, out
 from atoll.cli.sim import sim
 from atoll.cli.simulate.app import simulate
 from atoll.cli.snapshot import snapshots
+from atoll.cli.status import status
 from atoll.cli.strip import strip
 from atoll.cli.syncer import syncer
 from atoll.cli.train import train
+from atoll.cli.up import up
 from atoll.errors import AtollError, NotAdmitted, UserError
 from atoll.runtime.local.failure import Failure, report_failure
 from atoll.version import __version__
@@ -39,6 +44,10 @@ app = typer.Typer(
 )  # fmt: skip
 COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("train", train, "Train a model, as processes or in virtual time."),
+    ("up", up, "Bring a run up on an engine."),
+    ("status", status, "Show how a run that is up stands."),
+    ("logs", logs, "Print the logs of a run that is up."),
+    ("down", down, "End a run that is up."),
     ("config", show_config, "Print the complete config of a recipe."),
     ("compare", compare, "Train several presets and compare them."),
     ("eval", evaluate, "Evaluate a run's model."),
@@ -50,6 +59,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("rollback", rollback, "Return a run to the weights of an earlier step."),
     ("syncer", syncer, "Run a syncer, for learners elsewhere."),
     ("learner", learner, "Run one learner of a syncer."),
+    ("leave", leave, "Ask one learner to leave its run."),
     ("keys", keys, "Make certificates and join tokens."),
     ("sim", sim, "Run the protocol alone, without tensors."),
     ("plan", plan, "Recommend settings for a cluster."),

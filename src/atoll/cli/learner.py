@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,11 +24,41 @@ from atoll.cli.shared import ThreadsOption
 from atoll.errors import UserError
 from atoll.tape.folder import refuse_unusable
 
+SyncerOption = Annotated[
+    str,
+    typer.Option(
+        "--syncer", metavar="ADDRESS",
+        help="HOST:PORT of the syncer; or file:PATH, its file `address`, which is read anew for every connection.",
+    ),
+]
+JoinSecondsOption = Annotated[
+    float, typer.Option("--join-seconds", min=0.0, help="How long to wait for a syncer that is not there yet.")
+]
+LeaveSecondsOption = Annotated[
+    float | None,
+    typer.Option(
+        "--leave-seconds", min=0.0, show_default=False,
+        help="Seconds to deliver and leave in, once it is asked to. Default: limits.leave_seconds of the run.",
+    ),
+]
+LeaveFileOption = Annotated[
+    Path | None,
+    typer.Option("--leave-file", metavar="FILE", help="Leave when this file appears; a number in it is the seconds left."),
+]
+LeftCodeOption = Annotated[
+    int, typer.Option("--left-code", min=0, max=125, help="Exit code after it was asked to leave, before the run was over.")
+]
+AllowDataOption = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--allow-data", metavar="FOLDER",
+        help="A folder that the syncer's recipe may name data in. Repeatable. Default: the working directory.",
+    ),
+]
+
 
 def learner(
-    syncer_address: Annotated[
-        str, typer.Option("--syncer", metavar="HOST:PORT", help="Address of the syncer.")
-    ] = "127.0.0.1:7077",
+    syncer_address: SyncerOption = "127.0.0.1:7077",
     token: Annotated[
         Path | None,
         typer.Option("--token", metavar="FILE", help="File with the join token. Default: token in --keys, else $ATOLL_TOKEN."),
@@ -47,18 +78,13 @@ def learner(
     advertise: Annotated[
         str, typer.Option("--advertise", metavar="HOST:PORT", help="The address that other learners dial. Default: --listen.")
     ] = "",
+    join_seconds: JoinSecondsOption = 60.0,
     connections: Annotated[
         int, typer.Option("--connections", min=1, max=16, help="Connections for weights; more for links with a long delay.")
     ] = 1,
     insecure: InsecureOption = False,
     device: Annotated[str, typer.Option("--device", help="Where it trains: cpu, cuda, cuda:1, ...")] = "cpu",
-    allow_data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            "--allow-data", metavar="FOLDER",
-            help="A folder that the syncer's recipe may name data in. Repeatable. Default: the working directory.",
-        ),
-    ] = None,
+    allow_data: AllowDataOption = None,
     allow_model: AllowOption = None,
     allow_plugin: PluginOption = None,
     out_dir: Annotated[
@@ -68,6 +94,9 @@ def learner(
     resume: Annotated[
         Path | None, typer.Option("--resume", metavar="DIR", help="Start from this learner's part of a snapshot.")
     ] = None,
+    leave_seconds: LeaveSecondsOption = None,
+    leave_file: LeaveFileOption = None,
+    left_code: LeftCodeOption = 0,
     threads: ThreadsOption = 1,
     metrics: MetricsOption = None,
     metrics_token: MetricsTokenOption = None,
@@ -76,7 +105,8 @@ def learner(
 ) -> None:
     """Run one learner: it joins the run at --syncer, gets the config from there, and trains until the run is finished.
 
-    It waits up to 60 s for a syncer that is not there yet. SIGTERM makes it deliver what it has and leave."""
+    It waits --join-seconds for a syncer that is not there yet. SIGTERM, SIGUSR1, --leave-file and `atoll leave` make it deliver
+    what it has and leave; with the same --out it comes back to its place."""
     from atoll.runtime.learner.address import address_of
     from atoll.runtime.learner.process import WorkerOptions, run_worker
     from atoll.runtime.metrics import metrics_at
@@ -88,12 +118,15 @@ def learner(
     if out_dir is not None:
         refuse_unusable(out_dir)
     at = metrics_at(metrics, metrics_token, lambda: load_learner(keys, name) if keys is not None else None)
-    address = address_of(
-        syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"
+    address = replace(
+        address_of(syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"),
+        join_timeout_seconds=join_seconds,
     )
-    run_worker(
+    left = run_worker(
         WorkerOptions(
             address, wants, out_dir, device, threads, allow_model or [], resume, data_folders=allow_data or [],
-            obey_stdin=obey_stdin, metrics=at,
+            leave_seconds=leave_seconds, leave_file=leave_file, obey_stdin=obey_stdin, metrics=at,
         )
     )  # fmt: skip
+    if left and left_code:
+        raise typer.Exit(left_code)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from atoll.config.border import changed, from_builtins, load, recipe_for
 from atoll.config.checks import warnings
+from atoll.config.placement import ClusterPlacement, Group, load_placement
 from atoll.config.presets import PRESETS, preset
 from atoll.config.sections import ALL, CUSTOM, CodecName, Config, Data, Limits, Outer
 from atoll.toml import read_toml, to_toml
@@ -16,14 +17,17 @@ __all__ = [
     "ALL",
     "CUSTOM",
     "PRESETS",
+    "ClusterPlacement",
     "CodecName",
     "Config",
     "Data",
+    "Group",
     "Limits",
     "Outer",
     "changed",
     "from_builtins",
     "load",
+    "load_placement",
     "preset",
     "read_toml",
     "recipe_for",

@@ -15,6 +15,7 @@ from atoll.config.checks import contradictions
 from atoll.config.codecs import is_codec, known_codecs
 from atoll.config.merges import MERGES, known_merges
 from atoll.config.models import check_model, resolved_model, with_size
+from atoll.config.placement import SECTION, of_placement, placement_of
 from atoll.config.presets import PRESETS, preset
 from atoll.config.renamed import GONE, RENAMED
 from atoll.config.sections import Config, Inner
@@ -32,6 +33,8 @@ def load(
     """Preset, then the recipe's keys, then its [for.PRESET] keys, then overrides and --set: the later wins. Some settings of a
     preset depend on the inner optimiser that these layers choose."""
     tables, special = _recipe_tables(recipe) if recipe is not None else ({}, {})
+    _take_placement(tables)
+    assignments = [text for text in assignments if not of_placement(text)]
     own = tables.get("preset")
     chosen = preset_name or tables.get("preset", "decoupled")
     if not isinstance(chosen, str):
@@ -47,6 +50,13 @@ def load(
     if raw["preset"] != chosen:
         raise ConfigError(f"key preset = {raw['preset']!r}: a preset is chosen by --preset or at the top of a recipe")
     return from_builtins(raw)
+
+
+def _take_placement(tables: dict[str, Any]) -> None:
+    """A recipe that says where its learners go has said how many there are."""
+    placed = sum(group.count for group in placement_of(tables.pop(SECTION, {})).learners)
+    if placed and tables.setdefault("learners", placed) != placed:
+        raise ConfigError(f"key learners = {tables['learners']}: the groups of [{SECTION}] have {placed}; leave one of them out")
 
 
 def _refuse_new_name(
@@ -87,6 +97,7 @@ def _recipe_tables(recipe: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 def recipe_for(recipe: Path, preset_name: str) -> dict[str, Any]:
     """A recipe's own keys, overridden by those of [for.PRESET]."""
     tables, special = _recipe_tables(recipe)
+    _take_placement(tables)
     for key, value in special.get(preset_name, {}).items():
         tables[key] = tables.get(key, {}) | value if isinstance(value, dict) else value
     return tables

@@ -257,7 +257,10 @@ class Limits(_Section, frozen=True):
     tokens_per_step_max: Annotated[int, Meta(ge=0, le=10**12)] = 0
     """The most tokens that an inner step may report; 0: as follows from [data]."""
     leave_seconds: Above0 = 20.0
-    """How long a learner that was asked to stop trains on, to deliver the fragments due next."""
+    """How long a learner that was asked to stop trains on, to deliver the fragments due next, unless it is told otherwise."""
+    return_seconds: NonNegative = 3600.0
+    """How long the place of a learner that was preempted is kept for its return. Meanwhile newcomers get other places; only one
+    that asks for its id gets it."""
     snapshots_kept: Positive = 3
     """Snapshots kept on disk, newest first."""
     rollback_points: Positive = 2

@@ -225,6 +225,7 @@ class Admission:
 
     def mark_left(self, member: Member, reason: Reason) -> None:
         stand(self._effects, member, StandingChange.LEFT, reason)
+        member.returns = reason.why is Why.LEAVES_FOR_A_WHILE
         member.connected = False  # its incarnation is over: nothing it says counts any more, nothing is sent to it
         self._ledger.closed(member.learner, FATE_LEFT)
         self.release_leases(member)

@@ -134,8 +134,8 @@ class LearnerMachine:
                 self._send(SnapshotPart(snapshot, flaw))
             case Poisoned(where=where):
                 self._recover(Reason(Why.POISONED, f"{where} holds NaN or Inf"))
-            case LeaveAsked(reason=reason):
-                self._leave(reason)
+            case LeaveAsked():
+                self._leave(event)
             case Resumed(learner_state=learner_state):
                 self._resumed(event.snapshot, learner_state)
             case DeadlinePassed():
@@ -495,10 +495,11 @@ class LearnerMachine:
         if ticket is not None:
             self._send(RecoveryFailed(ticket.ticket, reason))
 
-    def _leave(self, reason: str) -> None:
+    def _leave(self, asked: LeaveAsked) -> None:
         trained = [p for p in range(self._fragments) if self.counters.since(p).steps > 0]
-        by = self._effects.now + nanos(self.config.limits.leave_seconds)
-        if self._departure.ask(Reason(Why.LEAVES, reason), trained, by) or not self._connected or self.phase == JOINING:
+        within = nanos(self.config.limits.leave_seconds) if asked.within is None else asked.within
+        reason = Reason(Why.LEAVES_FOR_A_WHILE if asked.returns else Why.LEAVES, asked.reason)
+        if self._departure.ask(reason, trained, self._effects.now + within) or not self._connected or self.phase == JOINING:
             self._goodbye()
 
     def _goodbye(self) -> None:

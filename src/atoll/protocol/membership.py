@@ -88,6 +88,7 @@ class Member:
         "reported",
         "reported_at",
         "reports",
+        "returns",
         "samples",
         "seen",
         "sent",
@@ -122,6 +123,8 @@ class Member:
         self.pulls: dict[OuterStep, Nanos] = {}
         """When it was asked, by round, as long as it owes an answer."""
         self.given_up = False
+        self.returns = False
+        """Of one that left: it means to come back."""
         self.suspicions = 0
         self.offences = 0
         """Broken rules; accepted contributions pay them off."""

@@ -52,6 +52,7 @@ class Why(StrEnum):
     CONNECTION_LOST = "connection_lost"
     SILENT = "silent"
     LEAVES = "leaves"
+    LEAVES_FOR_A_WHILE = "leaves_for_a_while"
     EXPELLED = "expelled"
     # a pull declined, a wait
     NOT_TRAINING = "not_training"

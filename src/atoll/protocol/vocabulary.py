@@ -104,6 +104,10 @@ class LeaveAsked(Word, frozen=True):
 
     reason: str
     """The caller's words, for people."""
+    within: Nanos | None = None
+    """How long it has, where the caller says so: a preemption notice does. None: `limits.leave_seconds`."""
+    returns: bool = False
+    """Its process keeps what it needs to come back to its place."""
 
 
 class Restored(Word, frozen=True):

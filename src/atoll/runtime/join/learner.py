@@ -39,6 +39,7 @@ from atoll.runtime.join import checks
 from atoll.runtime.join.executor import UserExecutor, task_of
 from atoll.runtime.join.upload import agree_on_model
 from atoll.runtime.learner.address import Address, address_of, open_tape, request_place
+from atoll.runtime.learner.leaving import LEAVE_FILE, LeaveRequests, Notice
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.place import kept_place, moved_out, own_directory
 from atoll.runtime.learner.snapshots import LearnerSnapshots
@@ -63,16 +64,21 @@ def join(
     syncer: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, token: str | Path | None = None,
     keys: str | Path | None = None, name: str | None = None, run: str = "", wants: int = -1, out: str | Path | None = None,
     listen: str = "127.0.0.1:0", advertise: str = "", insecure: bool = False, metrics_at: str | None = None,
-    metrics_token: str | Path | None = None,
+    metrics_token: str | Path | None = None, leave_seconds: float | None = None,
+    leave_file: str | Path | None = None, leave_when: Notice | None = None,
 ) -> Learner:  # fmt: skip
     """A learner of the run at `syncer`, to be used in a `with` statement. Raises UserError if this loop cannot be one.
 
+    `syncer`: host:port, or file:PATH, a file that says so and is read anew for every connection.
     `token`: the join token, or the Path of a file with it; by default the one in `keys`, else ATOLL_TOKEN.
     `keys`: the folder with certificates that `atoll keys` made; by default ATOLL_KEYS. `name`: the certificate to use.
     `run`: join only this run. `wants`: the learner id to ask for. `out`: the folder for tape and snapshots.
     `listen`: where recovering peers are served, "" for nowhere; `advertise`: the address that they dial.
     `insecure`: allow an unencrypted connection to another machine.
     `metrics_at`: where to serve Prometheus metrics, with `metrics_token`, a file, to whoever shows the token in it.
+    `leave_file`: leave when this file appears. `leave_when`: a function that returns None, and once this machine is to be taken
+    away the seconds that are left; another thread calls it four times a second. `leave_seconds`: how long leaving may take where
+    the request does not say; by default limits.leave_seconds of the run.
     """
     plain = checks.unwrapped_model(model)
     inner = checks.unwrapped_optimizer(optimizer)
@@ -86,7 +92,10 @@ def join(
         metrics_at, Path(metrics_token) if metrics_token is not None else None,
         lambda: load_learner(folder, name) if folder is not None else None, dash="",
     )  # fmt: skip
-    return Learner(address, plain, inner, wants=wants, out=Path(out) if out is not None else None, metrics=at)
+    files = [Path(leave_file)] if leave_file is not None else []
+    leaving = LeaveRequests(leave_seconds, files, leave_when, returns=out is not None)
+    folder_out = Path(out) if out is not None else None
+    return Learner(address, plain, inner, wants=wants, out=folder_out, metrics=at, leaving=leaving)
 
 
 class Learner:
@@ -94,9 +103,10 @@ class Learner:
 
     def __init__(
         self, address: Address, model: nn.Module, optimizer: torch.optim.Optimizer, *, wants: int = -1, out: Path | None = None,
-        metrics: MetricsAt | None = None,
+        metrics: MetricsAt | None = None, leaving: LeaveRequests | None = None,
     ) -> None:  # fmt: skip
         self._address = address
+        self._leaving = leaving or LeaveRequests()
         self._model = model
         self._optimizer = optimizer
         self._wants = wants
@@ -168,10 +178,10 @@ class Learner:
         own the loop. Weights then change at the end of `optimizer.step()`; to a trainer's loop this is part of the step."""
         self._attached = True
 
-    def leave(self, reason: str = "asked to leave") -> None:
-        """Trains on until its work is merged (at most limits.leave_seconds), then is `over`. A second call leaves at once. A
-        signal handler may call it."""
-        self._live.leave(reason)
+    def leave(self, reason: str = "asked to leave", within_seconds: float | None = None) -> None:
+        """Trains on until its work is merged, at most so long (by default limits.leave_seconds), then is `over`. A second call
+        leaves at once. A signal handler may call it. With `out` its place is kept for a return."""
+        self._live.leave(reason, within_seconds, returns=self._out is not None)
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._nesting += 1
@@ -339,6 +349,8 @@ class Learner:
             snapshots.on_written, self._live.on_kept = self._live.dispatch, snapshots.keep
             self._live.start()
             stack.callback(self._live.close)
+            self._leaving.look_for(directory / LEAVE_FILE)
+            stack.enter_context(self._leaving.told_to(self._live.leave))
             self._place = stack.pop_all()
         log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
 

@@ -65,7 +65,7 @@ async def upload_model(address: Address, placement: Placement, data: Sequence[An
     backoff, line, began = Backoff(random.Random()), PacedLog(WAIT_LINE_SECONDS), time.monotonic()
     while True:
         try:
-            return await upload(address.syncer, "Upload", metadata, data, address.credentials, seconds)
+            return await upload(address.where(), "Upload", metadata, data, address.credentials, seconds)
         except Refused as refusal:
             if not refusal.retry or time.monotonic() - began > address.reconnect_timeout_seconds:
                 raise UserError(f"syncer {address.syncer}: refuses this model: {refusal.reason}") from None

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -45,6 +46,8 @@ from atoll.transport.keys import (
 log = logging.getLogger("atoll.learner")
 tape_log = rate_limited("atoll.tape")  # a disk that is all but full takes some records and refuses others
 
+FILE: Final = "file:"
+NEEDS_KEYS: Final = "give --keys, a folder that `atoll keys` made, or --insecure"
 WAIT_LINE_SECONDS = 10.0
 """Between two lines about the same wait."""
 
@@ -54,6 +57,7 @@ class Address:
     """How to reach the syncer, and how recovering peers reach this learner."""
 
     syncer: str
+    """HOST:PORT, or file:PATH: a file in which a syncer that may move writes where it listens."""
     token: str
     run: str = ""
     credentials: ClientCredentials | None = None
@@ -70,6 +74,22 @@ class Address:
     """How long to go on training without a connection to the syncer."""
     warnings: Callable[[], Sequence[str]] = tuple
     """Sentences about its certificates, once a day: these may expire while it trains."""
+    insecure: bool = False
+    """A connection to another machine may go without TLS."""
+
+    def where(self) -> str:
+        """The syncer's address now. A file is read anew for every connection: it may be on another machine since."""
+        if not self.syncer.startswith(FILE):
+            return self.syncer
+        path = Path(self.syncer.removeprefix(FILE))
+        try:
+            found = path.read_text(encoding="ascii").strip()
+            split_address(found)
+        except (OSError, UnicodeDecodeError, UserError):
+            raise LinkFailed(f"{path} does not say yet where the syncer listens") from None
+        if not is_loopback(found) and self.credentials is None and not self.insecure:
+            raise UserError(f"syncer {found}, named by {path}: is not a loopback address; {NEEDS_KEYS}")
+        return found
 
 
 async def request_place(address: Address, wants: int, rng: random.Random, kept: KeptPlace = NO_PLACE) -> Placement:
@@ -81,7 +101,7 @@ async def request_place(address: Address, wants: int, rng: random.Random, kept: 
     request = msgspec.msgpack.encode(asked)
     while True:
         try:
-            reply = await call(address.syncer, "Join", metadata, request, address.credentials)
+            reply = await call(address.where(), "Join", metadata, request, address.credentials)
             return msgspec.msgpack.decode(reply, type=Placement)
         except Refused as refusal:
             if not refusal.retry:
@@ -114,28 +134,31 @@ def address_of(
     contain them. `dash` is how the caller spells its arguments: "--" on a command line."""
     if keys is None and os.environ.get("ATOLL_KEYS"):
         keys = Path(os.environ["ATOLL_KEYS"])
+    by_file = syncer.startswith(FILE)
     for argument, value in (("syncer", syncer), ("listen", listen), ("advertise", advertise)):
-        if value or argument == "syncer":
+        if (value or argument == "syncer") and not (by_file and argument == "syncer"):
             try:
                 split_address(value)
             except UserError as error:
                 raise UserError(f"{dash}{argument}: {error}") from None
     for argument, value in (("syncer", syncer), ("listen", listen)):
-        if value and not is_loopback(value) and keys is None and not insecure:
+        if value and not value.startswith(FILE) and not is_loopback(value) and keys is None and not insecure:
             raise UserError(
                 f"{dash}{argument} {value}: is not a loopback address; give {dash}keys, a folder that `atoll keys` made, or "
                 f"{dash}insecure"
             )
-    if listen and is_loopback(listen) and not is_loopback(syncer) and not advertise:
+    if listen and not by_file and is_loopback(listen) and not is_loopback(syncer) and not advertise:
         log.warning("%slisten %s: peers on other machines cannot reach it, so none recovers from this learner", dash, listen)
     found = load_learner(keys, name) if keys is not None else None
     shown = _token(token, keys, dash)
     for warning in _warnings(keys, name, shown):
         log.warning(warning)
     if found is None:
-        return Address(syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise, connections=connections)
+        return Address(
+            syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise, connections=connections, insecure=insecure,
+        )  # fmt: skip
     return Address(
-        syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise, connections=connections,
+        syncer=syncer, token=shown, run=run, listen=listen, advertise=advertise, connections=connections, insecure=insecure,
         credentials=client_credentials(found.ca, found.certificate, found.key, SYNCER_NAME),
         peer_credentials=client_credentials(found.ca, found.certificate, found.key, LEARNER_NAME),
         server_credentials=server_credentials(found.certificate, found.key, found.ca),

@@ -21,7 +21,7 @@ from atoll.config import from_builtins
 from atoll.errors import DataError, PlaceLost, RunFailed
 from atoll.executor.hostile import Attacker
 from atoll.executor.peer_state import wrong_anchor
-from atoll.ids import SYNCER, OuterStep, seconds, worker_name
+from atoll.ids import SYNCER, OuterStep, nanos, seconds, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.learner import LearnerMachine
@@ -33,6 +33,7 @@ from atoll.protocol.vocabulary import (
     ConnectionLost,
     Effect,
     Event,
+    Finished,
     InnerStep,
     LeaveAsked,
     Received,
@@ -116,6 +117,8 @@ class LiveLearner:
         self._expiry: DailyWarnings | None = None
         self._wait_reason = self._close_reason = ""
         self._over = False
+        self.finished = False
+        """The run is over, and this learner has heard so."""
         self._error: Exception | None = None
 
     # ------------------------------------------------------------ the training thread
@@ -147,11 +150,12 @@ class LiveLearner:
     def step_done(self, done: StepDone) -> None:
         self.dispatch(done)
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, within_seconds: float | None = None, *, returns: bool = False) -> None:
         """Delivers what is due next, then leaves; a second call leaves at once. May be called from any thread and from signal
         handlers: it takes no lock, which the interrupted code may hold."""
+        within = nanos(within_seconds) if within_seconds is not None else None
         with contextlib.suppress(RuntimeError):  # the loop is closed: the learner has left
-            self._loop.call_soon_threadsafe(self.dispatch, LeaveAsked(reason))
+            self._loop.call_soon_threadsafe(self.dispatch, LeaveAsked(reason, within, returns))
 
     def close(self) -> None:
         self._wait_for(self._close())
@@ -198,6 +202,7 @@ class LiveLearner:
     def _carry_out(self, effect: Effect, payload: Payload | None) -> None:
         if isinstance(effect, Wait):
             self._wait_reason = str(effect.reason)
+        self.finished = self.finished or isinstance(effect, Finished)
         match effect:
             case Send():
                 self._send(effect)
@@ -261,7 +266,7 @@ class LiveLearner:
             self._link_down.clear()
             try:
                 link = await dial(
-                    self._address.syncer, self, peer="syncer", metadata=self._metadata(), limits=self._limits,
+                    self._address.where(), self, peer="syncer", metadata=self._metadata(), limits=self._limits,
                     credentials=self._address.credentials,
                 )  # fmt: skip
             except Refused as refusal:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 import torch
@@ -28,6 +26,7 @@ from atoll.executor.virtual_run import checked_device
 from atoll.ids import SECOND
 from atoll.protocol.vocabulary import Resumed, StepDone
 from atoll.runtime.learner.address import Address, open_tape, request_place
+from atoll.runtime.learner.leaving import LEAVE_FILE, LeaveRequests
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.place import kept_place, moved_out, own_directory
 from atoll.runtime.learner.snapshots import LearnerSnapshots, learner_state_of
@@ -57,13 +56,21 @@ class WorkerOptions:
     """This learner's part of a snapshot."""
     data_folders: Sequence[Path] = ()
     """The folders that it reads data from; empty: the working directory."""
+    leave_seconds: float | None = None
+    """How long it has to leave when it is asked to; None: as the run's limits say."""
+    leave_file: Path | None = None
+    """A file that asks it to leave by appearing."""
     obey_stdin: bool = False
     """A launcher holds the other end: it sends `slow FACTOR` and `attack JSON`; the learner leaves when the pipe closes."""
     metrics: MetricsAt | None = None
 
 
-def run_worker(options: WorkerOptions) -> None:
-    """Returns when the run is over or this learner was asked to leave."""
+def run_worker(options: WorkerOptions) -> bool:
+    """Returns when the run is over, or, with True, when this learner was asked to leave and has left before."""
+    leaving = LeaveRequests(
+        options.leave_seconds, [options.leave_file] if options.leave_file is not None else [], returns=options.out is not None
+    )
+    leaving.listen_to_signals()
     use_threads(options.threads)
     device = checked_device(options.device)
     folders = allowed_folders(options.data_folders)
@@ -74,22 +81,27 @@ def run_worker(options: WorkerOptions) -> None:
         refuse_outside(config.data, folders)
         task = task_for_placement(config, placement, options.allowed)
         launcher = Launcher(options.obey_stdin)
-        while (lost := _train_at(placement, options, task, device, loop, launcher)) is not None:
+        while isinstance(lost := _train_at(placement, options, task, device, loop, launcher, leaving), PlaceLost):
+            if leaving.asked:
+                return True
             log.warning("%s; this process asks for another place", lost)
             before, address = placement, replace(options.address, run=placement.run)
             placement = loop.run(request_place(address, -1, random.Random()))
             options = replace(options, address=address, out=moved_out(options.out, before, placement), resume=None)
+        return lost
     finally:
         loop.stop()
 
 
 def _train_at(
-    placement: Placement, options: WorkerOptions, task: Task, device: torch.device, loop: LoopThread, launcher: Launcher
-) -> PlaceLost | None:
-    """Until the run is over, or until another process was given this place while this one was away."""
+    placement: Placement, options: WorkerOptions, task: Task, device: torch.device, loop: LoopThread, launcher: Launcher,
+    leaving: LeaveRequests,
+) -> PlaceLost | bool:  # fmt: skip
+    """Until the run is over, or this learner has left (True), or another process was given this place while this one was away."""
     log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(own_directory(options.out, placement))
+        leaving.look_for(directory / LEAVE_FILE)
         snapshots = LearnerSnapshots(directory, placement.run, task.config, options.resume)
         stack.callback(snapshots.close)
         executor = TensorLearner(task, placement.learner, snapshots, device=device)
@@ -109,11 +121,13 @@ def _train_at(
         snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep
         launcher.when_orphaned(lambda: live.leave("its launcher is gone"))
         launcher.when_attacking(live.attack)
+        live.start()
         try:
-            _train(live, executor, launcher)
+            with leaving.told_to(live.leave):
+                _train(live, executor, launcher)
         except PlaceLost as lost:
             return lost
-    return None
+        return leaving.asked and not live.finished
 
 
 def task_for_placement(config: Config, placement: Placement, allowed: Collection[str]) -> Task:
@@ -178,13 +192,6 @@ class Launcher:
 
 def _train(live: LiveLearner, executor: TensorLearner, launcher: Launcher) -> None:
     """Report, adopt what is due, inner step, repeat. The machine does the first two between steps."""
-
-    def asked(number: int, frame: FrameType | None) -> None:
-        live.leave(f"asked to stop by {signal.Signals(number).name}")
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, asked)
-    live.start()
     logged_at = time.monotonic()
     while (step := live.next_step()) is not None:
         began = time.monotonic_ns()

@@ -29,7 +29,7 @@ from atoll.executor.environment import tape_header
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import SYNCER, Nanos, OuterStep
 from atoll.protocol.checkpoint import thaw
-from atoll.protocol.membership import EXPELLED
+from atoll.protocol.membership import EXPELLED, LEFT
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
 from atoll.runtime.clock import Clock, wall
@@ -95,6 +95,9 @@ class SyncerDirectory:
             raise UserError(self.revoked.flaws[0])
         limits, now = PlaceLimits.of(config), time.monotonic()
         self.places = Places(directory, self.run, tokens, limits, self._is_connected, self._is_expelled, self.revoked, now)
+        for member in self.machine.roster:
+            if member.standing == LEFT and member.returns:
+                self.places.left(member.learner, now, returns=True)
 
     # ------------------------------------------------------------ opening
 

@@ -94,11 +94,13 @@ class PlaceLimits(NamedTuple):
     members: int
     per_certificate: int = 1
     per_token: int = 1 << 30
+    return_seconds: float = 0.0
 
     @classmethod
     def of(cls, config: Config) -> PlaceLimits:
         limits = config.limits
-        return cls(limits.members_max, limits.learners_per_certificate, limits.places_per_token or max(16, 4 * config.learners))
+        per_token = limits.places_per_token or max(16, 4 * config.learners)
+        return cls(limits.members_max, limits.learners_per_certificate, per_token, limits.return_seconds)
 
 
 class Places:
@@ -116,6 +118,7 @@ class Places:
         self._secret = _secret(directory / "run.secret")
         self._last: dict[LearnerId, Placed] = {}
         self._placed_at: dict[LearnerId, float] = {}
+        self._returns_by: dict[LearnerId, float] = {}
         self.refused: Counter[str] = Counter()
         self.certified = False
         """The syncer listens with TLS, so every client shows a certificate."""
@@ -201,6 +204,7 @@ class Places:
         self._append(placed)
         self._last[learner] = placed
         self._reserved_at[learner] = self._placed_at[learner] = now
+        self._returns_by.pop(learner, None)
         again = "" if caller.certificate else place_key(self._secret, learner, since)
         return placed, session_key(self._secret, learner, incarnation), again
 
@@ -219,8 +223,12 @@ class Places:
         """Its connection opened or closed: a learner that is briefly disconnected keeps its place."""
         self._reserved_at[learner] = now
 
-    def release(self, learner: LearnerId) -> None:
+    def left(self, learner: LearnerId, now: float, *, returns: bool) -> None:
+        """It said Goodbye. The place of one that means to return goes to nobody by chance."""
         self._reserved_at.pop(learner, None)
+        self._returns_by.pop(learner, None)
+        if returns:
+            self._returns_by[learner] = now + self._limits.return_seconds
 
     def _owns(self, caller: Caller, placed: Placed) -> bool:
         if caller.certificate:
@@ -244,11 +252,16 @@ class Places:
             if not caller.certificate:  # the end of its old connection will be noticed in seconds
                 self._refuse("id", f"learner {learner} is already connected", retry=True)
         self._check_certificate_limit(caller, retry=True)
+        kept: list[LearnerId] = []
         for learner in range(self._limits.members):
             theirs = caller.certificate and learner in self._last and self._last[learner].certificate
             taken = self._is_reserved(learner, now) or self._is_connected(learner) or self._is_expelled(learner)
             if not theirs and not taken:
-                return learner
+                if self._returns_by.get(learner, now) <= now:
+                    return learner
+                kept.append(learner)
+        if kept:  # a learner that is here is worth more than one that may come back: that one gets another place
+            return min(kept, key=lambda learner: self._returns_by[learner])
         self._refuse("id", f"all {self._limits.members} places are taken (limits.members_max)", retry=True)
 
     def _own_places(self, caller: Caller, now: float) -> Iterator[LearnerId]:

@@ -395,9 +395,9 @@ class SyncerProcess:
                 peer = self._links.get(learner)
                 if disconnect and peer is not None:
                     peer.cut(f"refused: {reason}")
-            case Membership(learner=learner, standing=standing):
+            case Membership(learner=learner, standing=standing, reason=reason):
                 if standing == LEFT:
-                    self._directory.places.release(learner)
+                    self._directory.places.left(learner, self._loop.time(), returns=reason.why is Why.LEAVES_FOR_A_WHILE)
                 peer_log.info("%s", membership_line(effect))
             case FixParticipants():
                 self._progress.fixed(effect)

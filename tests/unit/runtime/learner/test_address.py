@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +116,24 @@ def test_learner_that_waits_says_so_at_once_and_again_at_a_bounded_rate(
     assert first.levelno == logging.INFO and "127.0.0.1:1" in first.getMessage()
     assert 2 <= len(waits) <= 5 and {line.levelno for line in waits} == {logging.WARNING}
     assert all("127.0.0.1:1" in line.getMessage() and "nobody listens there" in line.getMessage() for line in waits)
+
+
+def test_address_by_file_is_read_anew_for_every_connection(tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    address = Address(syncer=f"file:{file}", token="t")
+    with pytest.raises(LinkFailed, match="does not say yet"):
+        address.where()
+    for found in ("127.0.0.1:7077", "localhost:7078"):
+        file.write_text(found + "\n")
+        assert address.where() == found
+    file.write_text("half an addr")
+    with pytest.raises(LinkFailed):
+        address.where()
+
+
+def test_address_by_file_on_another_machine_needs_keys_as_any_other_does(tmp_path: Path) -> None:
+    (tmp_path / "address").write_text("node7.example:7077")
+    address = Address(syncer=f"file:{tmp_path / 'address'}", token="t")
+    with pytest.raises(UserError, match=r"node7\.example:7077.*is not a loopback address"):
+        address.where()
+    assert replace(address, insecure=True).where() == "node7.example:7077"

@@ -171,10 +171,10 @@ def _given(made: Places, now: float, caller: Caller) -> bool:
 
 
 def test_limits_follow_from_the_config() -> None:
-    assert PlaceLimits.of(load(overrides={"learners": 2})) == PlaceLimits(1024, 1, 16)
+    assert PlaceLimits.of(load(overrides={"learners": 2})) == PlaceLimits(1024, 1, 16, 3600.0)
     assert PlaceLimits.of(load(overrides={"learners": 8})).per_token == 32
     limits = {"members_max": 64, "learners_per_certificate": 4, "places_per_token": 6}
-    assert PlaceLimits.of(load(overrides={"limits": limits})) == PlaceLimits(64, 4, 6)
+    assert PlaceLimits.of(load(overrides={"limits": limits})) == PlaceLimits(64, 4, 6, 3600.0)
 
 
 def test_expelled_learner_gets_neither_its_place_nor_is_it_given_to_another(tmp_path: Path) -> None:
@@ -218,3 +218,34 @@ def test_revoked_token_admits_nobody_and_those_it_admitted_are_out(tmp_path: Pat
             ask()
     assert made.check_token({"token": other}) == token_id(other)
     assert token not in (tmp_path / "revoked").read_text()
+
+
+def test_place_of_one_that_returns_is_given_to_nobody_by_chance(tmp_path: Path) -> None:
+    made = places(tmp_path, return_seconds=60)
+    _, _, key = made.place(-1, 100.0, ANYONE)
+    made.left(0, 110.0, returns=True)
+    assert made.place(-1, 120.0, ANYONE)[0].learner == 1, "a newcomer gets another"
+    assert made.place(-1, 150.0, Caller(place=0, key=key))[0] == Placed(0, 1, since=0), "and the one that had it comes back"
+
+
+def test_place_of_one_that_returns_is_free_for_who_asks_for_it_and_after_a_while(tmp_path: Path) -> None:
+    for wants, now in ((0, 120.0), (-1, 171.0)):
+        (tmp_path / str(wants)).mkdir()
+        made = places(tmp_path / str(wants), return_seconds=60)
+        made.place(-1, 100.0, ANYONE)
+        made.left(0, 110.0, returns=True)
+        assert made.place(wants, now, ANYONE)[0].learner == 0
+
+
+def test_kept_place_is_given_out_before_a_newcomer_is_turned_away(tmp_path: Path) -> None:
+    made = places(tmp_path, 2, {1}, return_seconds=60)
+    made.place(0, 100.0, ANYONE)
+    made.left(0, 110.0, returns=True)
+    assert made.place(-1, 120.0, ANYONE)[0].learner == 0
+
+
+def test_place_of_one_that_left_for_good_is_free_at_once(tmp_path: Path) -> None:
+    made = places(tmp_path, return_seconds=60)
+    made.place(-1, 100.0, ANYONE)
+    made.left(0, 110.0, returns=False)
+    assert made.place(-1, 111.0, ANYONE)[0].learner == 0
