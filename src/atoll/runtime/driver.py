@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from atoll.ids import Nanos, WorkerId
-from atoll.protocol.interface import Machine, Payload
+from atoll.protocol.interface import Machine, Observer, Payload
 from atoll.protocol.vocabulary import DeadlinePassed, Effect, Event
 from atoll.runtime.clock import Clock
 from atoll.tape.format import TapeWriter
@@ -23,10 +23,11 @@ class Driver:
         carry_out: Callable[[Effect, Payload | None], None], arm: Callable[[Nanos | None], None],
         must_sync: Callable[[Event], bool] = lambda event: False,
         on_tape_error: Callable[[OSError], None] | None = None, failed: Callable[[BaseException], None] = lambda error: None,
+        observe: Observer | None = None,
     ) -> None:  # fmt: skip
         """`arm` receives the next deadline, or None. `must_sync`: this event must be fsynced before its effects are carried
         out. `on_tape_error`: the tape cannot be written, and no effect is carried out until `retry_tape` succeeds. `failed`: a
-        bug in the middle of an event; no event is processed after it."""
+        bug in the middle of an event; no event is processed after it. `observe` is called with what is on the tape."""
         self.machine = machine
         self._worker = worker
         self._clock = clock
@@ -36,6 +37,7 @@ class Driver:
         self._must_sync = must_sync
         self._on_tape_error = on_tape_error
         self._failed = failed
+        self._observe = observe
         self._closed = False
         self._lock = threading.RLock()
         self._inbox: deque[tuple[Event, Payload | None]] = deque()
@@ -116,6 +118,8 @@ class Driver:
                 self._held = (now, event, effects, payload)
                 self._on_tape_error(error)
                 return
+        if self._observe is not None:
+            self._observe(now, self._worker, event, effects)
         for effect in effects:
             self._carry_out(effect, payload)
         deadline = self.machine.deadline()

@@ -32,6 +32,7 @@ from atoll.protocol.membership import EXPELLED
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
 from atoll.runtime.clock import Clock, wall
+from atoll.runtime.syncer.index import SyncerIndex
 from atoll.runtime.syncer.places import PlaceLimits, Places, new_run_id, write_private
 from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other_data, resume_warnings
 from atoll.runtime.syncer.snapshots import SyncerSnapshots
@@ -118,6 +119,7 @@ class SyncerDirectory:
         )  # fmt: skip
         self.tape = TapeWriter.create(self.tape_path, header, flush_each=True)
         self.tape.sync()
+        self.index = SyncerIndex(self.directory, header, self.machine)
         self.clock = Clock(self.epoch)
 
     def _load_snapshot(self, part: Path) -> SyncerState:
@@ -164,8 +166,10 @@ class SyncerDirectory:
             log.warning("the text has changed since the run began: training goes on, but `atoll replay --weights` will fail")
             self.data_fingerprint = tape.header.data_fingerprint
         last: Nanos = 0
+        self.index = SyncerIndex(self.directory, tape.header, self.machine)
         for record in tape.records():
             self.machine.on(record.event, record.now)
+            self.index(record.now, record.worker, record.event, record.effects)
             self._starts += isinstance(record.event, Started)
             last = record.now
         if tape.gaps:
@@ -310,6 +314,7 @@ class SyncerDirectory:
             if self.layout is not None:
                 save_weights(self.directory / THETA_FILE, named_tensors_of(self.layout, *self.disk.theta()))
             self.tape.close()
+        self.index.close(complete=complete)
         self._locks.close()
 
 

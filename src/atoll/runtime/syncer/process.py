@@ -116,7 +116,7 @@ class SyncerProcess:
         self._timer = DeadlineTimer(loop, self._directory.clock, self._deadline)
         self._driver = Driver(
             self._directory.machine, SYNCER, self._directory.clock, self._directory.tape, self._carry_out, self._timer.set,
-            must_sync=lambda event: isinstance(event, Started | Stored), on_tape_error=self._tape_failed, failed=self.fail,
+            lambda event: isinstance(event, Started | Stored), self._tape_failed, self.fail, observe=self._directory.index,
         )  # fmt: skip
         self._expiry = DailyWarnings(loop, log, self._key_warnings)
         self._warm_up()
