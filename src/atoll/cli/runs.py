@@ -15,6 +15,7 @@ import typer
 from atoll import config
 from atoll.chaos import ChaosPlan
 from atoll.cli.building import built, log_to_stderr
+from atoll.cli.dashboard import NO_DASHBOARD, Dashboard
 from atoll.cli.progress import ReplayProgress, RunProgress
 from atoll.cli.resume import _syncer_part, what_is_resumed
 from atoll.cli.shared import err, new_directory, write_summary
@@ -141,7 +142,7 @@ def run_on_tape(
 
 def run_live(
     settings: Config, plan: ChaosPlan, directory: Path | None, threads: int, quiet: bool, device: str, allowed: list[str],
-    resume: tuple[Path, int] | None = None,
+    resume: tuple[Path, int] | None = None, dashboard: Dashboard = NO_DASHBOARD,
 ) -> Summary:  # fmt: skip
     """Processes on this machine. `--preset ddp` is torch's own data-parallel training, with a launcher of its own."""
     from atoll.executor.environment import use_threads
@@ -151,6 +152,8 @@ def run_live(
     ddp = settings.preset == "ddp"
     if ddp and (plan.faults or resume is not None):
         raise UserError("--preset ddp: torch's DDP survives no faults and takes no snapshots; use --virtual, or another preset")
+    if ddp and dashboard.listen is not None:
+        raise UserError("--dashboard: torch's DDP leaves no tape to show; use another preset")
     directory = directory or new_directory(settings.preset, settings.seed)
     refuse_used(directory)
     check_live(settings, device)
@@ -162,7 +165,9 @@ def run_live(
             if ddp:
                 summary = ddp_summary(settings, directory, threads, device, allowed, progress)
             else:
-                summary = cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress)
+                summary = cluster_summary(
+                    settings, plan, directory, threads, device, allowed, resume, view, progress, dashboard
+                )
         except KeyboardInterrupt:
             written = directory.is_dir() and any(directory.iterdir())
             left = f"; tapes and versions are in {directory}" if written else " before the run began"
@@ -208,7 +213,7 @@ def ddp_summary(
 
 def cluster_summary(
     settings: Config, plan: ChaosPlan, directory: Path, threads: int, device: str, allowed: list[str],
-    resume: tuple[Path, int] | None, view: RunView, progress: RunProgress,
+    resume: tuple[Path, int] | None, view: RunView, progress: RunProgress, dashboard: Dashboard = NO_DASHBOARD,
 ) -> Summary:  # fmt: skip
     from atoll.executor.virtual_run import checked_device, evaluated_on, refuse_too_many
     from atoll.runtime.local.cluster import LocalCluster
@@ -234,7 +239,7 @@ def cluster_summary(
         say=progress.say, on_point=progress.on_point,
     )  # fmt: skip
     there = evaluated_on(task, checked_device(device))
-    with ThreadPoolExecutor(1, "first loss") as beside:
+    with dashboard.shown(cluster, progress.say), ThreadPoolExecutor(1, "first loss") as beside:
         # A large model takes seconds to build, and the end of a run should not. On the CPU it would take cores from learners.
         build = there.scratch if resume is None else None
         first = beside.submit(lambda: there.evaluate(build())) if build is not None else None

@@ -10,6 +10,7 @@ import typer
 
 from atoll import config
 from atoll.chaos import ChaosPlan, load_plan
+from atoll.cli.dashboard import AllowChaosOption, Dashboard, DashboardOption
 from atoll.cli.options import AllowOption, DeviceOption, PluginOption
 from atoll.cli.resume import snapshot_to_resume
 from atoll.cli.runs import run_live, run_on_tape, run_virtually, with_curve
@@ -62,10 +63,13 @@ def train(
         Path | None,
         typer.Option("--tape", metavar="RUN", help="Train with the decisions of this virtual run (see `atoll simulate tape`)."),
     ] = None,
+    dashboard: DashboardOption = False,
+    allow_chaos: AllowChaosOption = False,
 ) -> None:
     """Train a model: a syncer and its learners as processes of this machine, or in this process with --virtual.
 
     At the end it prints a summary and where the trained weights are (theta.safetensors)."""
+    page = Dashboard.of(dashboard, allow_chaos, live=not virtual and tape is None)
     if tape is not None:
         others = (resume, snapshot, chaos, preset, learners)
         if virtual or twin or device != "cpu" or any(other is not None for other in others):
@@ -98,7 +102,7 @@ def train(
     directory = out_dir or new_directory(settings.preset, settings.seed)
     if twin:
         refuse_used(_twin_of(directory))
-    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start)
+    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start, page)
     if twin:
         again = run_live(settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start)
         summary = with_curve(msgspec.structs.replace(summary, twin_loss=again.loss_final), directory, again)

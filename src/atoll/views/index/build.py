@@ -35,6 +35,10 @@ class IndexBuilder:
     def outer_step(self) -> int:
         return self._machine.outer_step
 
+    @property
+    def finished(self) -> bool:
+        return self._machine.finished
+
     def feed(self, records: Iterable[Record]) -> None:
         for record in records:
             if record.worker == SYNCER:

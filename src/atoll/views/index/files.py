@@ -213,11 +213,6 @@ class _RowReader:
         except (*UNDECODABLE, zlib.error) as error:
             raise TapeError(f"index {self._rows_path}: is damaged ({error}); remove its folder, and it is built anew") from None
 
-    def at(self, number: int) -> Nanos:
-        with self._table_path.open("rb", buffering=0) as table:
-            entry = os.pread(table.fileno(), _ENTRY.size, number * _ENTRY.size)
-        return int(_ENTRY.unpack(entry)[1])
-
     def after(self, time: Nanos) -> int:
         """The number of the first row of a later time than this."""
         low, high = 0, self.count()
@@ -261,6 +256,11 @@ class IndexReader:
         begin = self.rows(0, 1)
         number = outer_step - begin[0].outer_step if begin else -1
         return number if 0 <= number < self.rounds else None
+
+    def row_at(self, time: Nanos) -> RoundRow | None:
+        """The round that was closed first at or after this time; the newest, if there is none."""
+        number = min(self._levels[0].after(time - 1) if time else 0, self.rounds - 1)
+        return next(iter(self.rows(number, number + 1)), None)
 
     def bins(self, begins_at: Nanos, ends_at: Nanos, most: int) -> list[RoundBin]:
         """Bins that cover the rounds of this span of time, on the finest level with at most so many. Of the newest rounds, which

@@ -1,0 +1,106 @@
+// A lane for each learner: what it did with its time.
+
+import type { Bin, Status } from "./api";
+import { cursorLine, el, frame, swatch, type Span } from "./charts";
+import { lasting } from "./format";
+import { STATE_MARKS, stateFill, STATES } from "./palette";
+
+export class Lanes {
+  private rows = new Map<number, { canvas: HTMLCanvasElement; now: HTMLElement; act: HTMLElement | null }>();
+  private height = 0;
+
+  constructor(
+    private readonly box: HTMLElement,
+    private readonly pick: (canvas: HTMLCanvasElement, event: PointerEvent) => void,
+    private readonly strike: (fault: string, learner: number) => void,
+  ) {}
+
+  legend(): Node[] {
+    return STATES.map((name, state) => el("span", "", {}, swatch((c) => stateFill(c, state)), `${STATE_MARKS[state]} ${name}`));
+  }
+
+  draw(span: Span, bins: Bin[], status: Status, cursor: number): void {
+    const learners = new Set<number>(status.lanes.map((lane) => lane[0]));
+    for (const bin of bins) for (const lane of bin.lanes) learners.add(lane[0]);
+    this.lay([...learners].sort((a, b) => a - b), status.chaos);
+    const closed = bins.at(-1)?.ends ?? 0;
+    for (const [learner, row] of this.rows) {
+      const f = frame(row.canvas, span, { left: 2, top: 0, bottom: 0 });
+      const { context } = f;
+      context.fillStyle = f.ink.line;
+      context.globalAlpha = 0.4;
+      context.fillRect(f.left, 0, f.right - f.left, f.height);
+      context.globalAlpha = 1;
+      for (const bin of bins) {
+        const lane = bin.lanes.find((l) => l[0] === learner);
+        if (lane) this.bin(context, lane[2], Math.max(f.left, f.x(bin.begins)), Math.min(f.right, f.x(bin.ends)), f.height);
+      }
+      const present = status.lanes.find((lane) => lane[0] === learner);
+      if (present && status.state === "live" && span.to > closed) {
+        // Since the last round nothing is folded yet: as it stands now, from when that began.
+        const from = Math.max(closed, span.from);
+        context.fillStyle = stateFill(context, present[1]);
+        context.fillRect(f.x(from), 0, Math.max(1.5, f.x(span.to) - f.x(from)), f.height);
+      }
+      cursorLine({ ...f, bottom: f.height }, cursor);
+      this.say(learner, row, bins, present, status);
+    }
+  }
+
+  private bin(context: CanvasRenderingContext2D, permille: number[], x0: number, x1: number, height: number): void {
+    let y = height;
+    for (let state = 0; state < STATES.length; state += 1) {
+      const part = ((permille[state] ?? 0) / 1000) * height;
+      if (part <= 0) continue;
+      context.fillStyle = stateFill(context, state);
+      context.fillRect(x0, y - part, Math.max(1, x1 - x0 + 0.5), part);
+      y -= part;
+    }
+  }
+
+  private say(
+    learner: number, row: { canvas: HTMLCanvasElement; now: HTMLElement }, bins: Bin[], present: Status["lanes"][number] | undefined,
+    status: Status,
+  ): void {
+    const last = bins.at(-1)?.lanes.find((l) => l[0] === learner);
+    const state = present?.[1] ?? last?.[1] ?? 5;
+    const name = STATES[state] ?? "unknown";
+    const step = [...bins].reverse().flatMap((b) => b.lanes.filter((l) => l[0] === learner && l[5] > 0))[0]?.[5];
+    const parts = [`${STATE_MARKS[state]} ${name}`];
+    if (present && present[3] !== null) parts.push(`loss ${present[3].toFixed(3)}`);
+    if (step) parts.push(`${lasting(step)} a step`);
+    row.now.textContent = parts.join(" · ");
+    row.now.dataset["state"] = name;
+    row.canvas.setAttribute("aria-label", `learner ${learner}: ${parts.join(", ")}`);
+    row.canvas.dataset["state"] = status.state === "live" ? name : "";
+  }
+
+  private lay(learners: number[], chaos: string[]): void {
+    const height = learners.length > 24 ? 12 : learners.length > 8 ? 18 : 26;
+    const same = height === this.height && learners.length === this.rows.size && learners.every((m) => this.rows.has(m));
+    const buttons = chaos.length > 0;
+    if (same && [...this.rows.values()].every((row) => (row.act !== null) === buttons)) return;
+    this.rows.clear();
+    this.height = height;
+    this.box.replaceChildren();
+    for (const learner of learners) {
+      const canvas = el("canvas", "", { height: String(height), role: "img", "data-learner": String(learner) });
+      canvas.addEventListener("pointerdown", (event) => this.pick(canvas, event));
+      const now = el("span", "", { class: "now", "data-learner": String(learner) });
+      const act = buttons ? this.buttons(learner, chaos) : null;
+      const right = el("span", "", {}, now, ...(act ? [" ", act] : []));
+      this.box.append(el("span", `learner ${learner}`, { class: "who" }), canvas, right);
+      this.rows.set(learner, { canvas, now, act });
+    }
+  }
+
+  private buttons(learner: number, chaos: string[]): HTMLElement {
+    const act = el("span", "", { class: "act" });
+    for (const fault of chaos) {
+      const button = el("button", fault, { "data-fault": fault, "data-learner": String(learner), title: `${fault} learner ${learner}` });
+      button.addEventListener("click", () => this.strike(fault, learner));
+      act.append(button);
+    }
+    return act;
+  }
+}
