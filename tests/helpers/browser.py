@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -49,23 +50,24 @@ def chromium(width: int = 1400, height: int = 1600) -> Iterator[Any]:
 def page_of(*words: object) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """A command that serves a page: its address, and its process, which ends with this."""
     argv = [sys.executable, "-u", "-m", "atoll", *map(str, words)]
-    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    try:
-        assert process.stdout is not None
-        said: list[str] = []
-        for line in process.stdout:
-            said.append(line)
-            if found := re.search(r"http://\S+", line):
-                yield found[0], process
-                return
-        raise AssertionError(f"no address was printed: {''.join(said)}")
-    finally:
-        process.terminate()
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(argv, stdout=said, stderr=subprocess.STDOUT, text=True)
+
+        def address() -> str:
+            said.seek(0)
+            found = re.search(r"http://\S+", printed := said.read())
+            assert found or process.poll() is None, f"no address was printed: {printed}"
+            return found[0] if found else ""
+
         try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            yield until(address, 120), process
+        finally:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def until(what: Callable[[], Any], seconds: float = 60.0) -> Any:

@@ -24,7 +24,7 @@ def make_run(directory: Path, *, learners: int, rounds: int, seed: int = 0) -> N
     writer, chance = IndexWriter(directory / "index", header), random.Random(seed)
     (directory / "run.tape").touch()
     away: dict[int, int] = {}
-    trained = merged = lost_tokens = 0
+    trained = merged = 0
     for step in range(1, rounds + 1):
         at, lost, recovered = step * ROUND, 0, 0
         for learner in [m for m, back in away.items() if back == step]:
@@ -38,7 +38,6 @@ def make_run(directory: Path, *, learners: int, rounds: int, seed: int = 0) -> N
             learner = chance.choice([m for m in range(learners) if m not in away])
             away[learner] = step + 1 + chance.randrange(AWAY_ROUNDS)
             lost += 1
-            lost_tokens += TOKENS
             _say(writer, at, EventKind.STANDING, learner, step, "is lost: the connection broke", LaneState.LOST)
         present = [m for m in range(learners) if m not in away]
         late = chance.choice(present) if chance.random() < 0.1 else None
@@ -53,11 +52,17 @@ def make_run(directory: Path, *, learners: int, rounds: int, seed: int = 0) -> N
             text=f"all {len(present)} in sync reported" if everybody else f"{len(participants)} of {len(present)}: window closed",
             discards=(Discarded(late, at, "missed_deadline", "missed the pull deadline"),) if late is not None else (),
             lost=lost, recovered=recovered, loss=loss,
-            fates=TokenFates(trained, merged, TOKENS * learners, {"lost": lost_tokens, "overlap": trained - merged}),
+            fates=_fates(trained, merged),
             learners=tuple(_lane(m, m in away, loss, chance) for m in range(learners)),
         ))  # fmt: skip
     _say(writer, rounds * ROUND, EventKind.FINISHED, None, rounds, f"the run is finished at outer step {rounds}", None)
     writer.close(Complete(rounds, cut=False))
+
+
+def _fates(trained: int, merged: int) -> TokenFates:
+    """What was not merged is half in flight; of the rest a third is lost."""
+    gone = (trained - merged) // 2
+    return TokenFates(trained, merged, trained - merged - gone, {"lost": gone // 3, "overlap": gone - gone // 3})
 
 
 def _lane(learner: int, away: bool, loss: float, chance: random.Random) -> LearnerBin:

@@ -33,7 +33,10 @@ export class Lanes {
       context.globalAlpha = 1;
       for (const bin of bins) {
         const lane = bin.lanes.find((l) => l[0] === learner);
-        if (lane) this.bin(context, lane[2], Math.max(f.left, f.x(bin.begins)), Math.min(f.right, f.x(bin.ends)), f.height);
+        if (lane) {
+          const [x0, x1] = [Math.max(f.left, Math.floor(f.x(bin.begins))), Math.min(f.right, Math.ceil(f.x(bin.ends)))];
+          this.bin(context, lane[2], x0, x1, f.height);
+        }
       }
       const present = status.lanes.find((lane) => lane[0] === learner);
       if (present && status.state === "live" && span.to > closed) {
@@ -53,7 +56,7 @@ export class Lanes {
       const part = ((permille[state] ?? 0) / 1000) * height;
       if (part <= 0) continue;
       context.fillStyle = stateFill(context, state);
-      context.fillRect(x0, y - part, Math.max(1, x1 - x0 + 0.5), part);
+      context.fillRect(x0, y - part, Math.max(1, x1 - x0), part);
       y -= part;
     }
   }
@@ -83,12 +86,13 @@ export class Lanes {
     this.rows.clear();
     this.height = height;
     this.box.replaceChildren();
+    this.box.classList.toggle("dense", height === 12);
     for (const learner of learners) {
       const canvas = el("canvas", "", { height: String(height), role: "img", "data-learner": String(learner) });
       canvas.addEventListener("pointerdown", (event) => this.pick(canvas, event));
       const now = el("span", "", { class: "now", "data-learner": String(learner) });
       const act = buttons ? this.buttons(learner, chaos) : null;
-      const right = el("span", "", {}, now, ...(act ? [" ", act] : []));
+      const right = el("span", "", { class: "side" }, now, ...(act ? [" ", act] : []));
       this.box.append(el("span", `learner ${learner}`, { class: "who" }), canvas, right);
       this.rows.set(learner, { canvas, now, act });
     }

@@ -35,39 +35,43 @@ export function showRound(box: HTMLElement, title: HTMLElement, round: Round | n
 const sentence = (text: string): string => (text ? `(${text}.)` : "");
 
 function steps(round: Round): HTMLElement {
-  const table = el("table");
-  const head = el("tr");
-  const row = el("tr");
   const phases: [string, number, number][] = [
     ["gathering, until the quorum", round.opened, round.quorum],
     ["grace, until the participants were fixed", round.quorum, round.fixed],
     ["pulling and merging, until it was durable", round.fixed, round.closed],
   ];
   const whole = Math.max(1e-9, round.closed - round.opened);
+  const list = el("dl", "", { class: "phases" });
   for (const [name, from, to] of phases) {
-    head.append(el("th", name, { scope: "col" }));
     const meter = el("span", "", { class: "meter" });
     meter.style.width = `${Math.max(1, Math.round((60 * (to - from)) / whole))}px`;
-    row.append(el("td", "", {}, `${lasting(to - from)} `, meter));
+    list.append(el("div", "", {}, el("dt", name), el("dd", "", {}, `${lasting(to - from)} `, meter)));
   }
-  table.append(head, row);
-  return table;
+  return list;
 }
 
+const CHIPS_MOST = 16;
+
 function chips(round: Round): HTMLElement {
-  const list = el("ul", "", { class: "chips", "aria-label": "learners" });
-  const merged = new Set(round.merged);
+  const groups = new Map<string, number[]>();
   for (const lane of round.lanes) {
     const learner = lane[0];
-    const [kind, word] = merged.has(learner)
-      ? ["merged", "✓ merged"]
+    const word = round.merged.includes(learner)
+      ? "✓ merged"
       : round.participants.includes(learner)
-        ? ["out", "⊘ dropped out"]
+        ? "⊘ dropped out"
         : round.left_out.includes(learner)
-          ? ["out", "– not in this round"]
-          : ["out", `${STATE_MARKS[lane[1]] ?? ""} absent`];
-    list.append(el("li", `${learner} ${word}`, { class: kind! }));
+          ? "– not in this round"
+          : `${STATE_MARKS[lane[1]] ?? ""} absent`;
+    groups.set(word, [...(groups.get(word) ?? []), learner]);
   }
+  if (round.lanes.length > CHIPS_MOST) {
+    const lines = [...groups].map(([word, learners]) => el("p", `${word}: ${learners.length} learners (${ids(learners)})`));
+    return el("div", "", { class: "groups" }, ...lines);
+  }
+  const list = el("ul", "", { class: "chips", "aria-label": "learners" });
+  for (const [word, learners] of groups)
+    for (const learner of learners) list.append(el("li", `${learner} ${word}`, { class: word.startsWith("✓") ? "merged" : "out" }));
   return list;
 }
 

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from urllib.parse import parse_qs, urlsplit
 
 log = logging.getLogger("atoll.watch")
@@ -128,14 +128,23 @@ async def _read_request(reader: asyncio.StreamReader) -> HttpRequest | None:
         if not error.partial:
             return None
         raise
+    request = parse_head(head)
+    return replace(request, body=await _read_body(reader, request.headers))
+
+
+def parse_head(head: bytes) -> HttpRequest:
+    """The request without its body."""
     first, *rest = head.decode("latin-1").split("\r\n")
     words = first.split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1."):
         raise HttpRefusal(400, "this is no HTTP/1.1 request")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in rest if line)}
-    target = urlsplit(words[1])
-    query = {name: values[-1] for name, values in parse_qs(target.query).items()}
-    return HttpRequest(words[0], target.path, query, headers, await _read_body(reader, headers))
+    try:
+        target = urlsplit(words[1])
+        query = {name: values[-1] for name, values in parse_qs(target.query, max_num_fields=32).items()}
+    except ValueError:
+        raise HttpRefusal(400, "this is no address") from None
+    return HttpRequest(words[0], target.path, query, headers)
 
 
 async def _read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:

@@ -70,7 +70,7 @@ class PageServer:
 
     def _refuse_strangers(self, request: HttpRequest) -> None:
         host = request.headers.get("host", "")
-        name = urlsplit(f"//{host}").hostname or ""
+        name = _name_in(host)
         if name not in LOOPBACK and name != self._host:
             raise HttpRefusal(403, "this server does not have that name")
         origin = request.headers.get("origin")
@@ -164,6 +164,14 @@ class PageServer:
                 await asyncio.sleep(NEWS_SECONDS)
         finally:
             self._streams -= 1
+
+
+def _name_in(host: str) -> str:
+    """Without the port: through a tunnel the page is reached by another one."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
 
 
 def _without_clock(status: Status) -> Status:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.errors import AtollError, TapeError, UserError
-from atoll.ids import SECOND, LearnerId, Nanos, OuterStep, nanos, seconds
+from atoll.ids import SECOND, Nanos, OuterStep, nanos, seconds
 from atoll.runtime.watch.answers import (
     BinAnswer,
     EventsAnswer,
@@ -30,7 +30,7 @@ from atoll.tape.format import Tape
 from atoll.tape.heldout import HELDOUT_FILE, HeldoutPoint, points_in
 from atoll.tape.tail import Tail
 from atoll.views.index.build import IndexBuilder, build_index
-from atoll.views.index.files import INDEX_FOLDER, Complete, IndexManifest, IndexReader, complete_in, manifest_in
+from atoll.views.index.files import COMPLETE, INDEX_FOLDER, Complete, IndexManifest, IndexReader, complete_in, manifest_in
 
 BINS_MAX = 600
 ROWS_MAX = 64
@@ -57,7 +57,7 @@ class WatchedRun:
         """Sees to it that there is an index. The syncer of a live run appends to its own; of a run that ended without one it is
         built once, in the run's folder if that can be written, and else in a temporary one."""
         live = is_held(self._run.home)
-        if manifest_in(self._index) is not None and (live or complete_in(self._index) is not None):
+        if manifest_in(self._index) is not None and (live or self._is_whole()):
             return
         if not self._run.tape.exists():
             raise TapeError(f"run {self._run.folder}: holds no {self._run.tape.name}, so there is nothing to watch")
@@ -72,6 +72,13 @@ class WatchedRun:
             except UserError:  # another one builds it, or the folder is not ours
                 self._index = self._temporary()
             build_index(tape, self._index, progress)
+
+    def _is_whole(self) -> bool:
+        """A tape that was cut may have gone on since: that of a run whose process leaves no lock."""
+        complete = complete_in(self._index)
+        if complete is None or not self._run.tape.exists():
+            return complete is not None
+        return not complete.cut or self._run.tape.stat().st_mtime_ns <= (self._index / COMPLETE).stat().st_mtime_ns
 
     def _temporary(self) -> Path:
         return Path(self._closing.enter_context(tempfile.TemporaryDirectory(prefix="atoll-index-")))
@@ -180,9 +187,6 @@ class WatchedRun:
         if size != self._points[0]:
             self._points = size, points_in(self._run.folder) if size else []
         return self._points[1]
-
-    def knows(self, learner: LearnerId) -> bool:
-        return any(lane.learner == learner for lane in self.status().lanes)
 
 
 def _at(time_seconds: float) -> Nanos:

@@ -35,6 +35,8 @@ INDEX_FOLDER: Final = "index"
 INDEX_FORMAT: Final = 1
 LEVELS: Final = 12
 """Of bins: 4 to the 12th is 16 million rounds."""
+ROW_MAX: Final = 1 << 22
+"""Bytes of a row: one of 1,024 learners has some 50,000."""
 MANIFEST, COMPLETE = "manifest.json", "complete.json"
 _ENTRY = struct.Struct("<QQ")
 _encode = msgspec.msgpack.Encoder().encode
@@ -204,14 +206,19 @@ class _RowReader:
             entries = os.pread(table.fileno(), (last - skip) * _ENTRY.size, skip * _ENTRY.size)
             ends = [end for end, _ in _ENTRY.iter_unpack(entries)]
             starts = [0, *ends] if first == 0 else ends
+            if starts != sorted(starts) or starts[-1] > os.fstat(rows.fileno()).st_size:
+                raise self._damaged("its table does not fit")
             data = os.pread(rows.fileno(), starts[-1] - starts[0], starts[0])
+        return [self._decode(data[a - starts[0] : b - starts[0]], kind) for a, b in pairwise(starts)]
+
+    def _decode(self, body: bytes, kind: type[T]) -> T:
         try:
-            return [
-                msgspec.msgpack.decode(zlib.decompress(data[a - starts[0] : b - starts[0]]), type=kind)
-                for a, b in pairwise(starts)
-            ]
+            return msgspec.msgpack.decode(zlib.decompressobj().decompress(body, ROW_MAX), type=kind)
         except (*UNDECODABLE, zlib.error) as error:
-            raise TapeError(f"index {self._rows_path}: is damaged ({error}); remove its folder, and it is built anew") from None
+            raise self._damaged(str(error)) from None
+
+    def _damaged(self, why: str) -> TapeError:
+        return TapeError(f"index {self._rows_path}: is damaged ({why}); remove its folder, and it is built anew")
 
     def after(self, time: Nanos) -> int:
         """The number of the first row of a later time than this."""
