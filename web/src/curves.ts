@@ -3,7 +3,7 @@
 import type { Bin, Point } from "./api";
 import { cursorLine, el, frame, nothing, swatch, timeAxis, valueAxis, type Span } from "./charts";
 import { lasting, percent } from "./format";
-import { FATE_COLOURS, HELDOUT, LOSS, OTHER, stateFill, STATES, WHY_COLOURS } from "./palette";
+import { FATE_COLOURS, HELDOUT, ink, OTHER, stateFill, STATES, WHY_COLOURS } from "./palette";
 
 export function drawLoss(canvas: HTMLCanvasElement, span: Span, bins: Bin[], points: Point[], cursor: number): void {
   const f = frame(canvas, span);
@@ -26,12 +26,12 @@ export function drawLoss(canvas: HTMLCanvasElement, span: Span, bins: Bin[], poi
   context.rect(f.left, 0, f.right - f.left, f.bottom);
   context.clip();
   const middle = (b: Bin): number => f.x((b.begins + b.ends) / 2);
-  context.fillStyle = `${LOSS}40`;
+  context.fillStyle = `${f.ink.loss}40`;
   context.beginPath();
   known.forEach((b, i) => (i ? context.lineTo(middle(b), y(b.loss![2])) : context.moveTo(middle(b), y(b.loss![2]))));
   [...known].reverse().forEach((b) => context.lineTo(middle(b), y(b.loss![0])));
   context.fill();
-  context.strokeStyle = LOSS;
+  context.strokeStyle = f.ink.loss;
   context.lineWidth = 2;
   context.beginPath();
   known.forEach((b, i) => (i ? context.lineTo(middle(b), y(b.loss![1])) : context.moveTo(middle(b), y(b.loss![1]))));
@@ -64,7 +64,7 @@ function placed(points: Point[], bins: Bin[]): { time: number; loss: number }[] 
 
 export function lossLegend(): Node[] {
   return [
-    el("span", "", {}, swatch(() => LOSS), "training loss, mean of the learners; shaded: least to most of a bin's rounds"),
+    el("span", "", {}, swatch(() => ink().loss), "training loss, mean of the learners; shaded: least to most of a bin's rounds"),
     el("span", "", {}, swatch(() => HELDOUT), "▲ held-out loss of Theta"),
   ];
 }
@@ -173,7 +173,7 @@ export function drawOverview(canvas: HTMLCanvasElement, all: Span, bins: Bin[], 
       base += share * 14;
     }
   }
-  context.strokeStyle = LOSS;
+  context.strokeStyle = f.ink.loss;
   context.lineWidth = 1.5;
   context.beginPath();
   let begun = false;

@@ -46,7 +46,7 @@ export class Lanes {
         context.fillRect(f.x(from), 0, Math.max(1.5, f.x(span.to) - f.x(from)), f.height);
       }
       cursorLine({ ...f, bottom: f.height }, cursor);
-      this.say(learner, row, bins, present, status);
+      this.say(learner, row, bins, present, cursor);
     }
   }
 
@@ -62,20 +62,21 @@ export class Lanes {
   }
 
   private say(
-    learner: number, row: { canvas: HTMLCanvasElement; now: HTMLElement }, bins: Bin[], present: Status["lanes"][number] | undefined,
-    status: Status,
+    learner: number, row: { canvas: HTMLCanvasElement; now: HTMLElement }, bins: Bin[], present: Status["lanes"][number] | undefined, cursor: number,
   ): void {
-    const last = bins.at(-1)?.lanes.find((l) => l[0] === learner);
-    const state = present?.[1] ?? last?.[1] ?? 5;
+    // At the cursor; where it follows the run, as things stand now.
+    const until = cursor < 0 ? bins : bins.filter((b) => b.begins <= cursor);
+    const lanes = until.flatMap((b) => b.lanes.filter((l) => l[0] === learner));
+    const last = lanes.at(-1);
+    const [state, loss] = cursor < 0 && present ? [present[1], present[3]] : [last?.[1] ?? 5, last?.[10] ?? null];
+    const step = lanes.findLast((l) => l[5] > 0)?.[5];
     const name = STATES[state] ?? "unknown";
-    const step = [...bins].reverse().flatMap((b) => b.lanes.filter((l) => l[0] === learner && l[5] > 0))[0]?.[5];
     const parts = [`${STATE_MARKS[state]} ${name}`];
-    if (present && present[3] !== null) parts.push(`loss ${present[3].toFixed(3)}`);
+    if (loss !== null) parts.push(`loss ${loss.toFixed(3)}`);
     if (step) parts.push(`${lasting(step)} a step`);
     row.now.textContent = parts.join(" · ");
     row.now.dataset["state"] = name;
     row.canvas.setAttribute("aria-label", `learner ${learner}: ${parts.join(", ")}`);
-    row.canvas.dataset["state"] = status.state === "live" ? name : "";
   }
 
   private lay(learners: number[], chaos: string[]): void {
@@ -92,7 +93,8 @@ export class Lanes {
       canvas.addEventListener("pointerdown", (event) => this.pick(canvas, event));
       const now = el("span", "", { class: "now", "data-learner": String(learner) });
       const act = buttons ? this.buttons(learner, chaos) : null;
-      const right = el("span", "", { class: "side" }, now, ...(act ? [" ", act] : []));
+      // The buttons before the words, whose length changes: a button must not move away under the pointer.
+      const right = el("span", "", { class: "side" }, ...(act ? [act, " "] : []), now);
       this.box.append(el("span", `learner ${learner}`, { class: "who" }), canvas, right);
       this.rows.set(learner, { canvas, now, act });
     }

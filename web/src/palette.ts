@@ -17,7 +17,6 @@ export const FATE_COLOURS: Record<string, string> = {
   discarded_rolled_back: "#cc79a7",
 };
 export const OTHER = "#8a8f94";
-export const LOSS = "#0072b2";
 export const HELDOUT = "#d55e00";
 
 export interface Ink {
@@ -25,12 +24,13 @@ export interface Ink {
   quiet: string;
   line: string;
   paper: string;
+  loss: string;
 }
 
 export function ink(): Ink {
   const style = getComputedStyle(document.documentElement);
   const of = (name: string): string => style.getPropertyValue(name).trim();
-  return { ink: of("--ink"), quiet: of("--quiet"), line: of("--line"), paper: of("--paper") };
+  return { ink: of("--ink"), quiet: of("--quiet"), line: of("--line"), paper: of("--paper"), loss: of("--loss") };
 }
 
 const made = new Map<number, CanvasPattern | string>();

@@ -82,6 +82,7 @@ def test_lanes_show_the_kill_the_pause_and_the_partition_and_time_adds_up(index:
     kinds = {event.kind for event in events}
     assert {EventKind.STANDING, EventKind.RECOVERED, EventKind.SYNCER_STARTED, EventKind.FINISHED} <= kinds
     assert [event.at for event in events] == sorted(event.at for event in events)
+    assert len({(event.at, event.learner, event.text) for event in events}) == len(events), "nothing is said twice"
 
 
 @pytest.mark.parametrize("most", [1, 3, 10, 40, 100])

@@ -12,6 +12,7 @@ from urllib.request import ProxyHandler, Request, build_opener
 import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -141,7 +142,7 @@ def text_view(run: Answering, status: Status) -> RenderableType:
     bins = run.bins(0.0, max(status.ends, 1e-6), LANE_WIDTH)
     total = status.settings.total_steps
     head = Text(f"{_title(status)}\n{status.state}: {_progress(status)}, {status.ends:.1f} s", style="bold")
-    bar = ProgressBar(total=max(1, total), completed=status.last_step, width=LANE_WIDTH + 24)
+    bar = Padding(ProgressBar(total=max(1, total), completed=status.last_step, width=LANE_WIDTH + 24), 0)  # ends its line
     parts: list[RenderableType] = [head, bar, _lanes(status, bins)]
     if bins:
         parts += [_why(bins), _fates(bins[-1])]

@@ -196,14 +196,15 @@ class IndexFold:
         if isinstance(body, Hello | Report) and not any(isinstance(effect, Refuse) for effect in effects):
             if isinstance(body, Hello):
                 lane.greeted(envelope.incarnation, body)
-                self._on_hello(learner, body.reason)
+                self._on_hello(learner, body.reason, effects)
             else:
                 lane.reported(body)
 
-    def _on_hello(self, learner: LearnerId, reason: Reason) -> None:
-        """The machine has no effect for it, but the lane is of one that comes from here on."""
+    def _on_hello(self, learner: LearnerId, reason: Reason, effects: Sequence[Effect]) -> None:
+        """A newcomer's Hello changes no standing, so it has no effect; but the lane is of one that joins from here on."""
         member = self._machine.roster.get(learner)
-        if member is not None and member.standing == Standing.JOINING:
+        said = any(isinstance(effect, Membership) and effect.learner == learner for effect in effects)
+        if not said and member is not None and member.standing == Standing.JOINING:
             self._change(learner, member.standing, reason)
 
     def _change(self, learner: LearnerId, standing: Standing, reason: Reason) -> None:
