@@ -209,9 +209,21 @@ def _join_learners(bins: Sequence[RoundBin]) -> tuple[LearnerBin, ...]:
 
 
 def _join_lane(lanes: list[LearnerBin]) -> LearnerBin:
+    """In one loop: the syncer does this for every learner in every fourth round."""
+    nanos = [0] * len(LaneState)
+    steps = tokens = step_nanos = up = down = announced = merged = 0
+    for lane in lanes:
+        for state, spent in enumerate(lane.nanos):
+            if spent:
+                nanos[state] += spent
+        steps += lane.steps
+        tokens += lane.tokens
+        step_nanos += lane.step_nanos
+        up += lane.bytes_up
+        down += lane.bytes_down
+        announced += lane.announced
+        merged += lane.merged
     last = lanes[-1]
     return LearnerBin(
-        last.learner, last.state, tuple(map(sum, zip(*(x.nanos for x in lanes), strict=True))), sum(x.steps for x in lanes),
-        sum(x.tokens for x in lanes), sum(x.step_nanos for x in lanes), sum(x.bytes_up for x in lanes),
-        sum(x.bytes_down for x in lanes), sum(x.announced for x in lanes), sum(x.merged for x in lanes), last.loss,
+        last.learner, last.state, tuple(nanos), steps, tokens, step_nanos, up, down, announced, merged, last.loss
     )  # fmt: skip
