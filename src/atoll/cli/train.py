@@ -102,7 +102,7 @@ def train(
     directory = out_dir or new_directory(settings.preset, settings.seed)
     if twin:
         refuse_used(_twin_of(directory))
-    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start, page)
+    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start, dashboard=page)
     if twin:
         again = run_live(settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start)
         summary = with_curve(msgspec.structs.replace(summary, twin_loss=again.loss_final), directory, again)
