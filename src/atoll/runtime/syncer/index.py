@@ -38,10 +38,14 @@ class SyncerIndex:
                 self._fold(now, worker, event, effects)
             except OSError as error:
                 self._give_up(error)
+            except Exception as error:  # a bug in a view must not end the run that it shows
+                log.exception("the run's index failed by a bug; the run goes on")
+                self._give_up(error)
 
-    def _give_up(self, error: OSError) -> None:
+    def _give_up(self, error: Exception) -> None:
         """Half an index would look like a run that stands still: it is removed, and `atoll watch` builds another."""
-        log.warning("the run's index cannot be written (%s); atoll watch will build it from the tape", error.strerror or error)
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        log.warning("the run's index cannot be written (%s); atoll watch will build it from the tape", why or error)
         self._fold = None
         if self._writer is not None:
             self._writer.close()

@@ -64,6 +64,17 @@ def test_full_disk_ends_the_index_and_not_the_syncer(
     assert {member.learner for member in machine.roster} == {0, 1}
 
 
+def test_bug_in_the_fold_ends_the_index_and_not_the_syncer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    machine, index = started(tmp_path)
+    monkeypatch.setattr("atoll.views.index.files.IndexWriter.put_event", lambda self, row: {}[row])
+    with caplog.at_level(logging.WARNING):
+        greet(machine, index, 0)
+    index.close(complete=True)
+    assert "failed by a bug" in caplog.text and "Traceback" in caplog.text and not (tmp_path / "index").exists()
+
+
 def test_folder_that_cannot_be_made_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "index").write_text("a file")
     with caplog.at_level(logging.WARNING):

@@ -244,6 +244,19 @@ def test_news_come_as_events_and_pages_beyond_the_limit_are_told_so(ask: Asker) 
             connection.close()
 
 
+def test_page_that_does_not_read_loses_its_connection_and_holds_nobody(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.runtime.watch.http.REQUEST_SECONDS", 0.3)
+    asked = f"GET /api/bins HTTP/1.1\r\nHost: {ask.address[0]}\r\nAuthorization: Bearer {ask.token}\r\n\r\n".encode()
+    with socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.settimeout(20)
+        deaf.connect(ask.address)
+        with pytest.raises(OSError):  # its requests are not read any more, then the connection is gone
+            while True:
+                deaf.sendall(asked * 50)
+                assert ask("/api/status")[0] == 200
+
+
 def test_index_is_built_once_and_read_after_that(run: Path) -> None:
     watched, calls = WatchedRun(find_run(run)), []
     watched.prepare(lambda *progress: calls.append(progress))
