@@ -298,8 +298,8 @@ class Page {
     click("help", () => by<HTMLDialogElement>("keys").showModal());
     by<HTMLInputElement>("slider").addEventListener("input", (e) => this.go(Number((e.target as HTMLInputElement).value)));
     by<HTMLInputElement>("goto").addEventListener("change", (e) => {
-      const step = Number((e.target as HTMLInputElement).value.replaceAll(",", ""));
-      if (Number.isFinite(step)) void this.toRound(Math.round(step));
+      const typed = (e.target as HTMLInputElement).value.replaceAll(/[ ,]/g, "");
+      if (/^\d+$/.test(typed)) void this.toRound(Number(typed));
     });
     for (const id of ["loss", "rounds", "fates"]) canvas(id).addEventListener("pointerdown", (e) => this.point(canvas(id), e));
     canvas("overview").addEventListener("pointerdown", (e) => {
