@@ -66,6 +66,8 @@ class _RowFile:
         self._table = os.open(directory / f"{name}.table", os.O_RDWR | os.O_CREAT, 0o644)
         self._there = _whole_rows(self._rows, self._table)
         self._count = self._end = 0
+        self._trimmed = False
+        """Nothing lies beyond the rows that were put: a torn row, or what a tape said before it was cut."""
 
     def put(self, row: msgspec.Struct, at: Nanos) -> bool:
         """False: the row was there already."""
@@ -85,9 +87,11 @@ class _RowFile:
         return entry == _ENTRY.pack(end, at) and os.pread(self._rows, len(body), self._end) == body
 
     def _write(self, body: bytes, end: int, at: Nanos) -> None:
+        if not self._trimmed:  # the table first: no entry without its row
+            os.ftruncate(self._table, self._count * _ENTRY.size)
+            os.ftruncate(self._rows, self._end)
+            self._trimmed = True
         for file, data, offset in ((self._rows, body, self._end), (self._table, _ENTRY.pack(end, at), self._count * _ENTRY.size)):
-            if os.fstat(file).st_size > offset:
-                os.ftruncate(file, offset)
             while data:
                 written = os.pwrite(file, data, offset)
                 data, offset = data[written:], offset + written
