@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train quick test test-extras docs wheel lint types soak bench clean
+.PHONY: train quick test test-extras page docs wheel lint types soak bench clean
 
 train: $(INSTALLED)
 	$(BIN)/atoll train recipes/first.toml --chaos recipes/two_kills.toml --twin
@@ -22,9 +22,13 @@ test: lint types
 
 # Hugging Face and Lightning beside what is there: the constraint keeps torch as it is.
 test-extras: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,extras,eval,release,tensorboard,wandb,mlflow]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,extras,eval,release,tensorboard,wandb,mlflow,page]"
 	$(BIN)/python -m pytest tests/live/test_examples.py
 	$(BIN)/python -m pytest -m extras tests/unit tests/extras
+
+# The page of `atoll watch`, from web/ into the package. Only who changes web/ needs node: what is built is part of the repository.
+page:
+	cd web && npm ci --no-audit --no-fund && npm run types && npm run build
 
 # The docs site, in site/: strict, so that a dead link or a page outside the navigation fails; then what holds of the built pages.
 docs: $(INSTALLED)

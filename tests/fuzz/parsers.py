@@ -14,6 +14,7 @@ import tempfile
 import zlib
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -58,6 +59,7 @@ from atoll.runtime.loggers.wandb import log_records
 from atoll.runtime.metrics import MetricsAt, scrape_answer
 from atoll.runtime.syncer.places import PlaceLimits, Places
 from atoll.runtime.syncer.rollback import read_request
+from atoll.runtime.watch.http import HttpRefusal, parse_head
 from atoll.store.durable import DurableVersions
 from atoll.store.model_upload import unpack_model
 from atoll.store.snapshots import begin_syncer, list_snapshots, load_learner_part, load_syncer, seal_syncer, verify, write_learner
@@ -72,6 +74,8 @@ from atoll.transport.frames import BULK, CHUNK, CONTROL, LinkLimits, Violation, 
 from atoll.transport.inbox import Inbox
 from atoll.transport.keys import JoinTokens, KeyPaths, check_token, load_learner, make_keys, make_token, read_token
 from atoll.transport.revoked import REVOKED_FILE, Revoked
+from atoll.views.index.files import IndexReader, IndexWriter
+from atoll.views.index.rows import EventKind, EventRow, LaneState, LearnerBin, RoundRow
 
 Refusals = tuple[type[Exception], ...]
 
@@ -375,6 +379,44 @@ def _heldout(data: bytes) -> None:
     points_in(_file(f"heldout/{HELDOUT_FILE}", data).parent)
 
 
+HTTP = b"GET /api/bins?from=0&to=5 HTTP/1.1\r\nHost: 127.0.0.1:8080\r\nAuthorization: Bearer x\r\n\r\n"
+
+
+@cache
+def _index_folder() -> Path:
+    folder = scratch() / "index"
+    writer = IndexWriter(folder, _header())
+    for step in range(1, 6):
+        writer.put_event(EventRow(step, EventKind.STANDING, 0, step, "is lost", LaneState.LOST))
+        lanes = (LearnerBin(0, LaneState.TRAINING, (1, 0, 0, 0, 0, 0)),)
+        writer.put_round(RoundRow(
+            outer_step=step, begins_at=step - 1, opened_at=step, quorum_at=step, fixed_at=step, closed_at=step, fragments=(0,),
+            participants=(0,), merged=(0,), left_out=(), why="all_reported", text="", learners=lanes,
+        ))  # fmt: skip
+    writer.close()
+    return folder
+
+
+def _index_seed() -> bytes:
+    """The table, its length before it, and the rows."""
+    table, rows = ((_index_folder() / f"0.{kind}").read_bytes() for kind in ("table", "rows"))
+    return bytes((len(table),)) + table + rows
+
+
+def _index(data: bytes) -> None:
+    folder, length = _index_folder(), data[0] if data else 0
+    for name in ("0", "1", "events"):
+        (folder / f"{name}.table").write_bytes(data[1 : 1 + length])
+        (folder / f"{name}.rows").write_bytes(data[1 + length :])
+    index = IndexReader(folder)
+    index.row_of(3)
+    index.row_at(2)
+    for read in (lambda: index.rows(0, 9), lambda: index.bins(0, 99, 1), lambda: index.events_between(0, 99, 9)):
+        with suppress(TapeError):
+            read()
+    index.rows(1, 3)
+
+
 # ---------------------------------------------------------------- secrets and settings
 
 
@@ -473,6 +515,8 @@ def parsers() -> dict[str, Parser]:
         "rollback": Parser(_rollback, (DataError,), [ROLLBACK], [msgspec.json.decode(ROLLBACK)], msgspec.json.encode),
         "revoked": Parser(_revoked, (), [b"certificate learner-3\ntoken 1f0c5a9e2b7d4c68\n# a comment\n"]),
         "pem": Parser(_pem, (), [_keys().ca.read_bytes(), _keys().key.read_bytes()]),
+        "index": Parser(_index, (TapeError,), [_index_seed()]),
+        "http": Parser(parse_head, (HttpRefusal,), [HTTP]),
         "recipe": Parser(_recipe, (ConfigError,), [RECIPE]),
         "plan": Parser(_plan, (PlanError,), [PLAN]),
         "scrape": Parser(_scrape, (), [SCRAPE, SCRAPE.replace(b"/metrics", b"/").replace(b"127.0.0.1:9100", b"[::1]")]),

@@ -34,6 +34,7 @@ from atoll.cli.strip import strip
 from atoll.cli.syncer import syncer
 from atoll.cli.train import train
 from atoll.cli.up import up
+from atoll.cli.watch import watch
 from atoll.errors import AtollError, NotAdmitted, UserError
 from atoll.runtime.local.failure import Failure, report_failure
 from atoll.version import __version__
@@ -52,6 +53,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
     ("compare", compare, "Train several presets and compare them."),
     ("eval", evaluate, "Evaluate a run's model."),
     ("export", export, "Write a run's model for Hugging Face."),
+    ("watch", watch, "Show a run on a page or in the terminal."),
     ("replay", replay, "Derive a run again from its tapes."),
     ("strip", strip, "Print a run's tapes as text."),
     ("log", log, "Log a run to TensorBoard, W&B or MLflow."),

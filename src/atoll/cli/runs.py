@@ -16,6 +16,7 @@ import typer
 from atoll import config
 from atoll.chaos import ChaosPlan
 from atoll.cli.building import built, log_to_stderr
+from atoll.cli.dashboard import NO_DASHBOARD, Dashboard
 from atoll.cli.progress import COMPILE_NOTE, ReplayProgress, RunProgress
 from atoll.cli.resume import _syncer_part, what_is_resumed
 from atoll.cli.shared import err, new_directory, write_summary
@@ -174,7 +175,7 @@ def logged_to(targets: tuple[LogTarget, ...], directory: Path, say: Callable[[st
 
 def run_live(
     settings: Config, plan: ChaosPlan, directory: Path | None, threads: int, quiet: bool, device: str, allowed: list[str],
-    resume: tuple[Path, int] | None = None, sight: Sight = NO_SIGHT,
+    resume: tuple[Path, int] | None = None, sight: Sight = NO_SIGHT, dashboard: Dashboard = NO_DASHBOARD,
 ) -> Summary:  # fmt: skip
     """Processes on this machine. `--preset ddp` is torch's own data-parallel training, with a launcher of its own."""
     from atoll.executor.environment import use_threads
@@ -184,6 +185,8 @@ def run_live(
     ddp = settings.preset == "ddp"
     if ddp and (plan.faults or resume is not None):
         raise UserError("--preset ddp: torch's DDP survives no faults and takes no snapshots; use --virtual, or another preset")
+    if ddp and dashboard.listen is not None:
+        raise UserError("--dashboard: torch's DDP leaves no tape to show; use another preset")
     directory = directory or new_directory(settings.preset, settings.seed)
     refuse_used(directory)
     check_live(settings, device)
@@ -195,7 +198,9 @@ def run_live(
             if ddp:
                 summary = ddp_summary(settings, directory, threads, device, allowed, progress)
             else:
-                summary = cluster_summary(settings, plan, directory, threads, device, allowed, resume, view, progress, sight)
+                summary = cluster_summary(
+                    settings, plan, directory, threads, device, allowed, resume, view, progress, sight, dashboard
+                )
         except KeyboardInterrupt:
             written = directory.is_dir() and any(directory.iterdir())
             left = f"; tapes and versions are in {directory}" if written else " before the run began"
@@ -251,7 +256,7 @@ def ddp_summary(
 
 def cluster_summary(
     settings: Config, plan: ChaosPlan, directory: Path, threads: int, device: str, allowed: list[str],
-    resume: tuple[Path, int] | None, view: RunView, progress: RunProgress, sight: Sight,
+    resume: tuple[Path, int] | None, view: RunView, progress: RunProgress, sight: Sight, dashboard: Dashboard,
 ) -> Summary:  # fmt: skip
     from atoll.executor.compute import resolved
     from atoll.executor.virtual_run import checked_device, evaluated_on, refuse_too_many
@@ -279,7 +284,7 @@ def cluster_summary(
         say=progress.say, on_point=progress.on_point, metrics=sight.metrics, metrics_token=sight.metrics_token,
     )  # fmt: skip
     there = evaluated_on(task, checked_device(device))
-    with ThreadPoolExecutor(1, "first loss") as beside:
+    with dashboard.shown(cluster, progress.say), ThreadPoolExecutor(1, "first loss") as beside:
         # A large model takes seconds to build, and the end of a run should not. On the CPU it would take cores from learners.
         build = there.scratch if resume is None else None
         first = beside.submit(lambda: there.evaluate(build())) if build is not None else None

@@ -10,6 +10,7 @@ import typer
 
 from atoll import config
 from atoll.chaos import ChaosPlan, load_plan
+from atoll.cli.dashboard import AllowChaosOption, Dashboard, DashboardOption
 from atoll.cli.log import LogToOption, log_targets
 from atoll.cli.options import AllowOption, DeviceOption, MetricsOption, MetricsTokenOption, PluginOption
 from atoll.cli.resume import snapshot_to_resume
@@ -71,10 +72,13 @@ def train(
     metrics: MetricsOption = None,
     metrics_token: MetricsTokenOption = None,
     log_to: LogToOption = None,
+    dashboard: DashboardOption = False,
+    allow_chaos: AllowChaosOption = False,
 ) -> None:
     """Train a model: a syncer and its learners as processes of this machine, or in this process with --virtual.
 
     At the end it prints a summary and where the trained weights are (theta.safetensors)."""
+    page = Dashboard.of(dashboard, allow_chaos, live=not virtual and tape is None)
     if tape is not None:
         others = (resume, snapshot, chaos, preset, learners, metrics, log_to)
         if virtual or twin or device != "cpu" or any(other is not None for other in others):
@@ -108,7 +112,7 @@ def train(
     directory = out_dir or new_directory(settings.preset, settings.seed)
     if twin:
         refuse_used(_twin_of(directory))
-    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start, sight=sight)
+    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start, sight=sight, dashboard=page)
     if twin:
         again = run_live(settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start, sight=sight)
         summary = with_curve(msgspec.structs.replace(summary, twin_loss=again.loss_final), directory, again)

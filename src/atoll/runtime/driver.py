@@ -23,12 +23,12 @@ class Driver:
         carry_out: Callable[[Effect, Payload | None], None], arm: Callable[[Nanos | None], None],
         must_sync: Callable[[Event], bool] = lambda event: False,
         on_tape_error: Callable[[OSError], None] | None = None, failed: Callable[[BaseException], None] = lambda error: None,
-        observe: Observer | None = None, between: Callable[[], None] = lambda: None,
+        observers: Sequence[Observer] = (), between: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`arm` receives the next deadline, or None. `must_sync`: this event must be fsynced before its effects are carried
         out. `on_tape_error`: the tape cannot be written, and no effect is carried out until `retry_tape` succeeds. `failed`: a
-        bug in the middle of an event; no event is processed after it. `observe` sees each event after it was taped. `between` is
-        called after each event, before the next."""
+        bug in the middle of an event; no event is processed after it. `observers` see each event after it was taped. `between`
+        is called after each event, before the next."""
         self.machine = machine
         self._worker = worker
         self._clock = clock
@@ -39,7 +39,7 @@ class Driver:
         self._on_tape_error = on_tape_error
         self._failed = failed
         self._between = between
-        self._observe = observe
+        self._observers = observers
         self._closed = False
         self._lock = threading.RLock()
         self._inbox: deque[tuple[Event, Payload | None]] = deque()
@@ -120,8 +120,8 @@ class Driver:
                 self._held = (now, event, effects, payload)
                 self._on_tape_error(error)
                 return
-        if self._observe is not None:
-            self._observe(now, self._worker, event, effects)
+        for observe in self._observers:
+            observe(now, self._worker, event, effects)
         for effect in effects:
             self._carry_out(effect, payload)
         deadline = self.machine.deadline()

@@ -228,8 +228,8 @@ class _Careful:
                 log.exception("metrics are not counted any more")
 
 
-def careful(metrics: Observer | None) -> Observer | None:
-    return _Careful(metrics) if metrics is not None else None
+def careful(metrics: Observer | None) -> list[Observer]:
+    return [_Careful(metrics)] if metrics is not None else []
 
 
 @contextlib.contextmanager

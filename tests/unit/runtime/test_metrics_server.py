@@ -205,7 +205,7 @@ def test_bug_in_the_metrics_ends_the_metrics_and_not_the_run(caplog: pytest.LogC
         seen.append(event)
         raise ZeroDivisionError
 
-    driver = Driver(Nothing(), 0, Clock(wall()), None, lambda *_: None, lambda _: None, observe=careful(buggy))
+    driver = Driver(Nothing(), 0, Clock(wall()), None, lambda *_: None, lambda _: None, observers=careful(buggy))
     for _ in range(3):
         driver.dispatch(DeadlinePassed())
     assert driver.events == 3 and len(seen) == 1

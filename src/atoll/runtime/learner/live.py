@@ -95,7 +95,7 @@ class LiveLearner:
         self._driver = Driver(
             self.machine, placement.learner, self._clock, tape, self._carry_out, self._timer.set, failed=self._failed,
             between=roller.look if roller is not None else lambda: None,
-            observe=careful(metrics),
+            observers=careful(metrics),
         )  # fmt: skip
         self._link: Link | None = None
         if metrics is not None:

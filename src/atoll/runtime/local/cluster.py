@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import os
+import queue
 import shutil
 import signal
 import threading
@@ -32,6 +33,7 @@ from atoll.chaos import (
     Rollback,
     Scavenge,
     Slow,
+    check_plan,
     describe_fault,
 )  # fmt: skip
 from atoll.config import Config, to_toml
@@ -65,6 +67,8 @@ LEAVE_SECONDS = 5.0
 LOG_LINES = 3
 """Of a log, in a message about the process that wrote it."""
 EVALUATOR_LOG = "heldout.log"
+ASKED_MAX = 16
+"""Faults that were asked for and are not carried out yet."""
 
 
 @dataclass
@@ -138,6 +142,7 @@ class LocalCluster:
         self._in_flight = RoundsInFlight()
         self._pause = threading.Event()
         self._address = ""
+        self._asked: queue.Queue[Fault] = queue.Queue(ASKED_MAX)
         self.struck: list[str] = []
         common = ["--threads", str(threads), "--obey-stdin"]
         own_code = [word for name in allowed for word in ("--allow-model", name)]
@@ -248,6 +253,8 @@ class LocalCluster:
         now = time.monotonic()
         while self._agenda and self._agenda[0][0] <= now:
             heapq.heappop(self._agenda)[2]()
+        while self._clock0 is not None and not self._asked.empty():
+            self.inject(msgspec.structs.replace(self._asked.get(), at=now - self._clock0))
         for worker in self._workers.values():
             self._tend(worker, now)
         if self._evaluator is not None:
@@ -323,6 +330,16 @@ class LocalCluster:
         assert self._clock0 is not None
         self._count += 1
         heapq.heappush(self._agenda, (self._clock0 + seconds, self._count, call))
+
+    def ask_fault(self, fault: Fault) -> None:
+        """From any thread: carried out at the next tick. Its `at` does not count."""
+        check_plan(ChaosPlan((fault,)), self.config.learners)
+        if self._clock0 is None:
+            raise UserError("a fault: the run has not begun; faults are carried out from the first round on")
+        try:
+            self._asked.put_nowait(fault)
+        except queue.Full:
+            raise UserError(f"a fault: {ASKED_MAX} others wait to be carried out; ask again later") from None
 
     def inject(self, fault: Fault) -> None:
         """Now, whatever its `at` says."""

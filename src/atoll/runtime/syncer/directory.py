@@ -33,6 +33,7 @@ from atoll.protocol.membership import EXPELLED, LEFT
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
 from atoll.runtime.clock import Clock, wall
+from atoll.runtime.syncer.index import SyncerIndex
 from atoll.runtime.syncer.places import PlaceLimits, Places, new_run_id, write_private
 from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other_data, resume_warnings
 from atoll.runtime.syncer.snapshots import SyncerSnapshots
@@ -125,6 +126,7 @@ class SyncerDirectory:
         )  # fmt: skip
         self.tape = TapeWriter.create(self.tape_path, header, flush_each=True)
         self.tape.sync()
+        self.index = SyncerIndex(self.directory, header, self.machine)
         self.clock = Clock(self.epoch)
 
     def _load_snapshot(self, part: Path) -> SyncerState:
@@ -188,14 +190,17 @@ class SyncerDirectory:
 
     def _feed(self, tape: Tape) -> Nanos:
         """What the machine was at the beginning of the newest segment, and the events since. Returns the time of the last."""
+        self.index = SyncerIndex(self.directory, tape.header, self.machine)
         begins = tape.begins_with()
         if begins is not None:
             state, segment = begins
             thaw(state, self.machine)
+            self.index.give_up("this syncer goes on from a checkpoint")
             self._starts = segment.incarnation + 1
         last: Nanos = self.machine.now
         for record in tape.records():
             self.machine.on(record.event, record.now)
+            self.index(record.now, record.worker, record.event, record.effects)
             self._starts += isinstance(record.event, Started)
             last = record.now
         return last
@@ -332,6 +337,7 @@ class SyncerDirectory:
             if self.layout is not None:
                 save_weights(self.directory / THETA_FILE, named_tensors_of(self.layout, *self.disk.theta()))
             self.tape.close()
+        self.index.close(complete=complete)
         self._locks.close()
 
 

@@ -23,6 +23,6 @@ def syncer_metrics(at: MetricsAt | None, process: SyncerProcess, home: SyncerDir
         home.config, home.machine, home.epoch, torch.__version__, LinkTotals(process.link_of), door=lambda: process.refused,
         heldout=NewestHeldout(home.directory),
     )  # fmt: skip
-    process.observe = careful(metrics)
+    process.observers += careful(metrics)
     with metrics_served(at, metrics, home.directory):
         yield

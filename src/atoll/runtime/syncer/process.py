@@ -106,8 +106,8 @@ class SyncerProcess:
         self._unnotified: set[LearnerId] = set()
         self._progress = SyncerProgress(self._config, log.info)
         self.address = ""
-        self.observe: Observer | None = None
-        """Sees every event after it was taped."""
+        self.observers: list[Observer] = []
+        """They see every event after it was taped."""
 
     async def run(self) -> None:
         """Returns when the last outer step is stored and all learners know it."""
@@ -117,7 +117,7 @@ class SyncerProcess:
         self._driver = Driver(
             self._directory.machine, SYNCER, self._directory.clock, self._directory.tape, self._carry_out, self._timer.set,
             must_sync=lambda event: isinstance(event, Started | Stored), on_tape_error=self._tape_failed, failed=self.fail,
-            observe=self.observe, between=self._directory.between_events,
+            observers=[self._directory.index, *self.observers], between=self._directory.between_events,
         )  # fmt: skip
         self._expiry = DailyWarnings(loop, log, self._key_warnings)
         self._warm_up()
