@@ -21,6 +21,15 @@ pytestmark = [pytest.mark.extras, pytest.mark.skipif(bool(chrome.missing()), rea
 LANES = "return [...document.querySelectorAll('.lanes .now')].map((e) => e.dataset.state)"
 PIXELS = """const c = document.getElementById(arguments[0]);
 return [...c.getContext('2d').getImageData(0, 0, c.width, c.height).data].reduce((a, b, i) => (a * 31 + b + i) % 1000003, 7)"""
+JUMP = """const [number, done] = arguments, began = performance.now(), title = document.getElementById('h-round');
+const drawn = () => requestAnimationFrame(() => requestAnimationFrame(() => done((performance.now() - began) / 1000)));
+const wanted = `Round ${number.toLocaleString('en')}`;
+const seen = new MutationObserver(() => title.textContent === wanted && (seen.disconnect(), drawn()));
+seen.observe(title, { childList: true });
+const box = document.getElementById('goto');
+box.value = String(number);
+box.dispatchEvent(new Event('change'));"""
+"""Seconds until the round is told and drawn, by the browser's own clock: its driver takes a tenth of a second for every word."""
 STEADY = ["--set", "inner.warmup_share=0.0", "--set", "data.heldout_every=0"]
 
 
@@ -112,14 +121,7 @@ def test_run_of_64_learners_and_100_000_rounds_opens_in_5_s_and_any_round_in_1_s
         until(lambda: browser.execute_script(chrome.READY) == "100000", 20)
         opened = time.monotonic() - began
         assert text(browser, "h-round") == "Round 100,000" and len(browser.execute_script(LANES)) == 64
-        slowest = 0.0
-        for number in (1, 77_777, 50_000, 12_345, 99_999):
-            began = time.monotonic()
-            box = browser.find_element("id", "goto")
-            box.clear()
-            box.send_keys(f"{number}\n")
-            until(lambda number=number: text(browser, "h-round") == f"Round {number:,}", 10)  # type: ignore[misc]
-            slowest = max(slowest, time.monotonic() - began)
+        slowest = max(browser.execute_async_script(JUMP, number) for number in (1, 77_777, 50_000, 12_345, 99_999))
         memory = chrome.peak_bytes(process.pid) + chrome.renderer_bytes(browser)
         assert opened < 5.0 and slowest < 1.0 and memory < 500e6, (opened, slowest, memory)
 
