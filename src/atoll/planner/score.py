@@ -83,9 +83,11 @@ class Judge:
     """Scores candidates for one cluster. Judges of similar clusters may share a `SimulatorCache`."""
 
     def __init__(
-        self, cluster: ClusterDescription, cache: SimulatorCache | None = None, *, precision: float = GOODPUT_PRECISION
-    ) -> None:
-        self.cluster = cluster
+        self, cluster: ClusterDescription, cache: SimulatorCache | None = None, *, precision: float = GOODPUT_PRECISION,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        """`seed`: of the simulated failures."""
+        self.cluster, self._seed = cluster, seed
         self._precision = precision
         self.cache = cache or SimulatorCache()
         self.divisions = {d.learners: d for d in divisions(cluster)}
@@ -256,15 +258,15 @@ class Judge:
     def _simulated_goodput(self, candidate: Candidate, division: Division) -> float:
         model = self.failures(candidate.learners)
         if candidate.preset == "ddp":
-            return self.cache.goodput(self.cluster.chips, 1, model, False, self._precision)
+            return self.cache.goodput(self.cluster.chips, 1, model, False, self._precision, self._seed)
         rate = self._loss_rate(candidate.learners)
         if rate:  # what a loss costs beyond the absence is measured on the machines
             return 1 / (1 + rate * model.return_seconds)
         if candidate.synchronous:
-            return self.cache.goodput(self.cluster.chips, 1, model, True, self._precision)
+            return self.cache.goodput(self.cluster.chips, 1, model, True, self._precision, self._seed)
         alike = min(candidate.learners, FAIL_APART)
         chips = max(alike, self.cluster.chips * alike // candidate.learners)
-        return self.cache.goodput(chips, alike, model, True, self._precision)
+        return self.cache.goodput(chips, alike, model, True, self._precision, self._seed)
 
 
 def at_rate(shares: Curve, gbit_seconds: float, bits: float, parameters: float) -> float:
@@ -280,7 +282,7 @@ class SimulatorCache:
         self._curves: dict[tuple[int, Exchange], Curve] = {}
         self._runs: dict[bytes, SteadyEstimate] = {}
         self._losses: dict[bytes, LossCost | None] = {}
-        self._goodputs: dict[tuple[int, int, FailureModel, bool, float], float] = {}
+        self._goodputs: dict[tuple[int, int, FailureModel, bool, float, int], float] = {}
         self.asked = 0
         """Runs of the machines so far."""
 
@@ -291,10 +293,10 @@ class SimulatorCache:
             self._curves[key] = utilisation(Compute(layers, 1e9, 1.0), exchange, RATES, steady=True)
         return self._curves[key]
 
-    def goodput(self, chips: int, learners: int, model: FailureModel, elastic: bool, precision: float) -> float:
-        key = (chips, learners, model, elastic, precision)
+    def goodput(self, chips: int, learners: int, model: FailureModel, elastic: bool, precision: float, seed: int) -> float:
+        key = (chips, learners, model, elastic, precision, seed)
         if key not in self._goodputs:
-            self._goodputs[key] = _goodput(chips, learners, model, elastic, precision)
+            self._goodputs[key] = _goodput(chips, learners, model, elastic, precision, seed)
         return self._goodputs[key]
 
     def steady(self, settings: Config) -> SteadyEstimate:
@@ -316,8 +318,9 @@ def _key(settings: Config) -> bytes:
     return msgspec.json.encode((settings.learners, settings.protocol, settings.cluster))
 
 
-def _goodput(chips: int, learners: int, model: FailureModel, elastic: bool, precision: float) -> float:
+def _goodput(chips: int, learners: int, model: FailureModel, elastic: bool, precision: float, seed: int) -> float:
     gap = model.mtbi_seconds / chips
     expected = 80 * model.return_seconds / gap
     days = FAILURES_MAX * gap / goodput.DAY if expected > FAILURES_MAX else None
-    return goodput.simulate(chips, learners, model, elastic=elastic, days=days, precision=precision).goodput / 100
+    found = goodput.simulate(chips, learners, model, elastic=elastic, days=days, precision=precision, seed=seed)
+    return found.goodput / 100
