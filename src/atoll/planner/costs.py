@@ -145,6 +145,7 @@ def syncer_need(c: Candidate, judge: Judge) -> SyncerNeed | None:
         return None
     n, step = judge.cluster.model.parameters, judge.step_seconds(judge.divisions[c.learners])
     shards = judge.cluster.syncer.shards
+    remote = sum(kind.number for kind in judge.divisions[c.learners].kinds if not kind.local)
     up, down = (wire_bits(codec) / 8 for codec in (c.codec_up, c.codec_down))
     merged_per_second = n / shards / c.interval / step  # parameters merged, each of M contributions
     stored = 3 * WORD + down if not codec_spec(c.codec_down).lossless else 2 * WORD
@@ -155,7 +156,7 @@ def syncer_need(c: Candidate, judge: Judge) -> SyncerNeed | None:
         c.learners * merged_per_second * (MERGE_SECONDS + MOVE_SECONDS * (up + down)),
         merged_per_second * stored / 1e6,
         Limits().versions_max * stored * n / shards / GB,
-        c.learners * merged_per_second * max(up, down) * 8 / GB,
+        remote * merged_per_second * max(up, down) * 8 / GB,
     )  # fmt: skip
 
 

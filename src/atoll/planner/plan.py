@@ -10,7 +10,7 @@ from atoll.planner.candidate import Candidate
 from atoll.planner.changes import Change, changes
 from atoll.planner.costs import Costs, costs
 from atoll.planner.costs import fits as costs_fit
-from atoll.planner.score import Judge, Scored, SimulatorCache
+from atoll.planner.score import HOPS, Judge, Scored, SimulatorCache
 from atoll.planner.search import TOLERANCE, Progress, SearchResult, all_axes, risk, search, waiting_is_refused
 from atoll.planner.site import ClusterDescription, Quality
 
@@ -167,7 +167,7 @@ def _fragments_sentence(best: Scored, judge: Judge) -> str:
     division = judge.divisions[c.learners]
     gbit = judge.gbit(c)
     bits = (wire_bits(c.codec_up) + wire_bits(c.codec_down)) * judge.cluster.model.parameters / c.fragments
-    seconds = bits / (gbit * 1e9) + 2 * division.latency
+    seconds = bits / (gbit * 1e9) + HOPS * division.latency
     allowed = c.overlap * best.step_seconds
     needs = f"one of {c.fragments} fragments needs {seconds:.3g} s up and down"
     return f"P and tau: {needs}, and tau = {c.overlap} allows {allowed:.3g} s."
@@ -199,6 +199,8 @@ def plan_warnings(cluster: ClusterDescription, best: Scored, spent: Costs) -> li
             f"{c.learners} learners are more than the published {quality.PUBLISHED_LEARNERS}: the token efficiency of "
             f"{_percent(best.tokens)} is extrapolated by doublings"
         )
+    if c.codec_down in ("int8", "int4"):
+        found.append(f"the loss of {c.codec_down} on the way down is assumed: no published row has it")
     if c.learners > 1 and cluster.model.parameters > quality.PUBLISHED_SIZE:
         found.append(f"the model is larger than the published {quality.PUBLISHED_SIZE / 1e9:g}B: its loss is extrapolated")
     if c.synchronous and c.preset != "ddp" and best.utilisation < 0.8:

@@ -35,6 +35,8 @@ GOODPUT_PRECISION, ROUGH_PRECISION = 0.3, 0.8
 FAILURES_MAX = 200_000
 FAIL_APART = 16
 """Learners in a goodput run: further ones fail independently and at the same rate."""
+HOPS = 4
+"""One-way latencies of a round: a report, the pull, the contribution, the announcement."""
 HOPELESS = 1.5
 """If the link needs more than this many intervals to carry the model, the candidate is not run but scored by what it carries."""
 LOSS_MATTERS = 2e-4
@@ -149,7 +151,7 @@ class Judge:
         rate, latency = self.gbit(c) * 1e9, self.divisions[c.learners].latency
         up, down = wire_bits(c.codec_up), wire_bits(c.codec_down)
         interval = c.interval * step
-        round_trip = (up + down) * n / c.fragments / rate + 2 * latency
+        round_trip = (up + down) * n / c.fragments / rate + HOPS * latency
         if c.preset == "async_diloco":  # of two rounds in a row, one has its whole interval to be exchanged
             return min(1.0, 2 * interval / (interval + round_trip))
         together = min(c.fragments, 1 + math.floor(c.overlap * c.fragments / c.interval))

@@ -35,7 +35,10 @@ DECOUPLED_FRAGMENTS = (6, 12, 24, 36)
 OVERLAPS = (1, 2, 3, 5)
 CODECS_UP = ("fp32", "bf16", "int8", "int4")
 STREAMING_UP = ("fp32", "bf16", "e3m0")
-CODECS_DOWN = ("fp32", "bf16", "int8", "int4")
+CODECS_DOWN = ("fp32", "bf16")
+SPARING_DOWN = ("fp32", "bf16", "int8", "int4")
+"""Where bytes have a price or a limit. The loss of int8 and int4 on the way down is assumed to be that of the way up, so they
+are not taken for speed alone."""
 RUNS_MAX, RUNS_MAX_NEAR = 16, 4
 """Candidates of one preset and number of learners that are run from the best bound down."""
 CLOSE = 0.002
@@ -119,16 +122,17 @@ def all_axes(judge: Judge) -> list[Axes]:
 
 
 def _axes(preset: str, learners: int, cluster: ClusterDescription) -> Axes:
+    down = SPARING_DOWN if any(s.price_per_gb or s.gb_per_day_max for s in cluster.sites) else CODECS_DOWN
     if preset == "ddp":
         return Axes(preset, learners, (1,), (1,), (0,), (0,), ("fp32",), ("fp32",))
     if preset == "decoupled":
         quorums = tuple(sorted({1, math.ceil(learners / 2)}))
-        return Axes(preset, learners, DECOUPLED_INTERVALS, DECOUPLED_FRAGMENTS, OVERLAPS, quorums, CODECS_UP, CODECS_DOWN)
+        return Axes(preset, learners, DECOUPLED_INTERVALS, DECOUPLED_FRAGMENTS, OVERLAPS, quorums, CODECS_UP, down)
     if preset == "streaming":
         layers = cluster.model.layers
         fragments = tuple(sorted({math.ceil(layers / n) + 1 for n in LAYERS_PER_FRAGMENT}))
-        return Axes(preset, learners, INTERVALS, fragments, OVERLAPS, (0,), STREAMING_UP, CODECS_DOWN)
-    return Axes(preset, learners, INTERVALS, (1,), (0,), (0,), CODECS_UP, CODECS_DOWN)
+        return Axes(preset, learners, INTERVALS, fragments, OVERLAPS, (0,), STREAMING_UP, down)
+    return Axes(preset, learners, INTERVALS, (1,), (0,), (0,), CODECS_UP, down)
 
 
 def _fixed(axes: Axes, fixed: Fixed) -> Axes | None:
