@@ -237,7 +237,8 @@ def commands(group: typer.Typer = app, prefix: str = "atoll") -> Iterator[Comman
         if not info.hidden:
             name = info.name or info.callback.__name__.replace("_", "-")
             text = inspect.cleandoc(info.help or info.callback.__doc__ or "")
-            yield Command(f"{prefix} {name}", text, tuple(get_params_from_function(info.callback).values()))
+            options = (p for p in get_params_from_function(info.callback).values() if p.annotation is not typer.Context)
+            yield Command(f"{prefix} {name}", text, tuple(options))
     for inner in group.registered_groups:
         assert inner.typer_instance is not None
         yield from commands(inner.typer_instance, f"{prefix} {inner.name}")

@@ -124,7 +124,8 @@ def test_decoupled_says_how_it_was_measured(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["simulate", "bandwidth", *arguments], catch_exceptions=False)
     assert "running the state machines in virtual time" in done.stderr
     assert "the smaller of two shares" in done.stdout
-    assert "decoupled: 3 learners, quorum 2, grace none, tau 2, ramp 0, int4 up, int8 down" in done.stdout
+    assert "decoupled: 3 learners, 1 on each datacentre's link, quorum 2, " in done.stdout
+    assert "grace none, tau 2, ramp 0, int4 up, int8 down" in done.stdout
     assert "computes 100.0% of the time, a fragment every 12.0 steps instead of 12" in done.stdout
 
 
@@ -202,4 +203,5 @@ def test_nonsense_is_refused_in_one_sentence(
 
 def test_a_refusal_exits_with_2(tmp_path: Path) -> None:
     done = atoll("simulate", "bandwidth", "--overlap", "100", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (2, "atoll: --overlap 100: must be below --interval 100\n")
+    sentence = "atoll: --overlap 100: must be below --interval 100; only async_diloco overlaps whole rounds\n"
+    assert (done.returncode, done.stderr) == (2, sentence)

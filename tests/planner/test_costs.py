@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from atoll.planner import costs, site
-from atoll.planner.score import Candidate, Judge
+from atoll.planner.candidate import Candidate
+from atoll.planner.score import Judge
 from atoll.planner.site import ClusterDescription
 
 
@@ -45,8 +46,10 @@ def test_bytes_a_day_are_models_a_day_times_bits() -> None:
     spent = costs.costs(scored, judge)
     steps = 43200 * scored.utilisation * scored.goodput
     assert spent.steps_day == pytest.approx(steps)
-    assert spent.traffic[1].up_gb_day == pytest.approx(steps / 100 * 4.125 / 8)
-    assert spent.traffic[1].down_gb_day == pytest.approx(steps / 100 * 4)
+    beside, away, syncer = spent.traffic
+    assert (beside.sent_gb_day, beside.received_gb_day) == (0, 0)
+    assert away.sent_gb_day == syncer.received_gb_day == pytest.approx(steps / 100 * 4.125 / 8)
+    assert away.received_gb_day == syncer.sent_gb_day == pytest.approx(steps / 100 * 4)
     assert spent.traffic[1].peak_gbit == pytest.approx(36.125 / 9 / 2.0)
     assert spent.staleness_seconds == pytest.approx(scored.step_seconds)
 
@@ -56,7 +59,10 @@ def test_a_learner_of_two_sites_pays_for_its_ring() -> None:
     scored = judge.score(Candidate("ddp", 1, 1, 1, 0, 0, "fp32", "fp32"))
     spent = costs.costs(scored, judge)
     assert spent.syncer is None
-    assert spent.traffic[0].up_gb_day == pytest.approx(spent.steps_day * 4)  # 2 (D-1)/D of 4 GB
+    assert spent.traffic[0].sent_gb_day == pytest.approx(spent.steps_day * 2)  # 2 (D-1)/D of 2 GB of bf16 gradients
+    exact = Judge(pair(model={"parameters": 1e9, "gradient_bits": 32}))
+    spent = costs.costs(exact.score(scored.candidate), exact)
+    assert spent.traffic[0].sent_gb_day == pytest.approx(spent.steps_day * 4)
 
 
 def test_the_syncers_cores_are_those_of_the_benchmark() -> None:

@@ -2,45 +2,71 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 import math
+from pathlib import Path
 
 import pytest
 
-from atoll.planner import quality
+from atoll.planner import evidence, quality
 from atoll.planner.site import Quality
 from atoll.sim.estimates.published import COMPRESSION, QUALITY, SIZES
 
 Q = Quality()
 
 
-def published() -> list[tuple[float, float, float]]:
-    """(parameters, H, per cent over data-parallel) of every row that has an H."""
-    alone = {size: loss for size, method, _, loss in QUALITY if method == "data_parallel"}
-    return [(SIZES[size][0], h, 100 * (loss / alone[size] - 1)) for size, _, h, loss in QUALITY if h is not None]
+FITTED = (Q.size_exponent, Q.interval_exponent, Q.learners_doubling)
+RESULTS = Path(__file__).parents[2] / "bench" / "quality" / "results"
 
 
-def two(parameters: float, interval: float) -> float:
-    return quality.loss_percent(
-        Q, parameters=parameters, learners=2, interval=interval, staleness=0.0, asynchronous=False, codecs=("fp32", "fp32")
-    )
+def test_base_exponents_and_growth_are_the_least_squares_fit() -> None:
+    """No step of the grid in any of them lowers the misfit."""
+    best = evidence.misfit(*FITTED)
+    for at, step in enumerate((0.02, 0.02, 0.1)):
+        for side in (-step, step):
+            moved = [value + side * (at == i) for i, value in enumerate(FITTED)]
+            assert evidence.misfit(*moved) >= best - 1e-4, (at, side)
+    assert pytest.approx(evidence.fitted_base(*FITTED), abs=0.005) == Q.base_percent
 
 
-def test_base_and_exponents_are_the_least_squares_fit() -> None:
-    points = published()
+def test_residuals_are_those_that_are_printed() -> None:
+    found = [r for _, r in evidence.residuals(Q.base_percent, *FITTED)]
+    assert len(found) == 25 + 10
+    assert pytest.approx(math.sqrt(sum(r * r for r in found) / len(found)), abs=0.005) == quality.RESIDUAL_POINTS
+    assert max(map(abs, found)) < 0.61
 
-    def error(size: float, interval: float) -> tuple[float, float]:
-        shape = [(n / 35e6) ** -size * (h / 30) ** interval for n, h, _ in points]
-        base = sum(s * p for s, (_, _, p) in zip(shape, points, strict=True)) / sum(s * s for s in shape)
-        return sum((base * s - p) ** 2 for s, (_, _, p) in zip(shape, points, strict=True)), base
 
-    best = min((error(a / 100, b / 100), a / 100, b / 100) for a, b in itertools.product(range(20, 80, 2), range(20, 100, 2)))
-    (_, base), size, interval = best
-    assert (Q.base_percent, Q.size_exponent, Q.interval_exponent) == (
-        pytest.approx(base, abs=0.01), pytest.approx(size, abs=0.02), pytest.approx(interval, abs=0.02),
-    )  # fmt: skip
-    assert max(abs(two(n, h) - p) for n, h, p in points) < 0.6
-    assert sum(abs(two(n, h) - p) for n, h, p in points) / len(points) < 0.2
+def test_own_rows_are_those_of_the_results() -> None:
+    for series in (*evidence.OWN, evidence.OWN_OVERLAP):
+        rows = [json.loads(line) for line in (RESULTS / series.file).read_text(encoding="utf8").splitlines()]
+        mean = {name: _mean([r["loss_final"] for r in rows if r["name"] == name]) for name in (series.reference, *series.runs)}
+        for name, percent in zip(series.runs, series.percent, strict=True):
+            assert 100 * (mean[name] / mean[series.reference] - 1) == pytest.approx(percent, abs=0.06), name
+
+
+def _mean(losses: list[float]) -> float:
+    return sum(losses) / len(losses)
+
+
+def test_staleness_and_asynchrony_are_those_of_own_rows() -> None:
+    assert pytest.approx(evidence.fitted_staleness(), abs=0.002) == Q.staleness_step
+    assert pytest.approx(evidence.fitted_asynchrony(Q.interval_exponent, Q.staleness_step), abs=0.01) == Q.asynchrony
+
+
+def test_every_constant_says_what_it_rests_on() -> None:
+    assert set(quality.SUPPORT) == set(Quality.__struct_fields__)
+
+
+def test_beyond_the_published_rows_the_band_is_wider() -> None:
+    def width(learners: int, parameters: float) -> float:
+        low, high = quality.loss_band(1.0, Q, parameters=parameters, learners=learners, codecs=("fp32", "fp32"))
+        assert low <= 1.0 <= high
+        return high - low
+
+    assert width(8, 1e9) == pytest.approx(2 * quality.RESIDUAL_POINTS)
+    assert width(8, 1e9) < width(16, 1e9) < width(64, 1e9)
+    assert width(8, 1e9) < width(8, 1e11)
+    assert quality.loss_band(0.0, Q, parameters=1e9, learners=1, codecs=("fp32", "fp32")) == (0.0, 0.0)
 
 
 def test_the_slope_is_that_of_loss_over_compute_from_size_to_size() -> None:
@@ -57,17 +83,6 @@ def test_four_bits_cost_what_is_published() -> None:
     assert quality.codec_percent("bf16", Q) == COMPRESSION[16] == 0
     assert quality.codec_percent("int2", Q) == COMPRESSION[2]
     assert quality.codec_percent("int1", Q) == COMPRESSION[1]
-
-
-def test_eight_learners_cost_as_published_against_two() -> None:
-    assert quality.learners_factor(1, Q) == 0
-    assert quality.learners_factor(2, Q) == 1
-    assert quality.learners_factor(8, Q) == pytest.approx(3.9 / 0.7, rel=0.01)
-
-
-def test_asynchrony_is_what_published_decoupled_costs_over_the_fit() -> None:
-    """+0.7 % for two decoupled learners of 35M at H = 24."""
-    assert pytest.approx(0.7 / two(35e6, 24), abs=0.03) == Q.asynchrony
 
 
 def test_one_learner_costs_nothing_and_more_of_anything_costs_more() -> None:

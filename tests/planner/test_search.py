@@ -16,12 +16,13 @@ from atoll.chaos import ChaosPlan
 from atoll.config import Config, from_builtins, load
 from atoll.errors import ConfigError
 from atoll.planner import recipe, site
+from atoll.planner.candidate import Candidate
 from atoll.planner.changes import changes
 from atoll.planner.division import divisions, failure_model, pace_share
-from atoll.planner.score import INTERVAL_SIMULATED, Candidate, Judge, SimulatorCache
+from atoll.planner.score import Judge, SimulatorCache
 from atoll.planner.search import SearchResult, neighbours, search, simplest
 from atoll.planner.site import ClusterDescription
-from atoll.sim.estimates.decoupled import measure_decoupled, settings_for
+from atoll.sim.estimates.machines import measure_steady
 from atoll.sim.run import run_virtual
 
 PLANS = Path(__file__).parents[2] / "examples" / "plans"
@@ -110,9 +111,9 @@ def test_who_waits_steps_with_the_slowest_and_sees_the_slow_end_of_a_link() -> N
     division = {d.learners: d for d in divisions(cluster)}[10]
     assert pace_share(cluster, division, synchronous=False) == pytest.approx(1.0)
     assert pace_share(cluster, division, synchronous=True) == pytest.approx((1 / 1.5) / ((1 + 1 / 1.5) / 2))
-    assert division.gbit(synchronous=True, syncer_gbit=None) == pytest.approx(0.2)
-    assert division.gbit(synchronous=False, syncer_gbit=None) == pytest.approx(0.6)
-    assert division.gbit(synchronous=False, syncer_gbit=5.0) == pytest.approx(0.5)
+    assert division.gbit(synchronous=True, syncer_gbit=None) == pytest.approx(0.8 * 0.2)  # a fifth of the line is slack
+    assert division.gbit(synchronous=False, syncer_gbit=None) == pytest.approx(0.8 * 0.6)
+    assert division.gbit(synchronous=False, syncer_gbit=4.0) == pytest.approx(0.4)
 
 
 def test_a_preemption_is_a_failure_of_the_whole_site() -> None:
@@ -124,31 +125,33 @@ def test_a_preemption_is_a_failure_of_the_whole_site() -> None:
     model = failure_model(cluster, {d.learners: d for d in divisions(cluster)}[4].kinds, 1.0)
     assert model.slice_chips == 8
     assert model.mtbi_seconds / 8 == pytest.approx(86400 / 6, rel=1e-4)
-    assert model.return_seconds == pytest.approx(1200 + 1.0, rel=1e-3)  # and a second for 12 GB of a peer's state
+    assert model.return_seconds == pytest.approx(1200, rel=1e-3)  # what a lost learner costs beyond that, the machines say
     assert model.restart_seconds == pytest.approx(1285, rel=1e-3)
 
 
-@pytest.mark.parametrize("gbit", [0.35, 1.0])
-def test_a_part_of_a_long_interval_answers_for_all_of_it(gbit: float) -> None:
-    candidate = Candidate("decoupled", 3, 96, 24, 2, 1, "int4", "bf16")
-    assert candidate.interval > 2 * INTERVAL_SIMULATED
-    mine = SimulatorCache().decoupled(
-        candidate, parameters=1e9, gbit=gbit, latency=0.05, step_seconds=1.0, slow_share=0.0, slow_factor=1.0
-    )
-    layers = {
-        "learners": 3, "protocol": {"local_steps_per_round": 96},
-        "cluster": {"parameters": 10**9, "step_seconds": 1.0, "up_gbit": gbit, "down_gbit": gbit, "latency_seconds": 0.05},
-    }  # fmt: skip
-    whole = measure_decoupled(settings_for("decoupled", layers))
-    assert mine.schedule_kept == pytest.approx(whole.schedule_kept, abs=0.03)
-    assert mine.staleness == pytest.approx(whole.staleness, rel=0.15, abs=0.3)
+@pytest.mark.parametrize("candidate", [
+    Candidate("decoupled", 3, 96, 24, 2, 1, "int4", "bf16"), Candidate("streaming", 4, 96, 24, 1, 0, "e3m0", "bf16"),
+    Candidate("diloco", 4, 100, 1, 0, 0, "bf16", "bf16"), Candidate("async_diloco", 4, 50, 1, 50, 0, "bf16", "bf16"),
+])  # fmt: skip
+@pytest.mark.parametrize("gbit", [0.3, 1.0])
+def test_a_shortened_run_answers_for_the_whole_one(candidate: Candidate, gbit: float) -> None:
+    sites: list[dict[str, object]] = [{"name": "s", "chips": 1, "count": candidate.learners, "step_seconds": 1.0}]
+    cluster = cluster_of(sites, link={"gbit": gbit, "usable": 1.0, "latency_seconds": 0.05})
+    judge = Judge(cluster)
+    mine = judge.score(candidate)
+    whole = measure_steady(judge.settings(candidate), warm_up=3, measured=3)
+    assert mine.utilisation == pytest.approx(sum(whole.shares) / len(whole.shares), abs=0.01)
+    if not candidate.synchronous:
+        assert mine.interval_kept == pytest.approx(whole.interval_kept, rel=0.03)
+        assert mine.staleness == pytest.approx(whole.staleness, rel=0.15, abs=0.3)
 
 
 def test_within_a_percent_the_simpler_preset_is_taken() -> None:
     _, found, _ = textbook("two_continents")
     scored = list(found.scored.values())
-    assert simplest(scored, 48) == found.best
-    assert simplest([found.families["ddp"], found.families["streaming"]], 48).candidate.preset == "streaming"
+    cluster = textbook("two_continents")[0]
+    assert simplest(scored, cluster) == found.best
+    assert simplest([found.families["ddp"], found.families["streaming"]], cluster).candidate.preset == "streaming"
 
 
 def test_fixed_knobs_stay_fixed_and_what_no_preset_has_is_refused() -> None:
@@ -166,9 +169,14 @@ def test_fixed_knobs_stay_fixed_and_what_no_preset_has_is_refused() -> None:
 def test_a_model_that_fits_nowhere_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"chip_memory_gb = 0\.5: a learner of 16 chips needs 1 GB per chip"):
         search(two_sites(chip_memory_gb=0.5))
-    busy = msgspec.structs.replace(two_sites(), fixed=site.Fixed(preset="streaming", interval=5, overlap=4))
+    fixed = site.Fixed(preset="streaming", interval=5, overlap=4)
+    busy = msgspec.structs.replace(two_sites(), fixed=fixed, syncer=site.Syncer(cores=4.0))
     with pytest.raises(ConfigError, match=r"syncer\.cores = 4: streaming with 2 learners and H 5 needs \d"):
         search(busy)
+    many: list[dict[str, object]] = [{"name": "s", "chips": 1, "count": 1000, "step_seconds": 0.1}]
+    huge = cluster_of(many, link={"gbit": 400.0}, fixed={"interval": 20})
+    with pytest.raises(ConfigError, match=r"syncer\.cores = 16 \(a common server's: it is not given\): .* needs \d"):
+        search(huge)
 
 
 # ---------------------------------------------------------------- properties
@@ -249,6 +257,7 @@ def test_the_recipe_trains(name: str, tmp_path: Path) -> None:
         "data": {"seq_len": 8, "batch_size": 2, "max_bytes": 200_000, "heldout_batches": 2},
         "model": {"numbers": {"width": 32, "heads": 2, "mlp": 64}},
     }  # fmt: skip
+    small["cluster"] = {"chips": 0}  # three learners are too few for the chips of a hundred
     done = run_virtual(load(path, overrides=small), ChaosPlan(), None, tensors=True)
     assert done.loss_first is not None
     assert done.loss_final is not None

@@ -83,7 +83,7 @@ def test_taped_goodput_is_the_simulators(tmp_path: Path) -> None:
 
 def test_synthetic_history_breaks_no_rule() -> None:
     """Learners of a single slice die with it and come back through recovery."""
-    config = settings(learners=4, total_steps=400)
+    config = settings(learners=4, total_steps=1200)
     model = FailureModel(mtbi_seconds=128 * 1500.0, return_seconds=60.0)
     safety, recovered = Safety(config), []
     cluster = VirtualCluster(
@@ -92,7 +92,7 @@ def test_synthetic_history_breaks_no_rule() -> None:
     )  # fmt: skip
     safety.attach(cluster)
     cluster.run(until_seconds=50_000)
-    assert cluster.syncer.outer_step == 400
+    assert cluster.syncer.outer_step == 1200
     assert len(recovered) > 4 + 3, "beyond joining"
 
 

@@ -16,10 +16,14 @@ from atoll.cli.options import PluginOption
 from atoll.cli.shared import JsonOption, err, out, print_json
 from atoll.errors import UserError
 from atoll.planner import recipe, site
+from atoll.planner.candidate import Candidate
 from atoll.planner.costs import Costs
 from atoll.planner.plan import Plan, Runner
 from atoll.planner.plan import plan as make_plan
-from atoll.planner.score import Candidate, Judge
+from atoll.planner.quality import SUPPORT
+from atoll.planner.score import Judge
+
+BY_MACHINES = " (by the protocol's machines in virtual time)"
 
 
 def plan(
@@ -77,13 +81,15 @@ def as_builtins(answer: Plan) -> dict[str, object]:
     return {
         "preset": c.preset, "learners": c.learners, "interval": c.interval, "fragments": c.fragments, "overlap": c.overlap,
         "quorum": c.quorum or "all", "codec_up": c.codec_up, "codec_down": c.codec_down, "division": answer.division,
-        "chips_per_learner": answer.chips_per_learner, "score": s.score, "utilisation": s.utilisation, "goodput": s.goodput,
+        "chips_per_learner": answer.chips_per_learner, "score": s.score, "utilisation": s.utilisation, "inside": s.inside,
+        "goodput": s.goodput, "startup_seconds": s.startup_seconds, "price": s.price, "link_load": answer.costs.link_load,
         "pace": s.pace, "token_efficiency": s.tokens, "loss_percent": s.loss_percent, "interval_kept": s.interval_kept,
         "staleness_steps": s.staleness, "staleness_seconds": answer.costs.staleness_seconds,
         "traffic": answer.costs.traffic, "memory": answer.costs.memory, "syncer": answer.costs.syncer,
         "steps_per_day": answer.costs.steps_day, "choices": answer.choices,
         "changes": [{"sentence": _capital(x.sentence()), "change": x} for x in answer.changes], "warnings": answer.warnings,
-        "runners_up": answer.runners_up, "quality": answer.quality, "runs_simulated": answer.simulated,
+        "runners_up": answer.runners_up, "quality": answer.quality, "quality_support": SUPPORT,
+        "loss_band": answer.loss_band, "token_band": answer.token_band, "runs_simulated": answer.simulated,
     }  # fmt: skip
 
 
@@ -102,9 +108,26 @@ def report(answer: Plan, cluster: site.ClusterDescription, *, runners: bool, con
     if runners:
         parts += ["", _runner_table(answer)]
     if constants:
-        pairs = [f"{name} {getattr(answer.quality, name):g}" for name in answer.quality.__struct_fields__]
-        parts += ["", Text("quality model: " + ", ".join(pairs))]
+        parts += ["", Text("quality model", style="bold"), _constants(answer)]
     return Group(*parts)  # type: ignore[arg-type]
+
+
+def _constants(answer: Plan) -> Table:
+    """Every constant with what it rests on, and how far the fit is from the published rows."""
+    from atoll.planner.evidence import residuals
+
+    q, table = answer.quality, Table.grid(padding=(0, 2, 0, 0))
+    for name in q.__struct_fields__:
+        given = "" if getattr(q, name) == getattr(site.Quality(), name) else " (given; the default is "
+        given += f"{getattr(site.Quality(), name):g})" if given else ""
+        table.add_row(name, f"{getattr(q, name):g}", f"{SUPPORT[name]}{given}")
+    rows = residuals(q.base_percent, q.size_exponent, q.interval_exponent, q.learners_doubling)
+    worst = max(rows, key=lambda pair: abs(pair[1]))
+    far = sum(r * r for _, r in rows) / len(rows)
+    which = f"{worst[1]:+.2f}, of {worst[0].source} with {worst[0].parameters / 1e6:,.0f}M parameters and M {worst[0].learners}"
+    text = f"points of loss, root mean square of {len(rows)} published rows; the largest is {which}"
+    table.add_row("residuals", f"{far**0.5:.2f}", text)
+    return table
 
 
 def _bullets(sentences: Sequence[str]) -> Table:
@@ -133,10 +156,13 @@ def _expectations(answer: Plan) -> Table:
     table.add_column()
     rows = [
         ("speed at equal quality", f"{100 * s.score:.1f} % of all chips always at work"),
-        ("= utilisation", f"{100 * s.utilisation:.1f} %"),
+        ("= utilisation", f"{100 * s.utilisation:.1f} %" + ("" if answer.candidate.preset == "ddp" else BY_MACHINES)),
+        *([] if s.inside > 0.9995 else [("x exchange inside a learner", f"{100 * s.inside:.1f} %")]),
         ("x goodput", f"{100 * s.goodput:.1f} %"),
         ("x pace", f"{100 * s.pace:.1f} %" + ("" if s.pace > 0.999 else " (learners of uneven speed)")),
-        ("x token efficiency", f"{100 * s.tokens:.1f} % (loss {s.loss_percent:.2f} % over data-parallel at equal tokens)"),
+        ("x token efficiency", _tokens(answer)),
+        *([] if s.price == 1 else [("x price", f"{100 * s.price:.1f} % of the money pays for chips, the rest for bytes")]),
+        *_start(s.startup_seconds), *_slack(costs),
         ("staleness", f"{s.staleness:.1f} inner steps, {costs.staleness_seconds:.3g} s"),
         ("a learner's device memory", f"{m.device_gb:,.1f} GB without activations; {m.device_gb_chip:,.2f} GB a chip if sharded"),
     ]  # fmt: skip
@@ -152,13 +178,35 @@ def _expectations(answer: Plan) -> Table:
     return table
 
 
+def _tokens(answer: Plan) -> str:
+    s, (low, high), (least, most) = answer.scored, answer.loss_band, answer.token_band
+    if answer.candidate.learners == 1:
+        return "100.0 %"
+    loss = f"loss {s.loss_percent:.2f} % ({low:.2f} to {high:.2f}) over data-parallel at equal tokens"
+    return f"{100 * s.tokens:.1f} % ({100 * least:.0f} to {100 * most:.0f}): {loss}"
+
+
+def _start(seconds: float) -> list[tuple[str, str]]:
+    return [("start-up", f"{seconds:,.3g} s until the first round, apart from the above")] if seconds else []
+
+
+def _slack(costs: Costs) -> list[tuple[str, str]]:
+    if costs.link_load is None:
+        return []
+    used = f"{100 * costs.link_load:.0f} % of its rate is used on average, {100 * (1 - costs.link_load):.0f} % is slack"
+    return [("the busiest link", used)]
+
+
 def _site_table(costs: Costs) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
     table.add_column("one site")
-    for name in ("learners", "GB up a day", "GB down a day", "peak Gbit/s"):
+    priced = any(t.price_day for t in costs.traffic)
+    for name in ("learners", "GB sent a day", "GB received a day", "peak Gbit/s", *(("price a day",) if priced else ())):
         table.add_column(name, justify="right")
     for t in costs.traffic:
-        table.add_row(t.site, f"{t.learners:.3g}", f"{t.up_gb_day:,.1f}", f"{t.down_gb_day:,.1f}", f"{t.peak_gbit:.3g}")
+        learners, peak = (f"{value:.3g}" if value else "" for value in (t.learners, t.peak_gbit))
+        price = (f"{t.price_day:,.2f}",) if priced else ()
+        table.add_row(t.site, learners, f"{t.sent_gb_day:,.1f}", f"{t.received_gb_day:,.1f}", peak, *price)
     return table
 
 

@@ -106,6 +106,12 @@ def _remove_if_empty(path: Path) -> None:
         path.parent.rmdir()
 
 
+def given_options(context: typer.Context) -> set[str]:
+    """The parameters that the running command was given on its command line."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+
+
 def show(summary: Summary, as_json: bool) -> None:
     if as_json:
         print_json(summary)

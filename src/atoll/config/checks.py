@@ -60,6 +60,19 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
          f"key model.numbers.context = {context}: must be at least data.seq_len = {c.data.seq_len}"),
         *_whole_tensors(c),
         *_text_keys_for_images(c),
+        *_slices(c),
+    ]  # fmt: skip
+
+
+def _slices(c: Config) -> list[tuple[bool, str]]:
+    chips, slices = c.cluster.chips, -(-c.cluster.chips // c.cluster.slice_chips)
+    return [
+        (chips > 0 and slices < c.learners,
+         f"key cluster.chips = {chips}: makes {slices} slices of cluster.slice_chips = {c.cluster.slice_chips}, and each of the "
+         f"{c.learners} learners needs one"),
+        (chips > 0 and c.cluster.mtbf_seconds > 0,
+         f"key cluster.mtbf_seconds = {c.cluster.mtbf_seconds:g}: is for learners that fail as a whole; with cluster.chips use "
+         f"cluster.mtbi_hours"),
     ]  # fmt: skip
 
 

@@ -227,6 +227,15 @@ class Cluster(_Section, frozen=True):
     """Time until a dead connection is noticed."""
     parameters: Annotated[int, Meta(ge=1, le=10**14)] = 1_000_000
     """Size of the model in runs without tensors (atoll sim)."""
+    chips: Annotated[int, Meta(ge=0, le=10**8)] = 0
+    """Chips of all learners together, which fail one by one and take their slices with them (docs/planning/simulators.md). A
+    failed slice is back after `repair_seconds`. 0: learners fail as a whole, by `mtbf_seconds`."""
+    mtbi_hours: Above0 = 8760.0
+    """Mean time between interruptions of one chip; for `chips`."""
+    slice_chips: Positive = 128
+    """Chips that one failure takes out; for `chips`."""
+    resize_seconds: NonNegative = 12.0
+    """Pause of a learner when slices leave or return; for `chips`."""
 
 
 class Limits(_Section, frozen=True):

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from atoll.config import Limits
 from atoll.config.codecs import codec_spec, wire_bits
-from atoll.planner.division import DAY, Division, LearnerKind, syncer_site
-from atoll.planner.score import GRADIENT_BITS, Candidate, Judge, Scored
+from atoll.planner.candidate import Candidate
+from atoll.planner.division import Division, LearnerKind, syncer_site
+from atoll.planner.score import Judge, Scored
+from atoll.planner.traffic import GB, crossings, link_load, over_limit, peak_gbit, steps_a_day
 
-GB = 1e9
 WORD = 4
 """Bytes of an fp32 number."""
 MERGE_SECONDS = 8e-9
@@ -24,18 +25,22 @@ SYNCER_MODELS = 4
 """fp32 models in a syncer's memory at its peak: theta, announced, momentum, and one for merges and older versions."""
 SYNCER_LEARNER_BYTES = 64 << 20
 SYNCER_BASE_BYTES = 500e6
+SERVER = {"cores": 16.0, "gbit": 25.0}
+"""What a syncer may need where [syncer] does not say what it has: a common server."""
 
 
 @dataclass(frozen=True)
 class SiteTraffic:
-    """The traffic of one site."""
+    """What one site exchanges with other sites. A learner beside the syncer exchanges nothing."""
 
     site: str
     learners: float
     """Below 1 if the site is a part of one learner."""
-    up_gb_day: float
-    down_gb_day: float
+    sent_gb_day: float
+    received_gb_day: float
     peak_gbit: float
+    price_day: float
+    """Of the bytes sent."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,10 @@ class LearnerMemory:
 
 @dataclass(frozen=True)
 class SyncerNeed:
+    """Of one shard."""
+
     site: str
+    shards: int
     memory_gb: float
     cores: float
     disk_mb_per_s: float
@@ -68,15 +76,20 @@ class Costs:
     syncer: SyncerNeed | None
     staleness_seconds: float
     steps_day: float
+    link_load: float | None
+    """The mean rate of the busiest link between sites, as a share of the line. None: no such link is used."""
 
 
 def costs(scored: Scored, judge: Judge) -> Costs:
     c = scored.candidate
     division = judge.divisions[c.learners]
-    steps = DAY / division.slow_seconds * scored.utilisation * scored.goodput
+    speed = scored.utilisation * scored.inside * scored.goodput
+    steps = steps_a_day(division, speed)
+    kept = max(1.0, scored.interval_kept / c.interval)
+    busy = link_load(c, judge.cluster, division, scored.step_seconds)
     return Costs(
-        tuple(_traffic(c, kind, judge, steps, scored.step_seconds) for kind in division.kinds),
-        memory(c, judge, smallest(division)), syncer_need(c, judge), scored.staleness * scored.step_seconds, steps,
+        tuple(_traffic(c, judge, scored, steps / kept)), memory(c, judge, smallest(division)), syncer_need(c, judge),
+        scored.staleness * scored.step_seconds, steps, None if busy is None else busy * scored.utilisation / kept,
     )  # fmt: skip
 
 
@@ -88,27 +101,13 @@ def in_flight(c: Candidate) -> int:
     return min(c.fragments, max(1, math.ceil(c.overlap * c.fragments / c.interval)))
 
 
-def window_seconds(c: Candidate, step_seconds: float) -> float:
-    """How long a fragment may take up and down without delaying a step. 0: learners wait, and it goes at the link's full rate."""
-    return c.overlap * step_seconds
-
-
-def _traffic(c: Candidate, kind: LearnerKind, judge: Judge, steps_day: float, step_seconds: float) -> SiteTraffic:
-    """To and from the syncer; for a learner of several sites also the ring's, in each direction."""
-    n = judge.cluster.model.parameters
-    name = "+".join(f"{s.name}" if m == 1 else f"{m} {s.name}" for s, m in kind.members)
-    learners = kind.share / kind.sites
-    up = down = peak = 0.0
-    if c.learners > 1:
-        up, down = (learners * n * wire_bits(codec) / 8 / c.interval for codec in (c.codec_up, c.codec_down))
-        due = math.ceil(c.fragments / c.interval) * n / c.fragments
-        window = window_seconds(c, step_seconds)
-        needed = (wire_bits(c.codec_up) + wire_bits(c.codec_down)) * due / window / 1e9 if window else math.inf
-        peak = kind.share * min(kind.link.gbit, needed)
-    if kind.across is not None:
-        ring = 2 * (kind.sites - 1) / kind.sites * n * GRADIENT_BITS / 8
-        up, down, peak = up + ring, down + ring, max(peak, kind.across.gbit)
-    return SiteTraffic(name, learners, up * steps_day / GB, down * steps_day / GB, peak)
+def _traffic(c: Candidate, judge: Judge, scored: Scored, steps_day: float) -> list[SiteTraffic]:
+    found = []
+    for x in crossings(c, judge.cluster, judge.divisions[c.learners]):
+        sent, received = x.sent * steps_day / GB, x.received * steps_day / GB
+        peak = peak_gbit(c, judge.cluster, x.kind, scored.step_seconds) if x.kind and x.sent else 0.0
+        found.append(SiteTraffic(x.name, x.learners, sent, received, peak, sent * x.site.price_per_gb))
+    return found
 
 
 # ---------------------------------------------------------------- memory
@@ -145,17 +144,19 @@ def syncer_need(c: Candidate, judge: Judge) -> SyncerNeed | None:
     if c.learners == 1:
         return None
     n, step = judge.cluster.model.parameters, judge.step_seconds(judge.divisions[c.learners])
+    shards = judge.cluster.syncer.shards
+    remote = sum(kind.number for kind in judge.divisions[c.learners].kinds if not kind.local)
     up, down = (wire_bits(codec) / 8 for codec in (c.codec_up, c.codec_down))
-    merged_per_second = n / c.interval / step  # parameters merged, each of M contributions
+    merged_per_second = n / shards / c.interval / step  # parameters merged, each of M contributions
     stored = 3 * WORD + down if not codec_spec(c.codec_down).lossless else 2 * WORD
-    waiting = max(SYNCER_LEARNER_BYTES, in_flight(c) * n / c.fragments * up)
+    waiting = max(SYNCER_LEARNER_BYTES, in_flight(c) * n / shards / c.fragments * up)
     return SyncerNeed(
-        syncer_site(judge.cluster),
-        (SYNCER_MODELS * WORD * n + c.learners * waiting + SYNCER_BASE_BYTES) / GB,
+        syncer_site(judge.cluster), shards,
+        (SYNCER_MODELS * WORD * n / shards + c.learners * waiting + SYNCER_BASE_BYTES) / GB,
         c.learners * merged_per_second * (MERGE_SECONDS + MOVE_SECONDS * (up + down)),
         merged_per_second * stored / 1e6,
-        Limits().versions_max * stored * n / GB,
-        c.learners * merged_per_second * max(up, down) * 8 / GB,
+        Limits().versions_max * stored * n / shards / GB,
+        remote * merged_per_second * max(up, down) * 8 / GB,
     )  # fmt: skip
 
 
@@ -170,13 +171,17 @@ def shortage(c: Candidate, judge: Judge) -> str | None:
                 return f"key sites.chip_memory_gb = {s.chip_memory_gb:g}: {needs} {need.device_gb_chip:.3g} GB per chip"
             if s.host_memory_gb is not None and host > s.host_memory_gb:
                 return f"key sites.host_memory_gb = {s.host_memory_gb:g}: {needs} {host:.3g} GB per chip on its hosts"
+    if (bytes_too_many := over_limit(c, judge.cluster, judge.divisions[c.learners])) is not None:
+        return bytes_too_many
     wants, has = syncer_need(c, judge), judge.cluster.syncer
     if wants is None:
         return None
-    for key, needed in (("cores", wants.cores), ("memory_gb", wants.memory_gb), ("disk_mb_per_s", wants.disk_mb_per_s)):
-        limit = getattr(has, key)
+    for key in ("cores", "memory_gb", "disk_mb_per_s", "gbit"):
+        given, needed = getattr(has, key), getattr(wants, key)
+        limit = given if given is not None else SERVER.get(key)
         if limit is not None and needed > limit:
-            return f"key syncer.{key} = {limit:g}: {c.preset} with {c.learners} learners and H {c.interval} needs {needed:.3g}"
+            what = f"key syncer.{key} = {limit:g}" + (" (a common server's: it is not given)" if given is None else "")
+            return f"{what}: {c.preset} with {c.learners} learners and H {c.interval} needs {needed:.3g}"
     return None
 
 

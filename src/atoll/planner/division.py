@@ -39,6 +39,8 @@ class LearnerKind:
     """One learner's share of the link to the syncer."""
     across: LinkDescription | None
     """The slowest link between its sites; None if it has one site."""
+    local: bool
+    """It is beside the syncer, and its bytes cross no link between sites."""
 
     @property
     def several(self) -> bool:
@@ -114,7 +116,7 @@ def _fixed_split(cluster: ClusterDescription) -> list[int]:
 def _everything(cluster: ClusterDescription) -> LearnerKind:
     members = tuple((s, s.count) for s in cluster.sites)
     local = LinkDescription(gbit=FREE)
-    return LearnerKind(members, 1, cluster.chips, 1, local, _slowest(cluster, members))
+    return LearnerKind(members, 1, cluster.chips, 1, local, _slowest(cluster, members), True)
 
 
 def _slowest(cluster: ClusterDescription, members: Sequence[tuple[Site, int]]) -> LinkDescription | None:
@@ -127,16 +129,19 @@ def _slowest(cluster: ClusterDescription, members: Sequence[tuple[Site, int]]) -
     ]
     if not links:
         return None
-    gbit = min(link.gbit * (1 - link.variation) for link in links)
+    gbit = min(link.gbit * link.usable * (1 - link.variation) for link in links)
     return LinkDescription(gbit=gbit, latency_seconds=max(link.latency_seconds for link in links))
 
 
 def _split(cluster: ClusterDescription, k: int) -> Division:
     home = syncer_site(cluster)
     kinds = tuple(
-        LearnerKind(((s, 1),), s.count * k, s.chips // k, k, _to_syncer(cluster, ((s, 1),), home, s.count == 1, k), None)
+        LearnerKind(
+            ((s, 1),), s.count * k, s.chips // k, k, _to_syncer(cluster, ((s, 1),), home, s.count == 1, k), None,
+            s.name == home and s.count == 1,
+        )
         for s in cluster.sites
-    )
+    )  # fmt: skip
     return Division("one learner per site" if k == 1 else f"{k} learners per site", kinds)
 
 
@@ -156,20 +161,22 @@ def _joined(cluster: ClusterDescription, rate: float) -> Division:
         members = tuple((s, 1 if apart else s.count) for s in group)
         number = group[0].count if apart else 1
         link = _to_syncer(cluster, members, home, not apart, 1)
-        kinds.append(LearnerKind(members, number, sum(s.chips * n for s, n in members), 1, link, _slowest(cluster, members)))
+        local = not apart and home in [s.name for s, _ in members]
+        chips = sum(s.chips * n for s, n in members)
+        kinds.append(LearnerKind(members, number, chips, 1, link, _slowest(cluster, members), local))
     return Division(f"sites joined at {rate:g} Gbit/s", tuple(kinds))
 
 
 def _to_syncer(
     cluster: ClusterDescription, members: Sequence[tuple[Site, int]], home: str, may_be_local: bool, k: int
 ) -> LinkDescription:
-    """One learner's share of the link to the syncer: the best link of its sites, divided by k."""
+    """One learner's share of what is usable of the link to the syncer: the best link of its sites, divided by k."""
     names = [s.name for s, _ in members]
     if home in names and may_be_local:
         inside = next(s.inside_gbit or FREE for s, _ in members if s.name == home)
         return LinkDescription(gbit=inside / k)
     best = max((cluster.link_between(name, home) for name in names), key=lambda link: link.gbit)
-    return msgspec.structs.replace(best, gbit=best.gbit / k)
+    return msgspec.structs.replace(best, gbit=best.gbit * best.usable / k)
 
 
 def syncer_site(cluster: ClusterDescription) -> str:
@@ -200,39 +207,33 @@ def pace_share(cluster: ClusterDescription, division: Division, *, synchronous: 
 
 
 def failure_model(cluster: ClusterDescription, kinds: Sequence[LearnerKind], step_seconds: float) -> FailureModel:
-    """One model for all chips of these learners.
+    """One model for all chips of these learners, with their failures and their lost chip time.
 
     The simulator knows chips that fail and take a slice with them. A preemption counts as such a failure, with the whole site
-    as its slice: its rate adds to that of the site's chips, and the mean time to return is weighted by the rates. Slices of
-    different sizes become one of their mean size, with the same weights. A learner that is lost as a whole recovers a peer's
-    state, so that transfer is part of its absence. Without elasticity a failed chip has a spare, but training waits for a
-    preempted site.
+    as its slice: its rate adds to that of the site's chips. Slices of different sizes become one of their mean size, and
+    absences one of the length that keeps the chip time lost. A learner that is lost as a whole is not resized: what its loss
+    costs is measured on the machines. Without elasticity a failed chip has a spare, but training waits for a preempted site.
     """
     f, parts = cluster.failures, _parts(kinds)
-    rate = sum(n * (_chip_rate(s, chips) + _preemption_rate(s)) for _, s, chips, n in parts)
+    rate = sum(n * (_chip_rate(s, chips) + _preemption_rate(s)) for s, chips, n in parts)
     slices = away = restart = 0.0
-    for kind, site, chips, n in parts:
-        whole = site.preemptions_per_day > 0
-        slice_chips = chips if whole else min(site.slice_chips, chips)
-        transfer = 0.0
-        if slice_chips >= kind.chips:
-            slow_end = kind.link.gbit * (1 - kind.link.variation)
-            transfer = cluster.model.parameters * STATE_BYTES * 8 / (slow_end * 1e9)
+    for site, chips, n in parts:
+        slice_chips = chips if site.preemptions_per_day > 0 else min(site.slice_chips, chips)
         fails, preempted = n * _chip_rate(site, chips), n * _preemption_rate(site)
         slices += (fails + preempted) * slice_chips
-        away += fails * (60 * f.repair_minutes + transfer) + preempted * (60 * site.away_minutes + transfer)
+        away += slice_chips * (fails * 60 * f.repair_minutes + preempted * 60 * site.away_minutes)
         restart += fails * f.restart_seconds + preempted * (f.restart_seconds + 60 * site.away_minutes)
     chips = sum(kind.number * kind.chips for kind in kinds)
     return FailureModel(
         mtbi_seconds=chips / rate, slice_chips=max(1, round(slices / rate)), step_seconds=step_seconds, step_noise=0.0,
         down_seconds=f.resize_seconds, up_seconds=f.resize_seconds, restart_seconds=restart / rate,
-        return_seconds=away / rate,
+        return_seconds=away / slices,
     )  # fmt: skip
 
 
-def _parts(kinds: Sequence[LearnerKind]) -> list[tuple[LearnerKind, Site, int, int]]:
-    """(kind of learner, site, its chips at that site, number of such parts)."""
-    return [(k, s, s.chips // k.share, n * k.number) for k in kinds for s, n in k.members]
+def _parts(kinds: Sequence[LearnerKind]) -> list[tuple[Site, int, int]]:
+    """(site, a learner's chips at that site, number of such parts)."""
+    return [(s, s.chips // k.share, n * k.number) for k in kinds for s, n in k.members]
 
 
 def _chip_rate(site: Site, chips: int) -> float:

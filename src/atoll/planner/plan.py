@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 
 from atoll.config.codecs import wire_bits
 from atoll.planner import quality
+from atoll.planner.candidate import Candidate
 from atoll.planner.changes import Change, changes
 from atoll.planner.costs import Costs, costs
 from atoll.planner.costs import fits as costs_fit
-from atoll.planner.score import Candidate, Judge, Scored, SimulatorCache
-from atoll.planner.search import TOLERANCE, Progress, SearchResult, all_axes, search
+from atoll.planner.score import HOPS, Judge, Scored, SimulatorCache
+from atoll.planner.search import TOLERANCE, Progress, SearchResult, all_axes, risk, search, waiting_is_refused
 from atoll.planner.site import ClusterDescription, Quality
 
 
@@ -38,6 +39,9 @@ class Plan:
     warnings: tuple[str, ...]
     runners_up: tuple[Runner, ...]
     quality: Quality
+    loss_band: tuple[float, float]
+    """Per cent: the least and the most that the quality model's rows allow."""
+    token_band: tuple[float, float]
     simulated: int
     """Simulated runs of the protocol's machines."""
 
@@ -49,10 +53,17 @@ def plan(cluster: ClusterDescription, *, what_if: bool = True, runners: int = 3,
     best = found.best
     division = judge.divisions[best.candidate.learners]
     spent = costs(best, judge)
+    c = best.candidate
+    low, high = quality.loss_band(
+        best.loss_percent, cluster.quality, parameters=cluster.model.parameters, learners=c.learners,
+        codecs=(c.codec_up, c.codec_down),
+    )  # fmt: skip
+    tokens = (quality.token_efficiency(high, cluster.quality), quality.token_efficiency(low, cluster.quality))
     return Plan(
         best.candidate, division.name, min(kind.chips for kind in division.kinds), best, spent,
         tuple(choices(cluster, judge, found)), tuple(changes(cluster, found, cache, progress)) if what_if else (),
-        tuple(plan_warnings(cluster, best, spent)), tuple(_runners(found, runners)), cluster.quality, cache.asked,
+        tuple(plan_warnings(cluster, best, spent)), tuple(_runners(found, runners)), cluster.quality, (low, high),
+        tokens, cache.asked,
     )  # fmt: skip
 
 
@@ -75,14 +86,14 @@ def choices(cluster: ClusterDescription, judge: Judge, found: SearchResult) -> l
     c = found.best.candidate
     if c.preset == "ddp":
         alone = f"M: all {cluster.chips} chips are one learner, so infrequent merges cost nothing."
-        return [_preset_sentence(found), alone]
+        return [_preset_sentence(cluster, found), alone]
     return [
-        _preset_sentence(found), _learners_sentence(cluster, judge, found), _interval_sentence(judge, found),
+        _preset_sentence(cluster, found), _learners_sentence(cluster, judge, found), _interval_sentence(judge, found),
         _fragments_sentence(found.best, judge), _quorum_sentence(c), _codecs_sentence(cluster, judge, c),
     ]  # fmt: skip
 
 
-def _preset_sentence(found: SearchResult) -> str:
+def _preset_sentence(cluster: ClusterDescription, found: SearchResult) -> str:
     """The preset against the best candidate of another preset, and the factor that differs most."""
     best = found.best
     others = [s for s in found.families.values() if s.candidate.preset != best.candidate.preset]
@@ -91,11 +102,14 @@ def _preset_sentence(found: SearchResult) -> str:
     rival = max(others, key=lambda s: s.score)
     text = f"Preset: {best.candidate.preset} trains at {_percent(best.score)} of the ideal speed, "
     text += f"{rival.candidate.preset} at {_percent(rival.score)}"
+    if rival.score > best.score and waiting_is_refused(cluster) and rival.candidate.synchronous:
+        return f"{text}, but its rounds wait for nodes that are preempted and uneven in speed."
     if rival.score > best.score:
-        return f"{text}: within {100 * TOLERANCE:g} % the planner takes the simpler one."
+        why = "the simpler one" if risk(best.candidate, cluster) == risk(rival.candidate, cluster) else "the one that waits less"
+        return f"{text}: within {100 * TOLERANCE:g} % the planner takes {why}."
     reasons = {
         "utilisation": (best.utilisation, rival.utilisation), "goodput": (best.goodput, rival.goodput),
-        "pace": (best.pace, rival.pace), "token efficiency": (best.tokens, rival.tokens),
+        "pace": (best.pace, rival.pace), "token efficiency": (best.tokens, rival.tokens), "price": (best.price, rival.price),
     }  # fmt: skip
     what, (mine, theirs) = max(reasons.items(), key=lambda item: item[1][0] / max(item[1][1], 1e-9))
     return f"{text}; the largest advantage is in {what}, {_percent(mine)} against {_percent(theirs)}."
@@ -151,9 +165,9 @@ def _fragments_sentence(best: Scored, judge: Judge) -> str:
     if c.preset == "async_diloco":
         return f"P and tau: the whole model at once, and the result is applied one round ({c.interval} steps) later."
     division = judge.divisions[c.learners]
-    gbit = division.gbit(synchronous=c.synchronous, syncer_gbit=judge.cluster.syncer.gbit)
+    gbit = judge.gbit(c)
     bits = (wire_bits(c.codec_up) + wire_bits(c.codec_down)) * judge.cluster.model.parameters / c.fragments
-    seconds = bits / (gbit * 1e9) + 2 * division.latency
+    seconds = bits / (gbit * 1e9) + HOPS * division.latency
     allowed = c.overlap * best.step_seconds
     needs = f"one of {c.fragments} fragments needs {seconds:.3g} s up and down"
     return f"P and tau: {needs}, and tau = {c.overlap} allows {allowed:.3g} s."
@@ -169,8 +183,8 @@ def _quorum_sentence(c: Candidate) -> str:
 
 def _codecs_sentence(cluster: ClusterDescription, judge: Judge, c: Candidate) -> str:
     cost = sum(quality.codec_percent(codec, cluster.quality) for codec in (c.codec_up, c.codec_down))
-    gbit = judge.divisions[c.learners].gbit(synchronous=c.synchronous, syncer_gbit=cluster.syncer.gbit)
-    text = f"Codecs: {c.codec_up} up and {c.codec_down} down add {cost:.2g} % of loss; a learner's link is {gbit:.3g} Gbit/s"
+    text = f"Codecs: {c.codec_up} up and {c.codec_down} down add {cost:.2g} % of loss; "
+    text += f"a learner may use {judge.gbit(c):.3g} Gbit/s"
     links = (*cluster.links, *((cluster.link,) if cluster.link else ()))
     if any(link.variation > 0 for link in links):
         slow_end, middle = "the slow end of its range, because rounds wait", "the middle of its range, because no round waits"
@@ -185,14 +199,27 @@ def plan_warnings(cluster: ClusterDescription, best: Scored, spent: Costs) -> li
             f"{c.learners} learners are more than the published {quality.PUBLISHED_LEARNERS}: the token efficiency of "
             f"{_percent(best.tokens)} is extrapolated by doublings"
         )
+    if c.codec_down in ("int8", "int4"):
+        found.append(f"the loss of {c.codec_down} on the way down is assumed: no published row has it")
+    if c.learners > 1 and cluster.model.parameters > quality.PUBLISHED_SIZE:
+        found.append(f"the model is larger than the published {quality.PUBLISHED_SIZE / 1e9:g}B: its loss is extrapolated")
     if c.synchronous and c.preset != "ddp" and best.utilisation < 0.8:
         found.append(f"utilisation is {_percent(best.utilisation)}: the links are slow for a model of this size")
     need = spent.syncer
-    if need is not None and need.cores > 0.8 * cluster.syncer.cores:
+    if need is not None and cluster.syncer.cores is not None and need.cores > 0.8 * cluster.syncer.cores:
         found.append(
             f"the syncer uses {need.cores:.2g} of {cluster.syncer.cores:g} cores; "
             f"with more cores (syncer.cores) H could be shorter"
         )
+    if need is not None and cluster.syncer.gbit is None:
+        lines = [cluster.link_between(need.site, s.name).gbit for s in cluster.sites if s.name != need.site or s.count > 1]
+        if lines and need.gbit > max(lines):
+            found.append(
+                f"the syncer needs {need.gbit:.3g} Gbit/s of its own, and {need.site} has links of {max(lines):g}: place it "
+                f"where it has them (syncer.site), or say what it has (syncer.gbit)"
+            )
+    if need is not None and need.shards > 1:
+        found.append(f"{need.shards} shards of a syncer are simulation only: a live syncer is one process so far")
     if best.score < 0.3:
         found.append(f"the best plan trains at {_percent(best.score)} of the ideal speed of these chips")
     return found

@@ -4,10 +4,10 @@
                                + codec
     token efficiency         = (1 + loss)^(-1 / slope)
 
-`base` and the two exponents are a least-squares fit of the published table (Streaming DiLoCo, table 5: two replicas, 35M to
-4B). g is 1 at two learners and grows by a constant with each doubling, through the published +0.7 % and +3.9 % of 2 and 8
-decoupled learners at 35M. `slope` is the exponent at which loss falls with compute over the sizes of the same table: it says
-how much compute makes up for a loss. The other constants are our estimates; docs/planning/planner.md gives their reasons.
+`base`, the exponents and the growth of g with each doubling of the learners are fitted to published losses of synchronous DiLoCo
+(35M to 10B, 1 to 8 learners) and of Streaming DiLoCo, and to the shape of the project's own rows: evidence.py has the rows and
+their residuals. `slope` is the exponent at which loss falls with compute over the sizes of a published table: it says how much
+compute makes up for a loss. SUPPORT says what each constant rests on; docs/planning/planner.md gives the reasons.
 """
 
 from __future__ import annotations
@@ -20,7 +20,18 @@ from atoll.planner.site import Quality
 
 SIZE = 35e6
 INTERVAL = 30
-PUBLISHED_LEARNERS = 8
+PUBLISHED_LEARNERS, PUBLISHED_SIZE = 8, 10e9
+RESIDUAL_POINTS = 0.21
+"""Root mean square of the fit's residuals, in points of loss."""
+CONVEX = (0.593, 1.417, 0.763)
+"""Base, growth and curvature of g in the logarithm of M, fitted to the same published rows. Up to 8 learners it fits them as
+well; beyond, it grows faster, and is the other end of the band."""
+SUPPORT = {
+    "base_percent": "fitted", "size_exponent": "fitted", "interval_exponent": "fitted", "learners_doubling": "fitted",
+    "asynchrony": "fitted to one pair of own rows", "staleness_step": "fitted to four own rows", "four_bit_percent": "published",
+    "kept_share": "assumed", "loss_slope": "fitted",
+}  # fmt: skip
+"""By key of [quality]: what the constant rests on."""
 
 
 def learners_factor(learners: int, quality: Quality) -> float:
@@ -49,6 +60,24 @@ def loss_percent(
     cost *= 1.0 + quality.staleness_step * staleness
     cost *= quality.asynchrony if asynchronous else 1.0
     return cost + sum(codec_percent(codec, quality) for codec in codecs)
+
+
+def loss_band(
+    central: float, quality: Quality, *, parameters: float, learners: int, codecs: tuple[str, str]
+) -> tuple[float, float]:
+    """(least, most) per cent around a loss of `central`. Within the published rows, their residuals; beyond 8 learners also the
+    difference to a convex growth with them, and beyond 10B parameters a loss that falls no further."""
+    if learners <= 1:
+        return 0.0, 0.0
+    codec = sum(codec_percent(each, quality) for each in codecs)
+    own, other = central - codec, central - codec
+    if learners > PUBLISHED_LEARNERS:
+        base, growth, curve = CONVEX
+        doublings = math.log2(learners) - 1.0
+        convex = base * (1 + growth * doublings + curve * doublings**2)
+        other *= convex / (quality.base_percent * learners_factor(learners, quality))
+    most = max(own, other) * max(1.0, parameters / PUBLISHED_SIZE) ** quality.size_exponent
+    return max(0.0, min(own, other) - RESIDUAL_POINTS) + codec, most + RESIDUAL_POINTS + codec
 
 
 def token_efficiency(loss: float, quality: Quality) -> float:

@@ -1,10 +1,10 @@
 """The score of a candidate: its expected training speed at equal quality, as a share of all chips busy all the time.
 
-    score = utilisation * goodput * pace * token efficiency
+    score = utilisation * goodput * pace * token efficiency * price
 
-Utilisation comes from the graph simulator (synchronous presets, and the exchange inside a learner) or from the protocol's
-machines in virtual time (decoupled); goodput from the failure simulator; token efficiency from quality.py. This file calls
-the simulators and caches their results.
+Utilisation between learners and the cost of a lost learner come from the protocol's machines in virtual time; utilisation of the
+exchange inside a learner (and of data-parallel training) from the graph simulator; failures from the failure simulator; token
+efficiency from quality.py. `bound` is an estimate without a run: it only says which candidates need none.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ import numpy as np
 
 from atoll.config import Config
 from atoll.config.codecs import wire_bits
-from atoll.planner import quality
-from atoll.planner.division import Division, LearnerKind, divisions, failure_model, pace_share
+from atoll.planner import quality, virtual
+from atoll.planner.candidate import Candidate
+from atoll.planner.division import STATE_BYTES, Division, LearnerKind, divisions, failure_model, pace_share
 from atoll.planner.site import FREE, ClusterDescription
+from atoll.planner.traffic import money_share
 from atoll.sim.estimates import goodput
-from atoll.sim.estimates.decoupled import MEASURED, DecoupledEstimate, measure_decoupled, settings_for
 from atoll.sim.estimates.failures import FailureModel
-from atoll.sim.estimates.utilisation import Compute, Curve, Exchange, Method, utilisation
+from atoll.sim.estimates.machines import LossCost, SteadyEstimate, measure_loss, measure_steady
+from atoll.sim.estimates.utilisation import Compute, Curve, Exchange, utilisation
 
 RATES = np.logspace(-6, 9, 901)
 """Gbit/s x step seconds per bit and parameter: the axis of cached curves, 60 points per decade."""
@@ -31,34 +33,17 @@ LOG_RATES = np.log10(RATES)
 GOODPUT_PRECISION, ROUGH_PRECISION = 0.3, 0.8
 """Percentage points: for the answer, and for the search of what would change it."""
 FAILURES_MAX = 200_000
-LEARNERS_SIMULATED = 3
-"""Learners in a decoupled run: further ones have their own links and see the same rounds."""
 FAIL_APART = 16
 """Learners in a goodput run: further ones fail independently and at the same rate."""
-WARM_UP = 2
-SMALLEST = 4
-"""Fragments in a decoupled run: with fewer fragments of the same size and spacing in time, the link behaves the same."""
-INTERVAL_SIMULATED = 24
+HOPS = 4
+"""One-way latencies of a round: a report, the pull, the contribution, the announcement."""
 HOPELESS = 1.5
 """If the link needs more than this many intervals to carry the model, the candidate is not run but scored by what it carries."""
-GRADIENT_BITS = 32.0
+LOSS_MATTERS = 2e-4
+"""If an hour's wait at each loss of a learner costs a smaller share of the time, the cost of a loss is not measured."""
 
 
-@dataclass(frozen=True)
-class Candidate:
-    preset: str
-    learners: int
-    interval: int
-    fragments: int
-    overlap: int
-    quorum: int
-    """0: all."""
-    codec_up: str
-    codec_down: str
-
-    @property
-    def synchronous(self) -> bool:
-        return self.preset != "decoupled"
+NO_COST = LossCost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -66,6 +51,9 @@ class Scored:
     candidate: Candidate
     score: float
     utilisation: float
+    """The share of the learners' time in inner steps while nothing fails: what a virtual run of the recipe shows."""
+    inside: float
+    """The share of a learner's step that is not spent in the exchange inside it; 1 for `ddp`, whose utilisation it is."""
     goodput: float
     pace: float
     tokens: float
@@ -76,75 +64,136 @@ class Scored:
     """Inner steps from pull to adoption."""
     step_seconds: float
     """One inner step of the slowest learner, with the exchange inside it."""
+    price: float = 1.0
+    """The share of the money that pays for chips; the rest pays for bytes."""
+    startup_seconds: float = 0.0
+    """From the start of the processes to the first round."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    utilisation: float
+    slowest: float
+    """The share of a slow learner: it waits for its link only, never for other learners."""
+    kept: float
+    staleness: float
+    startup_seconds: float = 0.0
+    loss: LossCost = NO_COST
 
 
 class Judge:
     """Scores candidates for one cluster. Judges of similar clusters may share a `SimulatorCache`."""
 
     def __init__(
-        self, cluster: ClusterDescription, cache: SimulatorCache | None = None, *, precision: float = GOODPUT_PRECISION
-    ) -> None:
-        self.cluster = cluster
+        self, cluster: ClusterDescription, cache: SimulatorCache | None = None, *, precision: float = GOODPUT_PRECISION,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        """`seed`: of the simulated failures."""
+        self.cluster, self._seed = cluster, seed
         self._precision = precision
         self.cache = cache or SimulatorCache()
         self.divisions = {d.learners: d for d in divisions(cluster)}
         self._shares: dict[LearnerKind, float] = {}
         self._goodputs: dict[tuple[str, int], float] = {}
+        self._paces: dict[int, virtual.Paces] = {}
+        self._models: dict[int, FailureModel] = {}
 
     def score(self, candidate: Candidate) -> Scored:
-        return self._scored(candidate, *self._measured(candidate))
+        """On the machines."""
+        return self._scored(candidate, self._measured(candidate))
 
     def bound(self, candidate: Candidate) -> float:
-        """An upper bound on the score of a decoupled candidate, without its run: no waiting, and every round is kept."""
-        kept = max(float(candidate.interval), self._carried(candidate)) if candidate.learners > 1 else 1.0
-        return self._scored(candidate, 1.0, kept, 0.0).score
+        """An upper bound on the score, without a run."""
+        if candidate.learners == 1:
+            return self.score(candidate).score
+        if not candidate.synchronous:
+            kept = max(float(candidate.interval), self._carried(candidate))
+            return self._scored(candidate, _Measured(1.0, 1.0, kept, 0.0)).score
+        best = self._at_most(candidate)
+        return self._scored(candidate, _Measured(best, best, candidate.interval, float(candidate.overlap))).score
+
+    # ------------------------------------------------------------ between learners
+
+    def paces(self, learners: int) -> virtual.Paces:
+        if learners not in self._paces:
+            division = self.divisions[learners]
+            inside = {number: self._inside(kind) for number, kind in enumerate(division.kinds)}
+            self._paces[learners] = virtual.paces_of(division, inside)
+        return self._paces[learners]
+
+    def step_seconds(self, division: Division) -> float:
+        """One inner step of the slowest learner, with the exchange of gradients inside it."""
+        return self.paces(division.learners).slow_seconds
+
+    def gbit(self, candidate: Candidate) -> float:
+        """The rate of a learner's link that the plan may use."""
+        division = self.divisions[candidate.learners]
+        return division.gbit(synchronous=candidate.synchronous, syncer_gbit=self.cluster.syncer.gbit)
+
+    def keys(self, candidate: Candidate) -> dict[str, object]:
+        """The recipe's keys."""
+        division, paces = self.divisions[candidate.learners], self.paces(candidate.learners)
+        share = self._inside(division.kinds[0])
+        return virtual.keys(candidate, self.cluster, division, paces, self.failures(candidate.learners), share)
+
+    def settings(self, candidate: Candidate) -> Config:
+        return virtual.settings_of(self.keys(candidate))
 
     def _carried(self, candidate: Candidate) -> float:
         """Inner steps in which the link carries one model: no shorter interval can be kept."""
-        division = self.divisions[candidate.learners]
-        gbit = division.gbit(synchronous=False, syncer_gbit=self.cluster.syncer.gbit)
         bits = max(wire_bits(candidate.codec_up), wire_bits(candidate.codec_down)) * self.cluster.model.parameters
-        return bits / (gbit * 1e9) / self.step_seconds(division)
+        return bits / (self.gbit(candidate) * 1e9) / self.paces(candidate.learners).slow_seconds
 
-    def _measured(self, candidate: Candidate) -> tuple[float, float, float]:
-        """(utilisation between learners, the interval that is kept, staleness)."""
+    def _at_most(self, c: Candidate) -> float:
+        """Utilisation of a synchronous preset if no transfer waits for another. A fragment is up and down again after
+        `round_trip`; beyond tau steps its learners wait. Fragments in flight at the same time may share a wait."""
+        step, n = self.paces(c.learners).slow_seconds, self.cluster.model.parameters
+        rate, latency = self.gbit(c) * 1e9, self.divisions[c.learners].latency
+        up, down = wire_bits(c.codec_up), wire_bits(c.codec_down)
+        interval = c.interval * step
+        round_trip = (up + down) * n / c.fragments / rate + HOPS * latency
+        if c.preset == "async_diloco":  # of two rounds in a row, one has its whole interval to be exchanged
+            return min(1.0, 2 * interval / (interval + round_trip))
+        together = min(c.fragments, 1 + math.floor(c.overlap * c.fragments / c.interval))
+        waits = math.ceil(c.fragments / together) * max(0.0, round_trip - c.overlap * step)
+        return min(interval / (interval + waits), interval / max(interval, max(up, down) * n / rate))
+
+    def _measured(self, candidate: Candidate) -> _Measured:
         if candidate.learners == 1:
-            return 1.0, 1.0, 0.0
-        division = self.divisions[candidate.learners]
-        step = self.step_seconds(division)
-        gbit = division.gbit(synchronous=candidate.synchronous, syncer_gbit=self.cluster.syncer.gbit)
-        if candidate.synchronous:
-            latency = float(f"{division.latency / step:.2g}")  # rounded, so that divisions with similar steps share curves
-            shares = self.cache.curve(self.cluster.model.layers, exchange_of(candidate, self.cluster, latency))
-            bits = wire_bits(candidate.codec_up) + wire_bits(candidate.codec_down)
-            share = at_rate(shares, gbit * step, bits, self.cluster.model.parameters)
-            return share, candidate.interval, float(candidate.overlap)
-        carried = self._carried(candidate)
-        if carried > HOPELESS * candidate.interval:
-            return 1.0, carried, carried
-        fast = min(k.fast_seconds for k in division.kinds) / division.slow_seconds * step
-        slow = [k.number * (0.5 if k.several else 1.0) for k in division.kinds if k.slow_seconds > 1.05 * k.fast_seconds]
-        slow += [k.number for k in division.kinds if k.fast_seconds == k.slow_seconds > 1.05 * fast]
-        answer = self.cache.decoupled(
-            candidate, parameters=self.cluster.model.parameters, gbit=gbit, latency=division.latency, step_seconds=fast,
-            slow_share=min(1.0, sum(slow) / division.learners), slow_factor=max(1.0, step / fast),
-        )  # fmt: skip
-        kept = candidate.interval / max(answer.schedule_kept, 1e-3)
-        return answer.compute_share, kept, answer.staleness
+            share = self._inside(self.divisions[1].kinds[0])
+            return _Measured(share, share, 1.0, 0.0)
+        if not candidate.synchronous and self._carried(candidate) > HOPELESS * candidate.interval:
+            carried = self._carried(candidate)
+            return _Measured(1.0, 1.0, carried, carried)
+        short = virtual.shortened(candidate, self.settings(candidate))
+        run = self.cache.steady(short)
+        loss = NO_COST
+        if self._loses_learners(candidate):
+            loss = self.cache.loss(short, run) or LossCost(0.0, self._state_seconds(candidate))
+        if not candidate.synchronous:
+            return _Measured(1.0, 1.0, max(candidate.interval, run.interval_kept * candidate.interval
+                             / short.protocol.local_steps_per_round), run.staleness, run.startup_seconds, loss)  # fmt: skip
+        late = self.paces(candidate.learners).slow_share
+        mean = late * run.shares[0] + (1 - late) * run.shares[-1]
+        return _Measured(mean, run.shares[0], candidate.interval, float(candidate.overlap), run.startup_seconds, loss)
 
-    def _scored(self, candidate: Candidate, between: float, kept: float, staleness: float) -> Scored:
+    def _scored(self, candidate: Candidate, m: _Measured) -> Scored:
         division = self.divisions[candidate.learners]
-        inside = min(self._inside(kind) for kind in division.kinds)
+        inside = min(self._inside(kind) for kind in division.kinds) if candidate.learners > 1 else 1.0
         loss = quality.loss_percent(
-            self.cluster.quality, parameters=self.cluster.model.parameters, learners=candidate.learners, interval=kept,
-            staleness=staleness, asynchronous=not candidate.synchronous, codecs=(candidate.codec_up, candidate.codec_down),
+            self.cluster.quality, parameters=self.cluster.model.parameters, learners=candidate.learners, interval=m.kept,
+            staleness=m.staleness, asynchronous=not candidate.synchronous, codecs=(candidate.codec_up, candidate.codec_down),
         )  # fmt: skip
         tokens = quality.token_efficiency(loss, self.cluster.quality)
-        alive = self._goodput(candidate, division)
+        alive = self._goodput(candidate, division) / self._loss_factor(candidate, m.loss)
         pace = pace_share(self.cluster, division, synchronous=candidate.synchronous)
-        score = inside * between * alive * pace * tokens * self._advisable(candidate, kept)
+        pace *= m.slowest / m.utilisation if m.utilisation else 1.0
+        speed = inside * m.utilisation * alive * pace
+        price = money_share(candidate, self.cluster, division, speed / max(m.kept / candidate.interval, 1.0))
+        score = speed * tokens * price * self._advisable(candidate, m.kept)
         return Scored(
-            candidate, score, inside * between, alive, pace, tokens, loss, kept, staleness, division.slow_seconds / inside
+            candidate, score, m.utilisation, inside, alive, pace, tokens, loss, m.kept, m.staleness,
+            self.paces(candidate.learners).slow_seconds, price, m.startup_seconds,
         )  # fmt: skip
 
     def _advisable(self, candidate: Candidate, kept: float) -> float:
@@ -154,17 +203,14 @@ class Judge:
 
     # ------------------------------------------------------------ inside a learner
 
-    def step_seconds(self, division: Division) -> float:
-        """One inner step of the slowest learner, with the exchange of gradients inside it."""
-        return max(kind.slow_seconds / self._inside(kind) for kind in division.kinds)
-
     def _inside(self, kind: LearnerKind) -> float:
         if kind not in self._shares:
             self._shares[kind] = self._data_parallel(kind)
         return self._shares[kind]
 
     def _data_parallel(self, kind: LearnerKind) -> float:
-        """Utilisation of data-parallel steps inside a learner: between its chips first, then between its sites."""
+        """Utilisation of data-parallel steps inside a learner, hierarchically: between the chips of a site first, then between
+        its sites, over whose links each site sends its sum once."""
         share, seconds = 1.0, kind.slow_seconds
         if kind.inside_gbit < FREE and kind.chips > kind.sites:
             share *= self._ring(kind.chips // kind.sites, kind.inside_gbit, 0.0, seconds)
@@ -176,9 +222,33 @@ class Judge:
     def _ring(self, members: int, gbit: float, latency: float, seconds: float) -> float:
         exchange = Exchange("data_parallel", bits=1.0, datacentres=members, latency_seconds=latency / seconds)
         shares = self.cache.curve(self.cluster.model.layers, exchange)
-        return at_rate(shares, gbit * seconds, GRADIENT_BITS, self.cluster.model.parameters)
+        return at_rate(shares, gbit * seconds, self.cluster.model.gradient_bits, self.cluster.model.parameters)
 
     # ------------------------------------------------------------ failures
+
+    def failures(self, learners: int) -> FailureModel:
+        """One model for the chips of all learners; the recipe carries it."""
+        if learners not in self._models:
+            division = self.divisions[learners]
+            self._models[learners] = failure_model(self.cluster, division.kinds, self.step_seconds(division))
+        return self._models[learners]
+
+    def _loss_rate(self, learners: int) -> float:
+        """Losses of a whole learner, in one second of one learner."""
+        model = self.failures(learners)
+        chips = self.cluster.chips / learners
+        return chips / model.mtbi_seconds if model.slice_chips >= chips else 0.0
+
+    def _loses_learners(self, c: Candidate) -> bool:
+        return c.learners * self._loss_rate(c.learners) * 3600 > LOSS_MATTERS
+
+    def _loss_factor(self, c: Candidate, cost: LossCost) -> float:
+        """How much longer training takes because learners are lost, beyond their absence."""
+        rate = self._loss_rate(c.learners)
+        return (1 + rate * cost.itself) * (1 + (c.learners - 1) * rate * cost.others)
+
+    def _state_seconds(self, c: Candidate) -> float:
+        return self.cluster.model.parameters * STATE_BYTES * 8 / (self.gbit(c) * 1e9)
 
     def _goodput(self, candidate: Candidate, division: Division) -> float:
         """The learners of a synchronous preset stop together, so they count as one learner of all chips."""
@@ -188,27 +258,17 @@ class Judge:
         return self._goodputs[key]
 
     def _simulated_goodput(self, candidate: Candidate, division: Division) -> float:
+        model = self.failures(candidate.learners)
+        if candidate.preset == "ddp":
+            return self.cache.goodput(self.cluster.chips, 1, model, False, self._precision, self._seed)
+        rate = self._loss_rate(candidate.learners)
+        if rate:  # what a loss costs beyond the absence is measured on the machines
+            return 1 / (1 + rate * model.return_seconds)
         if candidate.synchronous:
-            model = failure_model(self.cluster, division.kinds, self.step_seconds(division))
-            return self.cache.goodput(self.cluster.chips, 1, model, candidate.preset != "ddp", self._precision)
-        total = 0.0
-        for kind in division.kinds:
-            model = failure_model(self.cluster, (kind,), kind.slow_seconds / self._inside(kind))
-            alike = min(kind.number, FAIL_APART)
-            total += kind.number * kind.chips * self.cache.goodput(alike * kind.chips, alike, model, True, self._precision)
-        return total / self.cluster.chips
-
-
-def exchange_of(candidate: Candidate, cluster: ClusterDescription, latency: float) -> Exchange:
-    """In units of a step. A learner's fragment goes up to the syncer and comes down again. That is a serial link with the bits
-    and latencies of both directions, which the simulator models as a ring of two."""
-    names: dict[str, Method] = {"diloco": "diloco", "async_diloco": "async_diloco", "streaming": "streaming"}
-    fragments = min(candidate.fragments, cluster.model.layers) if candidate.preset == "streaming" else None
-    overlap = candidate.overlap if candidate.preset == "streaming" else 0
-    return Exchange(
-        names[candidate.preset], interval=candidate.interval, overlap=overlap, fragments=fragments, bits=1.0, datacentres=2,
-        latency_seconds=latency,
-    )  # fmt: skip
+            return self.cache.goodput(self.cluster.chips, 1, model, True, self._precision, self._seed)
+        alike = min(candidate.learners, FAIL_APART)
+        chips = max(alike, self.cluster.chips * alike // candidate.learners)
+        return self.cache.goodput(chips, alike, model, True, self._precision, self._seed)
 
 
 def at_rate(shares: Curve, gbit_seconds: float, bits: float, parameters: float) -> float:
@@ -222,66 +282,47 @@ class SimulatorCache:
 
     def __init__(self) -> None:
         self._curves: dict[tuple[int, Exchange], Curve] = {}
-        self._runs: dict[bytes, DecoupledEstimate] = {}
-        self._goodputs: dict[tuple[int, int, FailureModel, bool, float], float] = {}
+        self._runs: dict[bytes, SteadyEstimate] = {}
+        self._losses: dict[bytes, LossCost | None] = {}
+        self._goodputs: dict[tuple[int, int, FailureModel, bool, float, int], float] = {}
         self.asked = 0
-        """Decoupled runs so far: the slow simulations."""
+        """Runs of the machines so far."""
 
     def curve(self, layers: int, exchange: Exchange) -> Curve:
         """Utilisation over RATES for a step of 1 s and 1e9 parameters of `exchange.bits`."""
         key = (layers, exchange)
         if key not in self._curves:
-            steps = None if exchange.method in ("data_parallel", "async_diloco") else exchange.interval
-            self._curves[key] = utilisation(Compute(layers, 1e9, 1.0), exchange, RATES, steps, steady=True)
+            self._curves[key] = utilisation(Compute(layers, 1e9, 1.0), exchange, RATES, steady=True)
         return self._curves[key]
 
-    def goodput(self, chips: int, learners: int, model: FailureModel, elastic: bool, precision: float) -> float:
-        key = (chips, learners, model, elastic, precision)
+    def goodput(self, chips: int, learners: int, model: FailureModel, elastic: bool, precision: float, seed: int) -> float:
+        key = (chips, learners, model, elastic, precision, seed)
         if key not in self._goodputs:
-            self._goodputs[key] = _goodput(chips, learners, model, elastic, precision)
+            self._goodputs[key] = _goodput(chips, learners, model, elastic, precision, seed)
         return self._goodputs[key]
 
-    def decoupled(
-        self, candidate: Candidate, *, parameters: float, gbit: float, latency: float, step_seconds: float, slow_share: float,
-        slow_factor: float,
-    ) -> DecoupledEstimate:  # fmt: skip
-        settings = _short_run(candidate, parameters, gbit, latency, step_seconds, slow_share, slow_factor)
-        key = msgspec.json.encode((settings.learners, settings.protocol, settings.cluster))
+    def steady(self, settings: Config) -> SteadyEstimate:
+        key = _key(settings)
         if key not in self._runs:
             self.asked += 1
-            self._runs[key] = measure_decoupled(settings)
+            self._runs[key] = measure_steady(settings)
         return self._runs[key]
 
+    def loss(self, settings: Config, steady: SteadyEstimate) -> LossCost | None:
+        key = _key(settings)
+        if key not in self._losses:
+            self.asked += 1
+            self._losses[key] = measure_loss(settings, steady)
+        return self._losses[key]
 
-def _goodput(chips: int, learners: int, model: FailureModel, elastic: bool, precision: float) -> float:
+
+def _key(settings: Config) -> bytes:
+    return msgspec.json.encode((settings.learners, settings.protocol, settings.cluster))
+
+
+def _goodput(chips: int, learners: int, model: FailureModel, elastic: bool, precision: float, seed: int) -> float:
     gap = model.mtbi_seconds / chips
     expected = 80 * model.return_seconds / gap
     days = FAILURES_MAX * gap / goodput.DAY if expected > FAILURES_MAX else None
-    return goodput.simulate(chips, learners, model, elastic=elastic, days=days, precision=precision).goodput / 100
-
-
-def _short_run(
-    c: Candidate, parameters: float, gbit: float, latency: float, step_seconds: float, slow_share: float, slow_factor: float
-) -> Config:
-    """A run with few learners and, of a long interval, only a part with its share of the fragments: the same bytes per step."""
-    few = min(c.learners, LEARNERS_SIMULATED)
-    common = math.gcd(c.interval, c.fragments)
-    part = max(
-        (k for k in range(1, common + 1)
-         if common % k == 0 and c.interval // k >= INTERVAL_SIMULATED and c.fragments // k >= min(SMALLEST, c.fragments)),
-        default=1,
-    )  # fmt: skip
-    layers = {
-        "learners": few,
-        "protocol": {
-            "local_steps_per_round": c.interval // part, "fragments": c.fragments // part, "overlap": c.overlap,
-            "quorum": 1 if c.quorum <= 1 else math.ceil(few * c.quorum / c.learners), "codec_up": c.codec_up,
-            "codec_down": c.codec_down,
-        },
-        "cluster": {
-            "parameters": max(1, round(parameters / part)), "step_seconds": step_seconds, "up_gbit": gbit, "down_gbit": gbit,
-            "latency_seconds": latency, "slow_share": slow_share, "slow_factor": slow_factor,
-        },
-    }  # fmt: skip
-    settings = settings_for("decoupled", layers)
-    return msgspec.structs.replace(settings, total_steps=(WARM_UP + MEASURED) * (c.interval // part))
+    found = goodput.simulate(chips, learners, model, elastic=elastic, days=days, precision=precision, seed=seed)
+    return found.goodput / 100

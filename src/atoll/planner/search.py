@@ -1,11 +1,11 @@
 """The grid of candidates, and the search through it.
 
-Synchronous candidates cost almost nothing to score, so all of them are scored. A decoupled candidate is a run of the protocol's
-machines: from a few starting points the search moves one knob by one step while that helps, and skips candidates that could not
-win even if they kept every round. The result is no worse than its neighbours: tests score all of these again.
+A score is a run of the protocol's machines. An upper bound, which needs no run, orders the candidates; they are run from the best
+bound down, until no bound is left that could win. From there, and for decoupled from its own starting points, the search moves
+one knob by one step while that helps. The result is no worse than its neighbours: tests score all of these again.
 
-Among presets within `TOLERANCE` of the best, the search takes the simplest. Each knob that departs from its preset must gain
-`HANDICAP`: no constant of the quality model is known to one per cent.
+Among presets within `TOLERANCE` of the best whose risk is equal, the search takes the simplest. Each knob that departs from its
+preset must gain `HANDICAP`: no constant of the quality model is known to one per cent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from atoll.config.codecs import wire_bits
 from atoll.config.presets import preset as preset_config
 from atoll.errors import ConfigError
 from atoll.planner import costs
-from atoll.planner.score import GOODPUT_PRECISION, ROUGH_PRECISION, Candidate, Judge, Scored, SimulatorCache
+from atoll.planner.candidate import Candidate
+from atoll.planner.score import GOODPUT_PRECISION, ROUGH_PRECISION, Judge, Scored, SimulatorCache
 from atoll.planner.site import ClusterDescription, Fixed
 
 TOLERANCE = 0.01
@@ -35,6 +36,13 @@ OVERLAPS = (1, 2, 3, 5)
 CODECS_UP = ("fp32", "bf16", "int8", "int4")
 STREAMING_UP = ("fp32", "bf16", "e3m0")
 CODECS_DOWN = ("fp32", "bf16")
+SPARING_DOWN = ("fp32", "bf16", "int8", "int4")
+"""Where bytes have a price or a limit. The loss of int8 and int4 on the way down is assumed to be that of the way up, so they
+are not taken for speed alone."""
+RUNS_MAX, RUNS_MAX_NEAR = 16, 4
+"""Candidates of one preset and number of learners that are run from the best bound down."""
+CLOSE = 0.002
+"""A bound that exceeds the best score by less is not run."""
 Progress = Callable[[str], None]
 
 
@@ -114,16 +122,17 @@ def all_axes(judge: Judge) -> list[Axes]:
 
 
 def _axes(preset: str, learners: int, cluster: ClusterDescription) -> Axes:
+    down = SPARING_DOWN if any(s.price_per_gb or s.gb_per_day_max for s in cluster.sites) else CODECS_DOWN
     if preset == "ddp":
         return Axes(preset, learners, (1,), (1,), (0,), (0,), ("fp32",), ("fp32",))
     if preset == "decoupled":
         quorums = tuple(sorted({1, math.ceil(learners / 2)}))
-        return Axes(preset, learners, DECOUPLED_INTERVALS, DECOUPLED_FRAGMENTS, OVERLAPS, quorums, CODECS_UP, CODECS_DOWN)
+        return Axes(preset, learners, DECOUPLED_INTERVALS, DECOUPLED_FRAGMENTS, OVERLAPS, quorums, CODECS_UP, down)
     if preset == "streaming":
         layers = cluster.model.layers
         fragments = tuple(sorted({math.ceil(layers / n) + 1 for n in LAYERS_PER_FRAGMENT}))
-        return Axes(preset, learners, INTERVALS, fragments, OVERLAPS, (0,), STREAMING_UP, CODECS_DOWN)
-    return Axes(preset, learners, INTERVALS, (1,), (0,), (0,), CODECS_UP, CODECS_DOWN)
+        return Axes(preset, learners, INTERVALS, fragments, OVERLAPS, (0,), STREAMING_UP, down)
+    return Axes(preset, learners, INTERVALS, (1,), (0,), (0,), CODECS_UP, down)
 
 
 def _fixed(axes: Axes, fixed: Fixed) -> Axes | None:
@@ -162,31 +171,74 @@ def search(
     cluster: ClusterDescription, cache: SimulatorCache | None = None, *, near: SearchResult | None = None,
     progress: Progress | None = None,
 ) -> SearchResult:  # fmt: skip
-    """`near`: the result for a cluster that differs in a few numbers. Then fragments, quorum and decoupled's other knobs keep
-    the values of each preset's best candidate there; only learners, H and what is cheap to score are searched."""
+    """`near`: the result for a cluster that differs in a few numbers. Then fragments, quorum, codecs and decoupled's tau keep
+    the values of each preset's best candidate there; only learners, H and tau of the other presets are searched."""
     judge = Judge(cluster, cache, precision=GOODPUT_PRECISION if near is None else ROUGH_PRECISION)
     scored: dict[Candidate, Scored] = {}
     grids = all_axes(judge)
     if near is not None:
         grids = [_narrowed(axes, near) for axes in grids if _is_near(axes, judge, near)]
-    for axes in grids:
-        if axes.preset != "decoupled":
-            if progress:
-                progress(f"{axes.preset}, {axes.learners} learners")
-            scored |= {c: judge.score(c) for c in axes.candidates() if costs.fits(c, judge)}
+    _synchronous(judge, grids, scored, near, progress)
     ceiling = max((s.score for s in scored.values()), default=0.0)
     starts = sorted(
         ((axes, start) for axes in grids if axes.preset == "decoupled" for start in _starts(judge, axes, near)),
         key=lambda pair: -judge.bound(pair[1]),
     )  # the most promising first, so that more of the others can be skipped
-    for axes, start in starts:
+    for number, (axes, start) in enumerate(starts):
         if progress:
             progress(f"decoupled, {axes.learners} learners, from H {start.interval}")
+        if number == 0:  # for comparison, whatever its bound
+            scored[start] = judge.score(start)
         ceiling = _climb(judge, axes, start, ceiling, scored)
     if not scored:
         undemanding = max((c for axes in grids for c in axes.candidates()), key=lambda c: (-c.learners, c.interval))
         raise ConfigError(f"{costs.shortage(undemanding, judge)}, and no candidate of the grid needs less")
-    return _found(scored, cluster.model.layers)
+    return _found(scored, cluster)
+
+
+def _synchronous(
+    judge: Judge, grids: list[Axes], scored: dict[Candidate, Scored], near: SearchResult | None, progress: Progress | None
+) -> None:
+    """Runs the candidates of each grid from the best bound down, and moves on from the best of them."""
+    pools = [(axes, _ranked(judge, axes)) for axes in grids if axes.preset != "decoupled"]
+    pools = sorted((pool for pool in pools if pool[1]), key=lambda pool: -pool[1][0][0])
+    presets, ceiling = set(), 0.0
+    for axes, ranked in pools:
+        if axes.preset in presets and ranked[0][0] < (1 - 2 * TOLERANCE) * ceiling:
+            continue
+        presets.add(axes.preset)  # the best of every preset is run, whatever its bound, for comparison
+        if progress:
+            progress(f"{axes.preset}, {axes.learners} learners")
+        best = _from_the_top(judge, ranked[: RUNS_MAX if near is None else RUNS_MAX_NEAR], ceiling, scored)
+        ceiling = max(ceiling, best.score)
+        if near is None and best.score >= (1 - 2 * TOLERANCE) * ceiling:
+            ceiling = _climb(judge, axes, best.candidate, ceiling, scored)
+
+
+def _ranked(judge: Judge, axes: Axes) -> list[tuple[float, Candidate]]:
+    """By bound, highest first, after `HANDICAP` for each departure."""
+    layers = judge.cluster.model.layers
+    found = [
+        (judge.bound(c) * (1 - HANDICAP * departures(c, layers)), c) for c in axes.candidates() if costs.fits(c, judge)
+    ]  # fmt: skip
+    return sorted(found, key=lambda pair: -pair[0])
+
+
+def _from_the_top(
+    judge: Judge, ranked: list[tuple[float, Candidate]], ceiling: float, scored: dict[Candidate, Scored]
+) -> Scored:
+    """Until no bound is left that exceeds the best score so far by more than `CLOSE`, or comes near the ceiling."""
+    best: Scored | None = None
+    merit, layers = 0.0, judge.cluster.model.layers
+    for bound, c in ranked:
+        if best is not None and (bound <= (1 + CLOSE) * merit or bound < (1 - 2 * TOLERANCE) * ceiling):
+            break
+        found = scored[c] = judge.score(c)
+        mine = found.score * (1 - HANDICAP * departures(c, layers))
+        if best is None or mine > merit:
+            best, merit = found, mine
+    assert best is not None, "the ranking has at least one candidate"
+    return best
 
 
 def _is_near(axes: Axes, judge: Judge, near: SearchResult) -> bool:
@@ -200,7 +252,7 @@ def _narrowed(axes: Axes, near: SearchResult) -> Axes:
     if axes.preset not in near.families:
         return axes
     best = near.families[axes.preset].candidate
-    kept = ("fragments",) if axes.preset != "decoupled" else ("fragments", "overlap", "quorum", "codec_up", "codec_down")
+    kept = ("fragments", "quorum", "codec_up", "codec_down") + (("overlap",) if axes.preset == "decoupled" else ())
     same = axes.nearest(best)
     for knob in kept:
         axes = _with(axes, knob, getattr(same, knob))
@@ -230,8 +282,9 @@ def _climb(judge: Judge, axes: Axes, start: Candidate, ceiling: float, scored: d
     here: Scored | None = None
     fringe = [start]
     while fringe:
+        least = max((1 - 2 * TOLERANCE) * ceiling, here.score if here is not None else 0.0)
         for candidate in fringe:
-            if candidate in scored or not costs.fits(candidate, judge) or judge.bound(candidate) < (1 - 2 * TOLERANCE) * ceiling:
+            if candidate in scored or not costs.fits(candidate, judge) or judge.bound(candidate) < least:
                 continue
             scored[candidate] = judge.score(candidate)
             ceiling = max(ceiling, scored[candidate].score)
@@ -243,19 +296,35 @@ def _climb(judge: Judge, axes: Axes, start: Candidate, ceiling: float, scored: d
     return ceiling
 
 
-def _found(scored: dict[Candidate, Scored], layers: int) -> SearchResult:
+def _found(scored: dict[Candidate, Scored], cluster: ClusterDescription) -> SearchResult:
     families: dict[str, Scored] = {}
     for preset in PRESETS:
         candidates = [s for s in scored.values() if s.candidate.preset == preset]
         if candidates:
-            families[preset] = simplest(candidates, layers)
-    return SearchResult(simplest(list(scored.values()), layers), families, scored)
+            families[preset] = simplest(candidates, cluster)
+    return SearchResult(simplest(list(scored.values()), cluster), families, scored)
 
 
-def simplest(scored: list[Scored], layers: int) -> Scored:
-    """The simplest preset within `TOLERANCE` of the best; of its candidates, the best after `HANDICAP` for each departure."""
-    top = max(s.score for s in scored)
-    preset = min((s.candidate.preset for s in scored if s.score >= (1 - TOLERANCE) * top), key=PRESETS.index)
+def waiting_is_refused(cluster: ClusterDescription) -> bool:
+    """Nodes that are taken away at any time and differ in speed: no round waits for all of them, unless the user says so."""
+    if cluster.fixed.preset is not None or sum(s.count for s in cluster.sites) == 1:
+        return False
+    return cluster.preemptible and cluster.uneven
+
+
+def risk(c: Candidate, cluster: ClusterDescription) -> int:
+    """1 if rounds wait for learners that may be lost or late."""
+    return int(c.synchronous and (cluster.preemptible or cluster.uneven))
+
+
+def simplest(scored: list[Scored], cluster: ClusterDescription) -> Scored:
+    """Of the presets within `TOLERANCE` of the best those with the least risk, of these the simplest, and of its candidates the
+    best after `HANDICAP` for each departure."""
+    if waiting_is_refused(cluster):
+        scored = [s for s in scored if not s.candidate.synchronous] or scored
+    top, layers = max(s.score for s in scored), cluster.model.layers
+    close = [s.candidate for s in scored if s.score >= (1 - TOLERANCE) * top]
+    preset = min(close, key=lambda c: (risk(c, cluster), PRESETS.index(c.preset))).preset
 
     def merit(s: Scored) -> tuple[float, float]:
         return (s.score * (1 - HANDICAP * departures(s.candidate, layers)), -bytes_a_step(s))

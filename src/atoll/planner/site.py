@@ -32,6 +32,8 @@ WholeNumber = Annotated[int, Meta(ge=1, le=10**7)]
 Above0 = Annotated[float, Meta(gt=0.0, le=1e15)]
 NonNegative = Annotated[float, Meta(ge=0.0, le=1e15)]
 Below1 = Annotated[float, Meta(ge=0.0, lt=1.0)]
+EVEN = 1.02
+"""Step times within this factor count as equal."""
 FREE = 1e6
 """Gbit/s of an exchange that costs no time: the one inside a site whose step time includes it."""
 
@@ -43,6 +45,8 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ModelDescription(_Section, frozen=True):
     parameters: Annotated[float, Meta(ge=1000, le=1e14)]
     layers: Annotated[int, Meta(ge=1, le=10_000)] = 24
+    gradient_bits: Annotated[float, Meta(ge=1.0, le=64.0)] = 16.0
+    """Bits per parameter that data-parallel training exchanges: bf16 gradients, as practitioners run it; 32 for fp32."""
 
 
 class Site(_Section, frozen=True):
@@ -68,6 +72,11 @@ class Site(_Section, frozen=True):
     """How long a preempted site stays away."""
     speed_spread: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
     """Half of the learners of this kind of site take 1 + speed_spread times as long for a step."""
+    price_per_chip_hour: NonNegative = 0.0
+    price_per_gb: NonNegative = 0.0
+    """Of bytes that leave the site, in the unit of `price_per_chip_hour`."""
+    gb_per_day_max: Above0 | None = None
+    """The most bytes that may leave the site."""
 
 
 class LinkDescription(_Section, frozen=True):
@@ -77,18 +86,22 @@ class LinkDescription(_Section, frozen=True):
     """One way."""
     variation: Annotated[float, Meta(ge=0.0, le=0.99)] = 0.0
     """The rate is uniform between (1 - variation) * gbit and gbit."""
+    usable: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.8
+    """The share of the rate that a plan may use. The rest is slack, for others on the line and for a bad day."""
     between: tuple[str, ...] = ()
 
 
 class Syncer(_Section, frozen=True):
     site: str = ""
     """By default the site with the best links to the others."""
-    cores: Above0 = 4.0
-    """A syncer is one process: an event loop that moves bytes and a thread that merges."""
+    cores: Above0 | None = None
+    """Of one shard. None, here and below: the plan asks for what it needs."""
     memory_gb: Above0 | None = None
     disk_mb_per_s: Above0 | None = None
     gbit: Above0 | None = None
     """Its own link, shared by all learners."""
+    shards: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Processes, each with its share of every fragment. More than one is simulation only."""
 
 
 class Failures(_Section, frozen=True):
@@ -103,15 +116,15 @@ class Failures(_Section, frozen=True):
 class Quality(_Section, frozen=True):
     """Constants of the quality model; docs/planning/planner.md has their sources. Losses are in per cent above data-parallel."""
 
-    base_percent: NonNegative = 0.73
+    base_percent: NonNegative = 0.615
     """Two synchronous learners, H = 30, 35M parameters."""
-    size_exponent: NonNegative = 0.46
-    interval_exponent: NonNegative = 0.58
-    learners_doubling: NonNegative = 2.29
+    size_exponent: NonNegative = 0.34
+    interval_exponent: NonNegative = 0.56
+    learners_doubling: NonNegative = 2.7
     """The loss that each doubling of the learners beyond two adds, as a multiple of that of two."""
-    asynchrony: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.1
+    asynchrony: Annotated[float, Meta(ge=1.0, le=100.0)] = 1.33
     """The loss of decoupled rounds as a multiple of that of synchronous ones."""
-    staleness_step: NonNegative = 0.02
+    staleness_step: NonNegative = 0.03
     """The loss that each inner step between pull and adoption adds, as a share of the total."""
     four_bit_percent: NonNegative = 0.09
     """Of int4. int8 costs half of it, and streaming's e3m0 nothing: the rows that were fitted had been run with it."""
@@ -145,6 +158,16 @@ class ClusterDescription(_Section, frozen=True):
     @property
     def chips(self) -> int:
         return sum(s.chips * s.count for s in self.sites)
+
+    @property
+    def preemptible(self) -> bool:
+        return any(s.preemptions_per_day > 0 for s in self.sites)
+
+    @property
+    def uneven(self) -> bool:
+        """Learners differ in speed."""
+        steps = [s.step_seconds for s in self.sites]
+        return max(steps) > EVEN * min(steps) or any(s.speed_spread > EVEN - 1 and s.chips * s.count > 1 for s in self.sites)
 
     def link_between(self, a: str, b: str) -> LinkDescription:
         for link in self.links:
@@ -275,7 +298,9 @@ def _cross_checks(c: ClusterDescription) -> list[tuple[bool, str]]:
         (twice is not None, f"key sites: two are named {twice!r}; give them different names, or write one with count = 2"),
         (sum(s.count for s in c.sites) > 4096, "key sites: more than 4,096 in all; one syncer has at most 4,096 members"),
         (bool(c.syncer.site) and c.syncer.site not in names, _unknown("syncer.site", c.syncer.site, names)),
-    ]
+        (any(s.price_per_gb for s in c.sites) and not any(s.price_per_chip_hour for s in c.sites),
+         "key sites.price_per_gb: is weighed against the price of chips; give price_per_chip_hour too"),
+    ]  # fmt: skip
     for number, link in enumerate(c.links):
         found += _link_checks(f"links[{number}].between", link, c.sites, names)
     pairs = [tuple(sorted(link.between)) for link in c.links]

@@ -117,7 +117,11 @@ class VirtualCluster:
     def start(self) -> None:
         self._start_worker(SYNCER)
         for learner in range(self.config.learners):
-            self._start_worker(learner)
+            absent = self.hardware.absent_at_start(learner)
+            if absent:
+                self.world.at(absent, self._start_worker, learner)
+            else:
+                self._start_worker(learner)
         for fault in self.plan.faults:
             self.world.at(nanos(fault.at), self.inject, fault)
 

@@ -69,6 +69,10 @@ class Hardware:
     def repair_seconds(self, learner: LearnerId) -> float:
         return self._stream("repairs", learner).expovariate(1 / self._cluster.repair_seconds)
 
+    def absent_at_start(self, learner: LearnerId) -> Nanos:
+        """From the start of the run until this learner's process starts."""
+        return 0
+
     def boundary(self, learner: LearnerId, now: Nanos) -> Boundary | None:
         """Called at the end of every step; None: no slice failed or returned."""
         return None

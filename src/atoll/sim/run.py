@@ -97,7 +97,9 @@ def run_virtual(
     device: torch.device = HOST, on_point: OnPoint = ignore_point,
 ) -> Outputs:  # fmt: skip
     """`limit_seconds` bounds virtual time; the default is the plan's length and ten times the duration of an undisturbed run.
-    `slices`: learners made of chips that fail, for a synthetic history. `device`: where all learners train together."""
+    `slices`: learners made of chips that fail; by default those of `cluster.chips`. `device`: where all learners train
+    together."""
+    slices = slices if slices is not None else SliceHardware.of_config(config)
     if directory is not None:
         refuse_used(directory)
     if tensors and task is None:

@@ -26,6 +26,7 @@ from atoll.protocol.vocabulary import (
     Recovered,
     Refuse,
     Report,
+    Resized,
     Resume,
     Send,
     Standing,
@@ -67,6 +68,11 @@ class RunView:
         self.down: Counter[LearnerId] = Counter()
         self.outer_step: OuterStep = 0
         self.records = 0
+        self.first_round: Nanos | None = None
+        """When the participants of the first round were fixed. Before it a run starts up."""
+        self._useful_after: float = 0.0
+        self._live: dict[LearnerId, float] = {}
+        """The share of a learner's chips that are up, where it is not 1."""
         self.participants: Counter[int] = Counter()
         self.waited: Nanos = 0
         self.bytes_up = 0
@@ -93,16 +99,16 @@ class RunView:
         self.now = max(self.now, now)
         self.records += 1
         if worker == SYNCER:
-            self._syncer(event, effects)
+            self._syncer(now, event, effects)
         else:
             self._learner(now, worker, event, effects)
 
-    def _syncer(self, event: Event, effects: Sequence[Effect]) -> None:
+    def _syncer(self, now: Nanos, event: Event, effects: Sequence[Effect]) -> None:
         if isinstance(event, Received):
             self.bytes_up += event.payload_bytes
             self.up[event.envelope.sender] += event.payload_bytes
             if isinstance(event.envelope.body, Report):
-                self._report(event.envelope.sender, event.envelope.incarnation, event.envelope.body)
+                self._report(now, event.envelope.sender, event.envelope.incarnation, event.envelope.body)
         elif isinstance(event, Stored) and event.outer_step in self._merging:
             self.participants[self._merging.pop(event.outer_step)] += 1
         for effect in effects:
@@ -115,6 +121,7 @@ class RunView:
             elif isinstance(effect, AnswerRollback) and effect.outer_step:
                 self.rollbacks.append(str(effect.reason))
             elif isinstance(effect, FixParticipants):
+                self.first_round = now if self.first_round is None else self.first_round
                 self.outer_step = max(self.outer_step, effect.outer_step - 1)
             elif isinstance(effect, Finished):
                 self.outer_step = effect.outer_step
@@ -125,10 +132,12 @@ class RunView:
                 source = worker_name(effect.source)
                 self.recoveries.append(Recovery(effect.learner, seconds(effect.nanos), source, moved))
 
-    def _report(self, learner: LearnerId, incarnation: int, body: Report) -> None:
+    def _report(self, now: Nanos, learner: LearnerId, incarnation: int, body: Report) -> None:
         if body.local_step > self._reported.get((learner, incarnation), 0):
             self._reported[learner, incarnation] = body.local_step
             self._useful += body.step_nanos
+            if self.first_round is not None:
+                self._useful_after += min(body.step_nanos, now - self.first_round) * self._live.get(learner, 1.0)
             if body.loss is not None:
                 self.losses[learner] = body.loss
 
@@ -137,6 +146,8 @@ class RunView:
             self.tokens_done += event.tokens
             self.began = min(now - event.nanos, self.began if self.began is not None else now)
             self._stepped(now - event.nanos, now)
+        elif isinstance(event, Resized):
+            self._live[worker] = event.share
         elif isinstance(event, Received) and event.payload_bytes:
             self._since_hello[worker] += event.payload_bytes
             if event.envelope.sender == SYNCER:
@@ -160,12 +171,27 @@ class RunView:
         self._stepping.append((start, end))
 
     @property
+    def lasted_from(self) -> Nanos:
+        return (self.began or 0) if self._from_first_step else 0
+
+    @property
     def lasted(self) -> Nanos:
-        return self.now - (self.began or 0) if self._from_first_step else self.now
+        return self.now - self.lasted_from
 
     @property
     def goodput(self) -> float:
         return self._useful / (self.lasted * self._learners) if self.lasted else 0.0
+
+    @property
+    def startup(self) -> Nanos:
+        """Until the first round: connections, and the first transfer of the model."""
+        return (self.first_round or 0) - (self.lasted_from if self.first_round else 0)
+
+    @property
+    def goodput_after_startup(self) -> float:
+        """A learner with a share of its chips counts as that share."""
+        lasted = self.now - (self.first_round or self.now)
+        return self._useful_after / (lasted * self._learners) if lasted else 0.0
 
     @property
     def uptime(self) -> float:
@@ -214,6 +240,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the learners' time spent in inner steps that were reported to the syncer: time, not tokens."""
     token_goodput: float = 0.0
     """Share of all trained tokens, those in steps that the syncer never heard of included, that reached Theta."""
+    startup_seconds: float = 0.0
+    """Until the first round's participants were fixed; a virtual run's from its start."""
+    goodput_after_startup: float = 0.0
+    """`goodput` without that time, where a learner with a share of its chips counts as that share: what `atoll plan` promises."""
     uptime: float
     """Share of the time in which at least one learner was stepping."""
     waited_seconds: float
@@ -293,7 +323,9 @@ def summarise(
     done = max(trained, view.tokens_done)  # a tape with a gap lacks some that were reported
     return Summary(
         preset=config.preset, learners=config.learners, seed=config.seed, total_steps=view.outer_step,
-        goodput=round(view.goodput, 6), uptime=round(view.uptime, 6), waited_seconds=round(seconds(view.waited), 6),
+        goodput=round(view.goodput, 6), startup_seconds=round(max(0.0, seconds(view.startup)), 6),
+        goodput_after_startup=round(view.goodput_after_startup, 6), uptime=round(view.uptime, 6),
+        waited_seconds=round(seconds(view.waited), 6),
         participants={str(n): count for n, count in sorted(view.participants.items())}, tokens=tokens,
         recoveries=view.recoveries, bytes_up=view.bytes_up, bytes_down=view.bytes_down, loss_first=loss_first,
         loss_final=loss_final, theta_sha256=theta_sha256, theta=theta, tape=tape, run_dir=run_dir,

@@ -35,6 +35,9 @@ def _times(s: Summary) -> Rows:
         also = "imports and evaluation included" if virtual else "start of the processes, evaluation and replay included"
         rows.append(("command took", f"{s.command_seconds:,.1f} s, {also}"))
     waited = f"{s.waited_seconds:,.1f} s, all learners together" if s.waited_seconds else "no learner ever waited"
+    if virtual and s.goodput_after_startup:
+        after = f"goodput after it {s.goodput_after_startup:.1%}"
+        rows.append(("start-up", f"{s.startup_seconds:,.1f} s until the first round; {after}"))
     return [
         *rows,
         ("goodput of time", f"{s.goodput:.1%} of the learners' time was spent in steps that the syncer counted"),

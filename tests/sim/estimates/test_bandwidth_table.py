@@ -113,3 +113,13 @@ def test_bits_by_calibration() -> None:
 
 def test_the_command_line_names_the_same_methods() -> None:
     assert bandwidth_options.METHOD_NAMES == METHODS
+
+
+@pytest.mark.parametrize(("calibration", "exact", "near"), [("published", 71, 75), ("plain", 6, 71)])
+def test_calibrations_fit_the_published_table_as_the_docs_say(calibration: str, exact: int, near: int) -> None:
+    apart = []
+    for (model, method), cells in BANDWIDTH.items():
+        link = LinkSettings(calibration=calibration)  # type: ignore[arg-type]
+        found = row(Question(model, MODELS[model], method, link), TARGETS, bandwidth_grid()).found
+        apart += [grid_points_apart(ours, published) for ours, published in zip(found, cells, strict=True)]
+    assert (apart.count(0), sum(d <= 1 for d in apart)) == (exact, near)

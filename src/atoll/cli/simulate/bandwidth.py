@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import typer
 from rich.table import Table
 
 from atoll.cli.bars import Bars
 from atoll.cli.options import PluginOption
-from atoll.cli.shared import err, out, print_json
+from atoll.cli.shared import err, given_options, out, print_json
 from atoll.cli.simulate import bandwidth_options as o
 from atoll.errors import UserError
 
@@ -25,10 +26,12 @@ NOTE = (
     "the target: its time spent computing, and H over the interval at which it really adopts a fragment. Up and down links are "
     "alike unless --down-ratio says otherwise."
 )  # fmt: skip
+USUAL_RUN = "2H steps (data_parallel 20, async_diloco its steady state)"
 FIGURE_NOTE = "decoupled: the smaller of time spent computing and H over the interval really kept"
 
 
 def bandwidth(
+    context: typer.Context,
     models: o.Models = None,
     layers: o.Layers = None,
     parameters: o.Parameters = None,
@@ -51,6 +54,9 @@ def bandwidth(
     run_steps: o.RunSteps = None,
     steady: o.Steady = False,
     learners: o.Learners = None,
+    per_datacentre: o.PerDatacentre = 1,
+    shards: o.Shards = 1,
+    shard_topology: o.ShardTopology = "star",
     quorum: o.Quorum = None,
     grace: o.Grace = None,
     ramp: o.Ramp = None,
@@ -77,8 +83,11 @@ def bandwidth(
         interval, overlap, layers_per_fragment, fragments, cast(Any, pattern), codec, bits,
         o.calibration_of(calibration, described), datacentres, latency, run_steps, steady,
     )  # fmt: skip
-    star = Star(learners, quorum, grace, ramp, codec_up, codec_down, down_ratio)
+    star = Star(
+        learners, per_datacentre, shards, cast(Any, shard_topology), quorum, grace, ramp, codec_up, codec_down, down_ratio
+    )  # fmt: skip
     asked = o.questions(models or [], described, method or [], link, star)
+    o.refuse_ignored(given_options(context), list(dict.fromkeys(q.method for q in asked)), link, star)
     sought, axis, rates = o.targets_of(targets), o.axis_of(grid), o.rates_of(at or [])
     rows = _answered(asked, sought, axis, rates, figure)
     if csv_file is not None:
@@ -211,7 +220,20 @@ def _closing(rows: Sequence[Row]) -> list[str]:
     lines += dict.fromkeys(_machine_constants(question) for question in machines)
     if machines:
         lines.append(NOTE)
-    return lines
+    return lines + _simulation_only([row.question for row in rows])
+
+
+def _simulation_only(questions: Sequence[Question]) -> list[str]:
+    """What the live system cannot do yet."""
+    found = []
+    shards = next((q.star for q in questions if q.method.startswith("decoupled") and q.star.simulation_only), None)
+    if shards is not None:
+        found.append(f"simulation only: {shards.shards} shards of a syncer in a {shards.topology}; a live syncer is one process")
+    late = next((q.link for q in questions if q.method == "async_diloco" and q.link.overlap not in (None, q.link.interval)), None)
+    if late is not None:
+        live = f"a live one applies a round {late.interval} steps later"
+        found.append(f"simulation only: async_diloco with tau {late.overlap}; {live}")
+    return found
 
 
 def _has_decoupled(rows: Sequence[Row]) -> bool:
@@ -231,7 +253,8 @@ def _machine_constants(q: Question) -> str:
     settings = config_for(q)
     p = settings.protocol
     return (
-        f"{q.method}: {settings.learners} learners, quorum {p.quorum}, grace {p.grace}, tau {p.overlap}, ramp {p.ramp:g}, "
+        f"{q.method}: {settings.learners} learners, {q.star.per_datacentre} on each datacentre's link, quorum {p.quorum}, "
+        f"grace {p.grace}, tau {p.overlap}, ramp {p.ramp:g}, "
         f"{p.codec_up} up, {p.codec_down} down"
     )
 
@@ -245,8 +268,8 @@ def _constants(q: Question) -> str:
     if link.bits is None and link.calibration == "published":
         how += ": as if steps took 1.2 times as long"
     pieces = f"{link.fragments} fragments" if link.fragments else f"fragments of {link.layers_per_fragment} layers"
-    run = "steady state" if link.steady else f"{link.run_steps or '2H (data_parallel 20)'} steps"
-    tau = "1, decoupled 2" if link.overlap is None else str(link.overlap)
+    run = "steady state" if link.steady else f"{link.run_steps} steps" if link.run_steps else USUAL_RUN
+    tau = "1, decoupled 2, async_diloco H" if link.overlap is None else str(link.overlap)
     return (
         f"constants: {bits:.4g} effective bits a parameter ({how}), fp4 {fp4:.4g}; H = {link.interval}; {pieces}, "
         f"{link.pattern}; tau of overlapped methods {tau}; {run}; {link.datacentres} datacentres; "

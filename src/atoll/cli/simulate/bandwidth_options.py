@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,6 +22,7 @@ METHOD_NAMES = (
     "decoupled", "decoupled_ramp",
 )  # fmt: skip
 PATTERNS = ("strided", "sequential", "balanced")
+TOPOLOGIES = ("star", "ring")
 CALIBRATIONS = ("published", "plain")
 USUAL_GRID = "0.1:1000:50"
 USUAL_TARGETS = "50,80,90,95,99"
@@ -62,8 +63,10 @@ BatchTokens = Annotated[float | None, _model("--batch-tokens", "tokens that a da
 Methods = Annotated[list[str] | None, _link("--method", f"{', '.join(METHOD_NAMES)}. Repeatable. Default: the published ones.")]
 Interval = Annotated[int, _link("--interval", "H, inner steps between two reductions of a layer.")]
 Overlap = Annotated[
-    int | None, _link("--overlap", "tau, inner steps a reduction may take. Default: 1 in streaming_overlap*, 2 in decoupled*.")
-]
+    int | None,
+    _link("--overlap", "tau, inner steps a reduction may take. Default: 1 in streaming_overlap*, 2 in decoupled*, H in "
+          "async_diloco, where another value, H and more included, is simulation only."),
+]  # fmt: skip
 Fragments = Annotated[int | None, _link("--fragments", "P, instead of --layers-per-fragment.")]
 LayersPerFragment = Annotated[int, _link("--layers-per-fragment", "layers of a fragment in streaming* and decoupled*.")]
 PatternName = Annotated[str, _link("--pattern", f"which layers share a fragment: {', '.join(PATTERNS)}.")]
@@ -79,13 +82,38 @@ Calibration = Annotated[
     _link("--calibration", "published: 16 bits count as 13.33, as if steps took 1.2 times as long. plain: bits as they are. "
           "Default: published for published models, plain for others."),
 ]  # fmt: skip
-Datacentres = Annotated[int, _link("--datacentres", "D, on a ring: each sends 2(D-1)/D of the model.")]
+Datacentres = Annotated[
+    int,
+    _link("--datacentres", "D, on a ring: each sends 2(D-1)/D of the model. Decoupled needs it for --shards alone: each of its "
+          "datacentres has a link of its own to the syncer."),
+]  # fmt: skip
 Latency = Annotated[float, _link("--latency", "seconds, one way between two datacentres, or to the syncer.")]
-RunSteps = Annotated[int | None, _link("--run-steps", "inner steps of the run. Default: 2H, data_parallel 20.")]
-Steady = Annotated[bool, _link("--steady", "leave start and end of the run out; async_diloco always does.")]
-Learners = Annotated[int | None, _star("--learners", "M. Default: one per datacentre.")]
-Quorum = Annotated[int | None, _star("--quorum", "K, at most M. Default: 1.")]
-Grace = Annotated[bool | None, _star("--grace/--no-grace", "the adaptive grace window. Default: on.")]
+RunSteps = Annotated[
+    int | None, _link("--run-steps", "inner steps of the run. Default: 2H, data_parallel 20, async_diloco its steady state.")
+]
+Steady = Annotated[bool, _link("--steady", "leave start and end of the run out; async_diloco does so without --run-steps.")]
+Learners = Annotated[
+    int | None,
+    _star("--learners", "M. Default: one per datacentre. It moves no figure by itself: each learner has a link of its own, and "
+          "all are equally fast."),
+]  # fmt: skip
+PerDatacentre = Annotated[int, _star("--learners-per-datacentre", "learners that share a datacentre's link.")]
+Shards = Annotated[
+    int, _star("--shards", "parts of the syncer, one in each of so many datacentres. More than 1 is simulation only.")
+]
+ShardTopology = Annotated[
+    str,
+    _star("--shard-topology", "star: every learner exchanges with every shard. ring: the learners of a datacentre are summed, "
+          "and the sums go round; one shard in each datacentre, as many bytes as a star if each has one learner."),
+]  # fmt: skip
+Quorum = Annotated[
+    int | None,
+    _star("--quorum", "K, at most M. Default: 1. It moves no figure by itself: all learners are equally fast."),
+]
+Grace = Annotated[
+    bool | None,
+    _star("--grace/--no-grace", "the adaptive grace window. Default: on. Equally fast learners leave it nothing to wait for."),
+]
 Ramp = Annotated[float | None, _star("--ramp", "share of the run in which the interval grows to H; decoupled_ramp 0.1.")]
 CodecUp = Annotated[str | None, _star("--codec-up", "codec from learner to syncer. Default: int4.")]
 CodecDown = Annotated[str | None, _star("--codec-down", "codec from syncer to learner. Default: bf16.")]
@@ -195,7 +223,9 @@ def check_link(link: LinkSettings, methods: Sequence[str]) -> None:
     refuse_wrong([
         (not 1 <= h <= INTERVAL_MAX, f"--interval {h}: must be from 1 to {INTERVAL_MAX}"),
         (tau is not None and tau < 0, f"--overlap {tau}: must be 0 (blocking) or more"),
-        (tau is not None and tau >= h, f"--overlap {tau}: must be below --interval {h}"),
+        (tau is not None and tau >= h and any(m != "async_diloco" for m in methods),
+         f"--overlap {tau}: must be below --interval {h}; only async_diloco overlaps whole rounds"),
+        (tau == 0 and "async_diloco" in methods, "--overlap 0: async_diloco has at least 1; diloco blocks"),
         (tau is None and usual >= h, f"--interval {h}: must be above the overlap, which is {usual} by default"),
         (link.layers_per_fragment < 1, f"--layers-per-fragment {link.layers_per_fragment}: must be at least 1"),
         (link.fragments is not None and link.fragments < 1, f"--fragments {link.fragments}: must be at least 1"),
@@ -210,9 +240,16 @@ def check_link(link: LinkSettings, methods: Sequence[str]) -> None:
 
 
 def check_star(star: Star, link: LinkSettings) -> None:
-    learners = star.learners if star.learners is not None else link.datacentres
-    quorum, ramp = star.quorum, star.ramp
+    learners = star.learners if star.learners is not None else link.datacentres * star.per_datacentre
+    quorum, ramp, d = star.quorum, star.ramp, link.datacentres
     refuse_wrong([
+        (star.per_datacentre < 1, f"--learners-per-datacentre {star.per_datacentre}: must be at least 1"),
+        (star.learners is not None and star.per_datacentre > 1,
+         f"--learners {star.learners}: follows from --datacentres and --learners-per-datacentre; give one or the other"),
+        (not 1 <= star.shards <= d, f"--shards {star.shards}: must be from 1 to the {d} datacentres"),
+        (star.topology not in TOPOLOGIES, f"--shard-topology {star.topology}: must be one of {', '.join(TOPOLOGIES)}"),
+        (star.topology == "ring" and star.shards != d,
+         f"--shard-topology ring: needs a shard in each of the {d} datacentres, --shards {d}"),
         (learners < 1, f"--learners {learners}: must be at least 1"),
         (quorum is not None and not 1 <= quorum <= learners, f"--quorum {quorum}: must be from 1 to the {learners} learners"),
         (ramp is not None and not 0 <= ramp < 1, f"--ramp {ramp}: is a share of the run and must be from 0 to below 1"),
@@ -220,6 +257,56 @@ def check_star(star: Star, link: LinkSettings) -> None:
         _codec("--codec-down", star.codec_down),
         (not above_0(star.down_ratio), f"--down-ratio {star.down_ratio:g}: must be above 0"),
     ])  # fmt: skip
+
+
+def _any_of(*prefixes: str, but: str = "") -> Callable[[str], bool]:
+    return lambda method: method.startswith(prefixes) and method != but
+
+
+_GRAPH, _DECOUPLED = _any_of("data", "diloco", "async", "streaming"), _any_of("decoupled")
+_CODEC = _any_of("data", "diloco", "async", "streaming", but="streaming_overlap_fp4")
+USED_BY: dict[str, tuple[str, Callable[[str], bool]]] = {
+    "interval": ("--interval", lambda method: method != "data_parallel"),
+    "overlap": ("--overlap", _any_of("streaming_overlap", "async", "decoupled")),
+    "fragments": ("--fragments", _any_of("streaming", "decoupled")),
+    "layers_per_fragment": ("--layers-per-fragment", _any_of("streaming", "decoupled")),
+    "pattern": ("--pattern", _any_of("streaming")),
+    "codec": ("--codec", _CODEC),
+    "bits": ("--bits-per-parameter", _GRAPH),
+    "run_steps": ("--run-steps", _GRAPH),
+    "steady": ("--steady", _GRAPH),
+    "learners": ("--learners", _DECOUPLED),
+    "per_datacentre": ("--learners-per-datacentre", _DECOUPLED),
+    "shards": ("--shards", _DECOUPLED),
+    "shard_topology": ("--shard-topology", _DECOUPLED),
+    "quorum": ("--quorum", _DECOUPLED),
+    "grace": ("--grace", _DECOUPLED),
+    "ramp": ("--ramp", _DECOUPLED),
+    "codec_up": ("--codec-up", _DECOUPLED),
+    "codec_down": ("--codec-down", _DECOUPLED),
+    "down_ratio": ("--down-ratio", _DECOUPLED),
+}
+"""By parameter: the option, and which methods use it."""
+TOGETHER = (
+    ("fragments", "layers_per_fragment", "--layers-per-fragment: goes without --fragments, which replaces it"),
+    ("bits", "calibration", "--calibration: goes without --bits-per-parameter, which are effective bits already"),
+    ("bits", "codec", "--codec: goes without --bits-per-parameter, which replace it"),
+    ("run_steps", "steady", "--run-steps: goes without --steady, which measures whole intervals of the steady state"),
+)
+"""Pairs of parameters of which one would be ignored."""
+
+
+def refuse_ignored(given: Collection[str], methods: Sequence[str], link: LinkSettings, star: Star) -> None:
+    """An option that no method of this table uses is refused rather than ignored. `given`: parameters on the command line."""
+    for name in (n for n in USED_BY if n in given):
+        option, uses = USED_BY[name]
+        users = [method for method in METHOD_NAMES if uses(method)]
+        refuse_wrong([(not any(map(uses, methods)), f"{option}: is for {', '.join(users)}, and none of them is asked for; add "
+                       f"one by --method, or leave it out")])  # fmt: skip
+    refuse_wrong((a in given and b in given, sentence) for a, b, sentence in TOGETHER)
+    alone = "datacentres" in given and all(map(_DECOUPLED, methods)) and star.shards == 1
+    refuse_wrong([(alone, f"--datacentres {link.datacentres}: moves no figure of decoupled, whose datacentres each have a link "
+                   f"of their own to the syncer; give --learners-per-datacentre or --shards, or leave it out")])  # fmt: skip
 
 
 def _codec(option: str, name: str | None) -> tuple[bool, str]:

@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 
 from atoll.cli.bars import Bars
-from atoll.cli.shared import err, out, print_json
+from atoll.cli.shared import err, given_options, out, print_json
 from atoll.cli.simulate import failure_options as o
 from atoll.errors import UserError
 
@@ -44,7 +44,19 @@ PatternFile = Annotated[
 PatternMinutes = Annotated[float, typer.Option("--pattern-minutes", help="Minutes that --pattern shows.")]
 
 
+IGNORED = {
+    "restart": (True, "--restart: is for runs that are not elastic, and none is simulated"),
+    "down": (False, "--resize-down: is for elastic runs, and none is simulated"),
+    "up": (False, "--resize-up: is for elastic runs, and none is simulated"),
+    "returns": (False, "--return: is for elastic runs, and none is simulated; a spare takes a failed slice's place"),
+    "return_shape": (False, "--return-shape: is for elastic runs, and none is simulated"),
+    "return_exponent": (False, "--return-exponent: is for elastic runs, and none is simulated"),
+}
+"""By parameter: whether it is ignored where all runs are elastic (or where none is), and the refusal."""
+
+
 def goodput(
+    context: typer.Context,
     chips: Chips = None,
     learners: Learners = None,
     elastic: Elastic = None,
@@ -75,6 +87,7 @@ def goodput(
     model = o.model_from_options(
         mtbi, slice_chips, step, step_noise, down, up, restart, returns, return_shape, return_exponent
     )  # fmt: skip
+    _refuse_ignored(given_options(context), {elastic for _, elastic, _ in _cells(chips, learners, elastic)})
     _check_figures(figure, pattern)
     answers = _answers(_cells(chips, learners, elastic), model, days, precision, seed)
     if csv_file is not None:
@@ -96,6 +109,16 @@ def _check_figures(*paths: Path | None) -> None:
     for path in paths:
         if path is not None:
             check_suffix(path)
+
+
+def _refuse_ignored(given: set[str], elastic: set[bool]) -> None:
+    for name, (where, sentence) in IGNORED.items():
+        if name in given and elastic == {where}:
+            raise UserError(f"{sentence}; leave it out")
+    if "precision" in given and "days" in given:
+        raise UserError("--precision: goes without --days, which says how long to simulate")
+    if "pattern_minutes" in given and "pattern" not in given:
+        raise UserError("--pattern-minutes: is for --pattern, which is not given")
 
 
 def _cells(chips: list[int] | None, learners: list[int] | None, elastic: bool | None) -> list[tuple[int, bool, int]]:

@@ -31,10 +31,12 @@ from atoll.sim.estimates.published import (
 )
 from atoll.sim.estimates.utilisation import Compute, Curve, Exchange, Method, Pattern, first_reaching, utilisation
 
+ONE_ROUND: Final = -1
+"""tau of `async_diloco` by default: its interval."""
 GRAPH_METHODS: Final[dict[str, tuple[Method, int]]] = {
     "data_parallel": ("data_parallel", 0),
     "diloco": ("diloco", 0),
-    "async_diloco": ("async_diloco", 0),
+    "async_diloco": ("async_diloco", ONE_ROUND),
     "streaming": ("streaming", 0),
     "streaming_overlap": ("streaming", 1),
     "streaming_overlap_fp4": ("streaming", 1),
@@ -81,6 +83,11 @@ class Star:
 
     learners: int | None = None
     """None: one per datacentre."""
+    per_datacentre: int = 1
+    """Learners that share a datacentre's link."""
+    shards: int = 1
+    """Of the syncer. 1: it is in no datacentre, and each datacentre's link carries its own learners' bytes only."""
+    topology: Literal["star", "ring"] = "star"
     quorum: int | None = None
     grace: bool | None = None
     ramp: float | None = None
@@ -88,6 +95,11 @@ class Star:
     codec_down: str | None = None
     down_ratio: float = 1.0
     """Bandwidth of a learner's down link over that of its up link; the table's bandwidth is the up link's."""
+
+    @property
+    def simulation_only(self) -> bool:
+        """A live syncer is one process."""
+        return self.shards > 1
 
 
 @dataclass(frozen=True)
@@ -164,6 +176,7 @@ def exchange_for(question: Question) -> Exchange:
     method, overlap = GRAPH_METHODS[question.method]
     if overlap and link.overlap is not None:
         overlap = link.overlap
+    overlap = link.interval if overlap == ONE_ROUND else overlap
     return Exchange(
         method, link.interval, overlap, link.layers_per_fragment, link.fragments, link.pattern,
         effective_bits(question.method, link), link.datacentres, link.latency_seconds,
@@ -202,23 +215,51 @@ def config_for(question: Question) -> Config:
         "codec_down": star.codec_down, "grace": None if star.grace is None else "adaptive" if star.grace else "none",
     }  # fmt: skip
     return settings_for(question.method, {
-        "learners": star.learners or link.datacentres,
+        "learners": star.learners or link.datacentres * star.per_datacentre,
         "protocol": {key: value for key, value in protocol.items() if value is not None},
         "cluster": {
-            "step_seconds": compute.step_seconds, "latency_seconds": link.latency_seconds,
+            "step_seconds": compute.step_seconds, "latency_seconds": link.latency_seconds * _hops(question),
             "parameters": max(1, round(compute.parameters / link.shrink)),
         },
     })  # fmt: skip
+
+
+def _hops(question: Question) -> int:
+    """Links between a learner and the shard that it exchanges with."""
+    ring = question.star.shards > 1 and question.star.topology == "ring"
+    return question.link.datacentres - 1 if ring else 1
+
+
+def shares_of_link(question: Question, up_bits: float, down_bits: float) -> tuple[float, float]:
+    """The shares of a datacentre's link that one learner has, up and down. `up_bits`, `down_bits`: of a parameter.
+
+    Shards are in datacentres, one in each of the first S. In a star every learner exchanges with every shard, so the link of a
+    datacentre with a shard carries what its learners send to the others, and what its shard sends to the others' learners. In a
+    ring the learners of a datacentre are summed first: each link carries (D-1)/D of the model as sums and as much as results.
+    Bits that share a direction are charged as if they went one after the other.
+    """
+    star, d, s = question.star, question.link.datacentres, question.star.shards
+    if s == 1:
+        return 1 / star.per_datacentre, 1 / star.per_datacentre
+    if star.topology == "ring":
+        both = (d - 1) / d * (up_bits + down_bits)
+        return up_bits / both, down_bits / both
+    each = star.per_datacentre
+    sent = max(each * up_bits * (1 - 1 / s) + (d - 1) * each * down_bits / s, each * up_bits if s < d else 0.0)
+    received = max(each * down_bits * (1 - 1 / s) + (d - 1) * each * up_bits / s, each * down_bits if s < d else 0.0)
+    return up_bits / sent, down_bits / received
 
 
 def _through_the_syncer(
     question: Question, shares: Sequence[float], axis: Curve, at: Sequence[float], curve: bool
 ) -> _Answer:
     settings, down = config_for(question), question.star.down_ratio
+    codecs = settings.protocol
+    mine = shares_of_link(question, wire_bits(codecs.codec_up), wire_bits(codecs.codec_down))
 
     @cache
     def answer(gbit: float) -> DecoupledEstimate:
-        return measure_decoupled(at_bandwidth(settings, gbit, gbit * down))
+        return measure_decoupled(at_bandwidth(settings, gbit * mine[0], gbit * down * mine[1]))
 
     values = [float(gbit) for gbit in axis]
     found = [first_reaching_by_bisection(lambda gbit: answer(gbit).utilisation, values, share) for share in shares]

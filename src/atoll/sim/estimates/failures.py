@@ -142,16 +142,20 @@ class SlicedLearner:
         self._noises = self._rng.standard_normal(DRAWS).tolist()
         self._drawn = self._noisy = 0
 
-    def advance(self, until: float) -> list[Stretch]:
+    def advance(self, until: float, *, exactly: bool = False) -> list[Stretch]:
+        """`exactly`: the last stretch ends at the first step boundary after `until`, and not at the next failure, which may be
+        days later."""
         history: list[Stretch] = []
         while self.now < until:
-            history.append(self._stretch())
+            history.append(self._stretch(until if exactly else math.inf))
         return history
 
-    def _stretch(self) -> Stretch:
+    def _stretch(self, until: float = math.inf) -> Stretch:
         """Up to the next step boundary at which a slice failed or returned."""
         start, live, step = self.now, self._live, self._model.step_seconds
         steps = int(self._next_failure) + 1 - self._steps
+        if until < math.inf:
+            steps = min(steps, max(1, math.ceil((until - start) / step)))
         if self._away:
             steps = min(steps, max(1, math.ceil((self._away[0][0] - start) / step)))
         seconds = self._duration(steps)

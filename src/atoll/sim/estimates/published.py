@@ -97,5 +97,13 @@ SIZES: Final[dict[str, tuple[float, float]]] = {
     "4B": (4e9, 83e9),
 }  # fmt: skip
 """Streaming DiLoCo, Table 2: parameters and training tokens."""
+LOSSES_BY_LEARNERS: Final[dict[float, tuple[float, ...]]] = {
+    35e6: (3.485, 3.482, 3.508, 3.554, 3.621), 90e6: (3.167, 3.162, 3.182, 3.213, 3.265),
+    180e6: (2.950, 2.943, 2.957, 2.981, 3.019), 335e6: (2.784, 2.777, 2.788, 2.808, 2.841),
+    550e6: (2.653, 2.645, 2.657, 2.673, 2.698), 1.3e9: (2.460, 2.451, 2.464, 2.472, 2.493),
+    2.4e9: (2.326, 2.317, 2.323, 2.332, 2.351), 4e9: (2.224, 2.219, 2.220, 2.230), 10e9: (2.090, 2.086, 2.086, 2.096),
+}  # fmt: skip
+"""DiLoCo scaling laws (arXiv 2503.09799), Tables 4 and 5, by parameters: held-out loss of data-parallel and of synchronous DiLoCo
+with 1, 2, 4 and 8 learners. H = 30, AdamW inside, Nesterov outside, 20 tokens a parameter."""
 COMPRESSION: Final[dict[int, float]] = {16: 0.0, 4: 0.09, 2: 32.0, 1: 83.0}
 """Decoupled DiLoCo, Table 10: by bits, how much the validation loss exceeds that of 16 bits, in per cent."""

@@ -69,8 +69,8 @@ class Exchange:
     @property
     def delay(self) -> int:
         """Whole steps between the step that issues a reduction and the step whose forward needs it. Async DiLoCo applies a
-        result when the next round ends."""
-        return {"data_parallel": 0, "async_diloco": self.interval}.get(self.method, self.overlap)
+        result when the next round ends, or after `overlap` steps if that is given; rounds then overlap."""
+        return {"data_parallel": 0, "async_diloco": self.overlap or self.interval}.get(self.method, self.overlap)
 
     @property
     def ring_factor(self) -> float:
@@ -112,9 +112,10 @@ def usual_steps(exchange: Exchange) -> int:
     return DATA_PARALLEL_STEPS if exchange.method == "data_parallel" else 2 * exchange.interval
 
 
-def is_steady(exchange: Exchange, steady: bool) -> bool:
-    """Async DiLoCo is always measured steady: in a run of two intervals its first result would be due after the last step."""
-    return steady or exchange.method == "async_diloco"
+def is_steady(exchange: Exchange, steady: bool, run_steps: int | None = None) -> bool:
+    """Async DiLoCo is measured steady, unless a length is given: in a run of two intervals its first result would be due after
+    the last step."""
+    return steady or (exchange.method == "async_diloco" and run_steps is None)
 
 
 def utilisation(
@@ -125,7 +126,7 @@ def utilisation(
     rates = np.asarray(gbit, dtype=np.float64)
     steps = run_steps or usual_steps(exchange)
     walk = _Walk(compute, exchange, rates)
-    if not is_steady(exchange, steady):
+    if not is_steady(exchange, steady, run_steps):
         walk.steps(1, steps)
         return np.asarray(steps * compute.step_seconds / walk.makespan())
     steps = math.ceil(steps / exchange.every) * exchange.every
