@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def run_syncer(
     settings: Config, directory: Path, listen: str, keys: Path | None, allowed: list[str],
-    resume: Path | None, threads: int, obey_stdin: bool,
+    resume: Path | None, threads: int, obey_stdin: bool, bulk_port: int | None = None,
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
@@ -57,7 +57,7 @@ def run_syncer(
     say = logging.getLogger("atoll.syncer").warning
     task = None if settings.model.name == CUSTOM else built(settings, allowed, say)
     home = SyncerDirectory(directory, settings, task, keys=keys, resume=resume)
-    process = SyncerProcess(home, listen, credentials, key_warnings)
+    process = SyncerProcess(home, listen, credentials, key_warnings, bulk_port)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -86,6 +86,10 @@ def syncer(
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on; port 0 takes a free one.")
     ] = "127.0.0.1:7077",
+    bulk_port: Annotated[
+        int | None,
+        typer.Option("--bulk-port", min=1, max=65535, help="Another port for weights. Default: all uses the port of --listen."),
+    ] = None,
     directory: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Folder for all of its state. Started again there, it goes on.")
     ] = Path("runs/syncer"),
@@ -115,17 +119,17 @@ def syncer(
         os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     log_to_stderr(verbose=not quiet)
     settings = settings_from(recipe, preset, learners, seed, set_)
-    _refuse_early(directory, listen, keys, insecure)
+    _refuse_early(directory, listen, bulk_port, keys, insecure)
     logging.getLogger("atoll.syncer").info("loading data and model")
-    run_syncer(settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin)
+    run_syncer(settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, bulk_port)
 
 
-def _refuse_early(directory: Path, listen: str, keys: Path | None, insecure: bool) -> None:
+def _refuse_early(directory: Path, listen: str, bulk_port: int | None, keys: Path | None, insecure: bool) -> None:
     """Refuses what would otherwise stop a syncer only after it has loaded its data and filled its folder."""
     refuse_unusable(directory, "--dir")
     refuse_locked(directory)
+    from atoll.transport.acceptor import refuse_taken
     from atoll.transport.keys import JoinTokens, is_loopback
-    from atoll.transport.wire import refuse_taken
 
     if not is_loopback(listen) and keys is None and not insecure:
         raise UserError(f"--listen {listen}: other machines can reach it; give --keys DIR (see `atoll keys`), or --insecure")
@@ -134,3 +138,5 @@ def _refuse_early(directory: Path, listen: str, keys: Path | None, insecure: boo
         JoinTokens.load(keys)
     if not (directory / TAPE_FILE).exists():  # a syncer that goes on may find its own old connections on the port
         refuse_taken(listen)
+        if bulk_port is not None:
+            refuse_taken(f"{listen.rpartition(':')[0]}:{bulk_port}")
