@@ -27,9 +27,9 @@ def around(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
 
 
 def test_1200_silent_connections_neither_end_a_syncer_nor_keep_learners_out(around: Besieged) -> None:
-    crowds = (("127.0.0.2", "http2"), ("127.0.0.3", "silent"))
+    crowds = (("127.0.0.2", "http2"), ("127.0.0.3", "silent"), ("127.0.0.4", "bulk"))
     others = [around.outsiders(source, 400, 1.0, kind, 400) for source, kind in crowds]
-    assert [outcome(crowd)["connected"] for crowd in others] == [400, 400]
+    assert [outcome(crowd)["connected"] for crowd in others] == [400, 400, 400]
     assert around.seconds_to_get_in(0) < 10
     same = around.outsiders("127.0.0.1", 400, 1.0, "silent", 400)  # from the honest learner's own address
     assert outcome(same)["connected"] == 400
