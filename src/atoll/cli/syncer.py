@@ -129,10 +129,12 @@ def _refuse_early(directory: Path, listen: str, bulk_port: int | None, keys: Pat
     refuse_unusable(directory, "--dir")
     refuse_locked(directory)
     from atoll.transport.acceptor import refuse_taken
-    from atoll.transport.keys import JoinTokens, is_loopback
+    from atoll.transport.keys import JoinTokens, is_loopback, split_address
 
     if not is_loopback(listen) and keys is None and not insecure:
         raise UserError(f"--listen {listen}: other machines can reach it; give --keys DIR (see `atoll keys`), or --insecure")
+    if bulk_port == split_address(listen)[1]:
+        raise UserError(f"--bulk-port {bulk_port}: is the port of --listen; give another, or leave it out: one port takes all")
 
     if keys is not None and os.path.exists(keys / "token.key"):
         JoinTokens.load(keys)
