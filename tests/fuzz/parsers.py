@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import struct
 import tempfile
 import zlib
 from collections import Counter
@@ -132,13 +133,16 @@ def _bulk_stream(fields: list[tuple[int, int, int, bytes]]) -> bytes:
     """What a peer sends on a bulk connection, with checksums that fit."""
     sent = [pack_hello(BulkHello(b"s" * 16, b"k" * 32, 0))]
     for number, at, total, body in fields:
-        sent += [pack_chunk(ChunkHeader(number, at, total, len(body), frame_checksum(body))), body]
+        try:
+            sent += [pack_chunk(ChunkHeader(number, at, total, len(body), frame_checksum(body))), body]
+        except struct.error as error:
+            raise ValueError(str(error)) from None
     return b"".join(sent)
 
 
 CHUNKS: list[list[tuple[int, int, int, bytes]]] = [
     [(0, 0, 6, b"abc"), (0, 3, 6, b"def"), (1, 0, 0, b""), (2, 0, 1, b"x")],
-    [(1, 0, 5000, bytes(4096)), (0, 0, 3, b"abc"), (1, 4096, 5000, bytes(904))],
+    [(1, 0, 100, bytes(64)), (0, 0, 3, b"abc"), (1, 64, 100, bytes(36))],
 ]
 
 

@@ -12,7 +12,7 @@ from atoll.transport.inbox import Inbox
 from atoll.transport.outbox import Chunk
 from atoll.transport.wire import StreamBroken
 
-LIMITS = LinkLimits(payload_bytes_max=1 << 16, chunk_bytes=1 << 12)
+LIMITS = LinkLimits(payload_bytes_max=1 << 16, chunk_bytes=64)
 
 
 class _PlayedSocket:
@@ -22,7 +22,7 @@ class _PlayedSocket:
     def recv_into(self, place: memoryview) -> int:
         if not self._left:
             raise BlockingIOError
-        count = min(len(place), len(self._left), 100)
+        count = min(len(place), len(self._left), 50)
         place[:count], self._left = self._left[:count], self._left[count:]
         return count
 
