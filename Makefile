@@ -60,6 +60,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/step_overhead.py
 	$(BIN)/python bench/sight.py
 	$(BIN)/python bench/syncer_memory.py
+	$(BIN)/python bench/wire.py
 	$(BIN)/python bench/syncer_load.py
 	$(BIN)/python bench/simulators.py
 	$(BIN)/python bench/synthetic_tape.py

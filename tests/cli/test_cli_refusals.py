@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,15 @@ def test_folder_that_is_not_empty_is_refused_before_anything_is_loaded(command: 
     assert [path.read_text() for path in (tmp_path / "run").iterdir()] == ["mine"]
     for path in ("run/config.toml", "run/config.toml/x"):
         assert refusal(*command, "--out", path) == f"--out {path}: run/config.toml is not a folder; choose a new one"
+
+
+@pytest.mark.usefixtures("unbuilt")
+def test_port_for_weights_that_is_taken_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = ("syncer", *TINY, "--dir", "new", "--bulk-port", port, "--listen")
+        assert refusal(*words, "127.0.0.1:0").startswith(f"cannot listen on 127.0.0.1:{port}: ")
+        assert refusal(*words, f"127.0.0.1:{port}").startswith(f"--bulk-port {port}: is the port of --listen; ")
 
 
 def test_training_on_a_tape_does_not_write_over_a_folder_either(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import hmac
+import struct
 import tempfile
 import zlib
 from collections import Counter
@@ -22,6 +23,7 @@ from typing import Any
 
 import msgspec
 import torch
+from played_bulk import play
 
 from atoll.chaos import load_plan
 from atoll.codecs import Packet, codec
@@ -70,7 +72,8 @@ from atoll.tape.cut import examine_tape
 from atoll.tape.format import Gap, Header, Tape, TapeWriter
 from atoll.tape.heldout import HELDOUT_FILE, points_in
 from atoll.tape.tail import Tail
-from atoll.transport.frames import BULK, CHUNK, CONTROL, LinkLimits, Violation, pack, unpack
+from atoll.transport.chunks import BulkHello, ChunkHeader, pack_chunk, pack_hello, unpack_chunk
+from atoll.transport.frames import BULK, CHUNK, CONTROL, LinkLimits, Violation, frame_checksum, pack, unpack
 from atoll.transport.inbox import Inbox
 from atoll.transport.keys import JoinTokens, KeyPaths, check_token, load_learner, make_keys, make_token, read_token
 from atoll.transport.revoked import REVOKED_FILE, Revoked
@@ -120,20 +123,38 @@ def _frames(data: bytes) -> None:
     inbox = Inbox(LinkLimits(payload_bytes_max=1 << 16, queue_messages_max=64), Counter())
     for fields in msgspec.msgpack.decode(data, type=list[tuple[int, int, int, int, bytes]]):
         kind, number, at, total, body = fields
-        frame = unpack(pack((CONTROL, BULK, CHUNK, b"puls")[kind % 4], *(n % 2**64 for n in (number, at, total)), [body]))
-        if frame.kind == CHUNK:
-            inbox.check(frame)
-            if not inbox.must_wait(frame):
-                inbox.chunk(frame, 0.0)
+        kind, number, at, total = kind % 4, *(n % 2**64 for n in (number, at, total))
+        if kind == 2:
+            header = unpack_chunk(pack_chunk(ChunkHeader(number, at, total, len(body), 0)))
+            if (place := inbox.claim(header, 0.0)) is not None:
+                place[:] = body
+                inbox.received(header)
         elif not inbox.is_full:
-            inbox.message(frame)
-        for _ in inbox.deliverable():
+            inbox.message(unpack(pack((CONTROL, BULK, CHUNK, b"puls")[kind], number, at, total, [body])))
+        while inbox.deliver_next() is not None:
             pass
+
+
+def _bulk_stream(fields: list[tuple[int, int, int, bytes]]) -> bytes:
+    """What a peer sends on a bulk connection, with checksums that fit."""
+    sent = [pack_hello(BulkHello(b"s" * 16, b"k" * 32, 0))]
+    for number, at, total, body in fields:
+        try:
+            sent += [pack_chunk(ChunkHeader(number, at, total, len(body), frame_checksum(body))), body]
+        except struct.error as error:
+            raise ValueError(str(error)) from None
+    return b"".join(sent)
+
+
+CHUNKS: list[list[tuple[int, int, int, bytes]]] = [
+    [(0, 0, 6, b"abc"), (0, 3, 6, b"def"), (1, 0, 0, b""), (2, 0, 1, b"x")],
+    [(1, 0, 100, bytes(64)), (0, 0, 3, b"abc"), (1, 64, 100, bytes(36))],
+]
 
 
 FRAMES = [
     [[0, 0, 0, 0, b"a"], [2, 0, 0, 6, b"abc"], [2, 0, 3, 6, b"def"], [1, 0, 1, 6, b"head"], [0, 1, 1, 0, b"b"]],
-    [[2, 1, 0, 3, b"abc"], [2, 0, 0, 0, b""], [1, 0, 0, 0, b"x"], [1, 1, 0, 3, b"y"], [2, 1, 0, 3, b"abc"]],
+    [[2, 1, 0, 3, b"abc"], [2, 0, 0, 0, b""], [1, 0, 0, 0, b"x"], [1, 1, 0, 3, b"y"], [0, 0, 2, 0, b"z"]],
 ]
 MESSAGES: list[Message] = [
     Hello((NO_VERSION,) * 2, 0, 0, True, (), 0, Reason(Why.JOINS)),
@@ -490,6 +511,7 @@ def parsers() -> dict[str, Parser]:
     raw = msgspec.json.decode
     return {
         "frame": Parser(unpack, (Violation,), [pack(CHUNK, 3, 5, 99, [b"body"])]),
+        "bulk": Parser(play, (Violation,), [_bulk_stream(each) for each in CHUNKS], CHUNKS, _bulk_stream),
         "frames": Parser(_frames, (Violation, msgspec.MsgspecError), [], FRAMES),
         "message": Parser(_message, (DataError,), heads, head_trees),
         "machine": Parser(_to_machine, (DataError,), heads, head_trees),

@@ -82,12 +82,14 @@ class Nobody:
 
 
 class Besieged:
-    def __init__(self, folder: Path, open_files: int, keys: Path | None = None, learners: int = 2) -> None:
+    def __init__(
+        self, folder: Path, open_files: int, keys: Path | None = None, learners: int = 2, more: Sequence[object] = ()
+    ) -> None:
         self.folder, self.keys = folder, keys
         numbers = [word for number in NUMBERS for word in ("--set", number)]
         secret = ["--keys", keys] if keys is not None else []
         words = ["-m", "atoll", "syncer", "--learners", learners, *numbers, "--listen", "127.0.0.1:0", "--dir", folder / "syncer"]
-        self.syncer = Command(folder / "syncer.log", [*words, *secret], open_files)
+        self.syncer = Command(folder / "syncer.log", [*words, *secret, *more], open_files)
         self._others: list[Command] = []
 
     @property

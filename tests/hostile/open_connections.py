@@ -1,7 +1,7 @@
 """An outsider as a process: `open_connections.py ADDRESS SOURCE COUNT SECONDS KIND HOLD`.
 
 Opens COUNT connections within SECONDS from the address SOURCE and holds the newest HOLD of them. KIND says what each sends:
-nothing, the start of a TLS handshake, or the start of HTTP/2. Prints what became of them, as JSON.
+nothing, the start of a TLS handshake, of HTTP/2, or of a bulk connection. Prints what became of them, as JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import time
 WORDS = {
     "silent": b"",
     "tls": bytes([0x16, 3, 1, 2, 0, 1, 0, 1, 0xFC, 3, 3]) + bytes(200),
+    "bulk": b"ATOLL/1\n" + bytes([0x16, 3, 1, 2, 0, 1, 0, 1, 0xFC, 3, 3]),
     "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0]),
 }
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,9 +28,9 @@ def around(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Besieged]:
 
 
 def test_1200_silent_connections_neither_end_a_syncer_nor_keep_learners_out(around: Besieged) -> None:
-    crowds = (("127.0.0.2", "http2"), ("127.0.0.3", "silent"))
+    crowds = (("127.0.0.2", "http2"), ("127.0.0.3", "silent"), ("127.0.0.4", "bulk"))
     others = [around.outsiders(source, 400, 1.0, kind, 400) for source, kind in crowds]
-    assert [outcome(crowd)["connected"] for crowd in others] == [400, 400]
+    assert [outcome(crowd)["connected"] for crowd in others] == [400, 400, 400]
     assert around.seconds_to_get_in(0) < 10
     same = around.outsiders("127.0.0.1", 400, 1.0, "silent", 400)  # from the honest learner's own address
     assert outcome(same)["connected"] == 400
@@ -56,6 +57,21 @@ def test_unfinished_calls_without_a_token_hold_no_memory(around: Besieged) -> No
 
     before = around.syncer.megabytes()
     assert asyncio.run(attack()) < before + 60
+
+
+def test_learner_is_told_of_a_port_for_weights_and_uses_it(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    make_keys(tmp_path / "keys", learners=1)
+    with besieged(tmp_path, open_files=1024, keys=tmp_path / "keys", learners=1, more=["--bulk-port", port]) as around:
+        learner = around.learner(0, slow=1.0)
+        learner.until("this is learner 0")
+        connected = f":{port:04X} "
+        end = time.monotonic() + 60
+        while not any(connected in line and " 01 " in line for line in Path("/proc/net/tcp").read_text().splitlines()):
+            assert time.monotonic() < end
+            time.sleep(0.1)
 
 
 LEARNERS = 3

@@ -24,6 +24,8 @@ from typing import Any
 
 import msgspec
 import torch
+from raw_link import RawBulk, RawLink, of_kind, raw_link
+from raw_link import chunk as raw_chunk
 
 from atoll.codecs import Packet, codec
 from atoll.config import Config, from_builtins
@@ -65,9 +67,10 @@ from atoll.rules import tokens_per_step_max
 from atoll.runtime import payload as wire
 from atoll.runtime.syncer.places import JoinRequest, Placement
 from atoll.transport import Link, LinkFailed, LinkLimits, Refused, call, dial, upload
+from atoll.transport.chunks import PREFACE
 from atoll.transport.frames import BULK as BULK_FRAME
-from atoll.transport.frames import BYE, CHUNK, CONTROL, HEADER_BYTES, READY, WELCOME, Violation, pack, unpack
-from atoll.transport.server import COUNT_KEY, INDEX_KEY, SESSION_KEY
+from atoll.transport.frames import BYE, CHUNK, CONTROL, HEADER_BYTES, READY, WELCOME, Violation, pack
+from atoll.transport.server import COUNT_KEY, SESSION_KEY
 from atoll.transport.wire import Channel, GrpcStream, StreamBroken
 
 Rng = random.Random
@@ -179,22 +182,11 @@ class Siege:
             await link.wait_closed()
 
     @contextlib.asynccontextmanager
-    async def raw(self, place: Placement, connections: int = 1) -> AsyncIterator[tuple[GrpcStream, list[GrpcStream]]]:
-        """Streams of a link that is admitted, and no rules."""
-        metadata = {**shown(place), SESSION_KEY: secrets.token_hex(16), COUNT_KEY: str(connections)}
-        wide = LinkLimits(chunk_bytes=8 << 20)
-        channels = [Channel(self.address, wide, None) for _ in range(connections + 1)]
-        try:
-            talk = channels[0].open("Talk", metadata)
-            assert unpack(await talk.read() or b"").kind == WELCOME
-            bulks = [channels[1 + n].open("Bulk", {**metadata, INDEX_KEY: str(n)}) for n in range(connections)]
-            assert unpack(await talk.read() or b"").kind == READY
+    async def raw(self, place: Placement, connections: int = 1) -> AsyncIterator[tuple[GrpcStream, list[RawBulk]]]:
+        """A link that is admitted, and no rules."""
+        async with raw_link(self.address, shown(place), connections) as found:
             self.links += 1
-            yield talk, bulks
-        except AssertionError:
-            raise StreamBroken("it was not let in") from None
-        finally:
-            await asyncio.gather(*(channel.close() for channel in channels))
+            yield found
 
 
 def shown(place: Placement) -> dict[str, str]:
@@ -283,8 +275,16 @@ def chunk(rng: Rng) -> bytes:
     at = rng.choice((0, 0, 1, 3, 8, 64, 4096, total - 1, total, 2**62))
     size = rng.choice((0, 1, 3, 9, 100, 4096))
     number = rng.choice((0, 0, 0, 1, 2, 7, 8, 9, 2**40, 2**64 - 1))
-    good = pack(CHUNK, number, at, total, [rng.randbytes(size)])
-    return good if rng.random() < 0.8 else frame(rng, 0)
+    good = raw_chunk(number, at % 2**64, total, rng.randbytes(size))
+    match rng.randrange(10):
+        case 0:
+            return frame(rng, 0)
+        case 1:
+            return of_kind(rng.choice(KINDS), good)
+        case 2:
+            return good[: rng.randrange(len(good))]
+        case _:
+            return good
 
 
 async def frames_that_are_none(siege: Siege, rng: Rng) -> None:
@@ -300,7 +300,7 @@ async def frames_that_are_none(siege: Siege, rng: Rng) -> None:
                         await stream.write(data)
                         siege.thrown[kind] += 1
                 await asyncio.wait({reading}, timeout=0.2)
-            except StreamBroken:
+            except (StreamBroken, ConnectionError):
                 siege.outcomes["hung up on"] += 1
             finally:
                 reading.cancel()
@@ -674,7 +674,7 @@ async def wrong_keys(siege: Siege, rng: Rng) -> None:
         channel = Channel(siege.address, LinkLimits(), None)
         siege.thrown["wrong key"] += 1
         try:
-            await asyncio.wait_for(channel.open(rng.choice(("Talk", "Talk", "Bulk")), good | {key: value}).read(), 2)
+            await asyncio.wait_for(channel.open("Talk", good | {key: value}).read(), 2)
         except StreamBroken:
             siege.outcomes["not let in"] += 1
         finally:
@@ -691,20 +691,20 @@ async def junk_models(siege: Siege, rng: Rng) -> None:
 
 
 async def half_open(siege: Siege, rng: Rng) -> None:
-    """Talk without Bulk, Bulk without Talk, both and then silence."""
+    """A talk stream without its bulk connections, bulk connections of nobody or with another key, both and then silence."""
     place = await siege.place(rng)
-    channel = Channel(siege.address, LinkLimits(), None)
+    links = [RawLink(siege.address, shown(place)) for _ in range(rng.choice((1, 12)))]
     try:
-        streams = []
-        for _ in range(rng.choice((1, 20))):
-            metadata = {**shown(place), SESSION_KEY: secrets.token_hex(16), COUNT_KEY: str(rng.choice((1, 2, 16)))}
-            streams.append(channel.open("Talk", metadata))
-            if rng.random() < 0.5:
-                streams.append(channel.open("Bulk", {**metadata, INDEX_KEY: rng.choice(("0", "1", "15", "x"))}))
+        for link in links:
+            with contextlib.suppress(StreamBroken):
+                await link.open_talk(rng.choice((1, 2, 16)))
+                for _ in range(rng.choice((0, 1, 3))):
+                    await link.open_bulk(**rng.choice(({}, {"place": 15}, {"key": b"k" * 32}, {"session": b"s" * 16})))
             siege.thrown["half-open"] += 1
         await asyncio.sleep(rng.choice((0.1, 1.0, 4.0)))
     finally:
-        await channel.close()
+        for link in links:
+            await link.close()
 
 
 async def slow_loris(siege: Siege, rng: Rng) -> None:
@@ -716,7 +716,8 @@ async def slow_loris(siege: Siege, rng: Rng) -> None:
             one = socket.create_connection((host, int(port)), timeout=2)
             one.setblocking(False)
             found.append(one)
-            one.send(rng.choice((b"P", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", rng.randbytes(50))))
+            beginnings = (b"P", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", PREFACE[:3], PREFACE)
+            one.send(rng.choice((*beginnings, rng.randbytes(50))))
             siege.thrown["loris"] += 1
         await asyncio.sleep(rng.choice((0.5, 3.0)))
     finally:

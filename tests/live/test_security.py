@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import threading
@@ -230,7 +231,7 @@ def test_client_without_a_certificate_of_this_authority_is_refused_and_logged(is
     """No handler sees them, so gRPC tells of them, in its words."""
     ours = load_learner(island.keys, "learner-0")
     stranger = shown_as(load_learner(island.strangers, "learner-0"), trusting=ours.ca)
-    nobody = ClientCredentials(grpc.ssl_channel_credentials(ours.ca), SYNCER_NAME)
+    nobody = ClientCredentials(grpc.ssl_channel_credentials(ours.ca), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), SYNCER_NAME)
     for credentials, told in (
         (stranger, "CERTIFICATE_VERIFY_FAILED"),
         (nobody, "PEER_DID_NOT_RETURN_A_CERTIFICATE"),

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 def run_syncer(
     settings: Config, directory: Path, listen: str, keys: Path | None, allowed: list[str],
-    resume: Path | None, threads: int, obey_stdin: bool, metrics: MetricsAt | None,
+    resume: Path | None, threads: int, obey_stdin: bool, metrics: MetricsAt | None, bulk_port: int | None = None,
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
@@ -68,7 +68,7 @@ def run_syncer(
     say = logging.getLogger("atoll.syncer").warning
     task = None if settings.model.name == CUSTOM else built(settings, allowed, say)
     home = SyncerDirectory(directory, settings, task, keys=keys, resume=resume)
-    process = SyncerProcess(home, listen, credentials, key_warnings)
+    process = SyncerProcess(home, listen, credentials, key_warnings, bulk_port)
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
@@ -98,6 +98,10 @@ def syncer(
     listen: Annotated[
         str, typer.Option("--listen", metavar="HOST:PORT", help="Address to listen on; port 0 takes a free one.")
     ] = "127.0.0.1:7077",
+    bulk_port: Annotated[
+        int | None,
+        typer.Option("--bulk-port", min=1, max=65535, help="Another port for weights. Default: all uses the port of --listen."),
+    ] = None,
     directory: Annotated[
         Path, typer.Option("--dir", metavar="DIR", help="Folder for all of its state. Started again there, it goes on.")
     ] = Path("runs/syncer"),
@@ -129,10 +133,10 @@ def syncer(
         os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     log_to_stderr(verbose=not quiet)
     settings = settings_from(recipe, preset, learners, seed, set_)
-    _refuse_early(directory, listen, keys, insecure)
+    _refuse_early(directory, listen, bulk_port, keys, insecure)
     at = _metrics_of(metrics, metrics_token, keys)
     logging.getLogger("atoll.syncer").info("loading data and model")
-    run_syncer(settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, at)
+    run_syncer(settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, at, bulk_port)
 
 
 def _metrics_of(address: str | None, token: Path | None, keys: Path | None) -> MetricsAt | None:
@@ -145,17 +149,21 @@ def _metrics_of(address: str | None, token: Path | None, keys: Path | None) -> M
     return found
 
 
-def _refuse_early(directory: Path, listen: str, keys: Path | None, insecure: bool) -> None:
+def _refuse_early(directory: Path, listen: str, bulk_port: int | None, keys: Path | None, insecure: bool) -> None:
     """Refuses what would otherwise stop a syncer only after it has loaded its data and filled its folder."""
     refuse_unusable(directory, "--dir")
     refuse_locked(directory)
-    from atoll.transport.keys import JoinTokens, is_loopback
-    from atoll.transport.wire import refuse_taken
+    from atoll.transport.acceptor import refuse_taken
+    from atoll.transport.keys import JoinTokens, is_loopback, split_address
 
     if not is_loopback(listen) and keys is None and not insecure:
         raise UserError(f"--listen {listen}: other machines can reach it; give --keys DIR (see `atoll keys`), or --insecure")
+    if bulk_port == split_address(listen)[1]:
+        raise UserError(f"--bulk-port {bulk_port}: is the port of --listen; give another, or leave it out: one port takes all")
 
     if keys is not None and os.path.exists(keys / "token.key"):
         JoinTokens.load(keys)
     if not (directory / TAPE_FILE).exists():  # a syncer that goes on may find its own old connections on the port
         refuse_taken(listen)
+        if bulk_port is not None:
+            refuse_taken(f"{listen.rpartition(':')[0]}:{bulk_port}")

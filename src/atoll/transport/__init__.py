@@ -1,4 +1,4 @@
-"""Opaque messages between named peers over gRPC. Nothing here knows what a message means.
+"""Opaque messages between named peers: over gRPC, their payloads over sockets beside it. Nothing here knows what a message means.
 
 A link has two lanes each way: control messages, which are small, and bulk messages, which carry a payload of any size. A
 lane keeps its order. A bulk message is delivered after every control message sent before it. A control message is
@@ -15,7 +15,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 from atoll.transport.credentials import ClientCredentials, ServerCredentials, client_credentials, server_credentials
 from atoll.transport.dial import Backoff, call, dial, upload
 from atoll.transport.door import PEER_CONNECTIONS, Caps
-from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused
+from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused, SharedBuffers
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import Server
 from atoll.transport.sockets import open_files_limit, raise_open_files_limit
@@ -36,6 +36,7 @@ __all__ = [
     "Refused",
     "Server",
     "ServerCredentials",
+    "SharedBuffers",
     "Sink",
     "call",
     "client_credentials",

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import secrets
+import socket
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
+from atoll.transport.bulk import BulkSocket, IoThreads
+from atoll.transport.chunks import KEY_BYTES, PREFACE, SESSION_BYTES, BulkHello
 from atoll.transport.credentials import ClientCredentials
 from atoll.transport.frames import (
     CHUNK,
@@ -15,6 +19,7 @@ from atoll.transport.frames import (
     REFUSAL,
     WELCOME,
     Buffers,
+    Frame,
     LinkFailed,
     LinkLimits,
     Refused,
@@ -22,13 +27,16 @@ from atoll.transport.frames import (
     pack,
     unpack,
 )
+from atoll.transport.keys import split_address
 from atoll.transport.link import Handler, Link
 from atoll.transport.outbox import Transfer
-from atoll.transport.server import COUNT_KEY, INDEX_KEY, NONCE_CHARACTERS, SESSION_KEY
+from atoll.transport.server import COUNT_KEY, SESSION_KEY
 from atoll.transport.wire import CALL_SERVICE, Channel, GrpcStream, Metadata, RpcError, StreamBroken, failure
 
 BACKOFF_LEAST_SECONDS: Final = 0.05
 BACKOFF_MOST_SECONDS: Final = 5.0
+REASON_SECONDS: Final = 1.0
+"""How long to wait for the server's reason after it closed a bulk connection."""
 
 _open_links: set[asyncio.Task[None]] = set()
 """Strong references: an event loop keeps only weak ones to its tasks."""
@@ -45,15 +53,14 @@ async def dial(
     timeout: float = 10.0,
 ) -> Link:
     """One attempt. Raises Refused if the server refused, LinkFailed if it could not be reached."""
-    limits = limits or LinkLimits()
-    channels: list[Channel] = []
+    attempt = _Attempt(address, limits or LinkLimits(), credentials)
     held = False
     try:
         async with asyncio.timeout(timeout):
-            talk, bulks = await _open(address, metadata, limits, credentials, channels)
-        link = Link(peer, handler, limits)
-        link.begin(talk, bulks)
-        task = asyncio.create_task(_hold(link, channels))
+            talk = await attempt.open(metadata)
+        link = Link(peer, handler, attempt.limits)
+        link.begin(talk, attempt.bulks)
+        task = asyncio.create_task(_hold(link, attempt))
         _open_links.add(task)
         task.add_done_callback(_open_links.discard)
         held = True
@@ -62,42 +69,97 @@ async def dial(
         raise LinkFailed(f"{address} did not answer within {timeout} s") from error
     except (StreamBroken, Violation) as error:
         raise failure(error, address) from error
+    except OSError as error:
+        raise LinkFailed(f"{address} cannot be reached for payloads ({error.strerror or error})") from error
     finally:
         if not held:
-            await _close(channels)
+            await attempt.close()
 
 
-async def _open(
-    address: str, metadata: Metadata, limits: LinkLimits, credentials: ClientCredentials | None, channels: list[Channel]
-) -> tuple[GrpcStream, list[GrpcStream]]:
-    """Adds each channel to the list when it is made, so that the caller can close them all if a later one fails."""
-    session = {**metadata, SESSION_KEY: secrets.token_hex(NONCE_CHARACTERS // 2), COUNT_KEY: str(limits.connections)}
-    channels.append(Channel(address, limits, credentials))
-    talk = channels[0].open("Talk", session)
-    await _expect(talk, WELCOME)
-    bulks = []
-    for index in range(limits.connections):
-        channels.append(Channel(address, limits, credentials))
-        bulks.append(channels[-1].open("Bulk", {**session, INDEX_KEY: str(index)}))
-    await _expect(talk, READY)
-    return talk, bulks
+class _Attempt:
+    """The connections of a link."""
+
+    def __init__(self, address: str, limits: LinkLimits, credentials: ClientCredentials | None) -> None:
+        self.limits = limits
+        self.bulks: list[BulkSocket] = []
+        self._address = address
+        self._credentials = credentials
+        self._channel = Channel(address, limits, credentials)
+        self._threads = IoThreads(limits.connections)
+        self._loop = asyncio.get_running_loop()
+        self._broken: asyncio.Future[None] = self._loop.create_future()
+        """Holds the error if a bulk connection ends before the link stands."""
+
+    async def open(self, metadata: Metadata) -> GrpcStream:
+        number = secrets.token_bytes(SESSION_BYTES)
+        session = {**metadata, SESSION_KEY: number.hex(), COUNT_KEY: str(self.limits.connections)}
+        talk = self._channel.open("Talk", session)
+        welcome = await _expect(talk, WELCOME)
+        host, port = split_address(self._address)
+        for index in range(self.limits.connections):
+            hello = BulkHello(number, bytes(welcome.body[:KEY_BYTES]).ljust(KEY_BYTES), index)
+            self.bulks.append(await self._connect(host, welcome.number or port, hello))
+        ready = asyncio.create_task(_expect(talk, READY))
+        try:
+            either: set[asyncio.Future[Any]] = {ready, self._broken}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():  # a server that refuses the session says why on the talk stream
+                await asyncio.wait({ready}, timeout=REASON_SECONDS)
+            if not ready.done():
+                self._broken.result()
+            await ready
+        finally:
+            ready.cancel()
+            await asyncio.gather(ready, return_exceptions=True)
+        return talk
+
+    async def _connect(self, host: str, port: int, hello: BulkHello) -> BulkSocket:
+        error: OSError = OSError(f"{host} has no address")
+        for family, kind, proto, _, where in await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            sock = socket.socket(family, kind, proto)
+            try:
+                sock.setblocking(False)
+                await self._loop.sock_connect(sock, where)
+                await self._loop.sock_sendall(sock, PREFACE)
+                context, name = (self._credentials.bulk, self._credentials.server_name) if self._credentials else (None, "")
+                return BulkSocket.dialled(sock, context, name, hello, self._threads.next(), self.limits, self._ended)
+            except OSError as failed:
+                sock.close()
+                error = failed
+            except BaseException:
+                sock.close()
+                raise
+        raise error
+
+    def _ended(self, error: BaseException | None) -> None:
+        """In the thread of a bulk connection."""
+
+        def tell() -> None:
+            if not self._broken.done():
+                self._broken.set_exception(error or StreamBroken("a bulk connection was closed"))
+                self._broken.exception()  # it may never be asked for: then it is no news
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(tell)
+
+    async def close(self) -> None:
+        self._threads.stop()
+        self._broken.cancel()
+        await self._channel.close()
 
 
-async def _expect(talk: GrpcStream, kind: bytes) -> None:
+async def _expect(talk: GrpcStream, kind: bytes) -> Frame:
     data = await talk.read()
-    if data is None or unpack(data).kind != kind:
+    if data is None or (frame := unpack(data)).kind != kind:
         raise StreamBroken("it closed the stream" if data is None else "it does not speak this protocol")
+    return frame
 
 
-async def _hold(link: Link, channels: list[Channel]) -> None:
+async def _hold(link: Link, attempt: _Attempt) -> None:
     try:
         await link.run_until_closed()
     finally:
-        await _close(channels)
-
-
-async def _close(channels: list[Channel]) -> None:
-    await asyncio.gather(*(channel.close() for channel in channels))
+        await attempt.close()
 
 
 async def call(

@@ -22,12 +22,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, TypeAlias
-from urllib.parse import unquote
 
 ADMISSION_SECONDS: Final = 10.0
 """From the connection to its first admitted stream: TLS takes two round trips and a token one more."""
 FILES_RESERVED: Final = 128
 """Descriptors for the tape, version files, snapshots, gRPC's own and those of Python. A syncer at work has about 40."""
+RELAYED_FILES: Final = 3
+"""Descriptors of a connection to gRPC: the client's, and both ends of the relay's own. A bulk connection has one."""
 UNADMITTED_MOST: Final = 1024
 """At 20 kB of memory each in gRPC, 50 kB while it negotiates TLS, and what they have sent."""
 EARLY_BYTES_MAX: Final = 64 << 10
@@ -47,15 +48,17 @@ class Caps:
     """The most connections of one listening process."""
 
     connections: int
-    """In all. gRPC accepts and closes what is beyond."""
+    """In all. What is beyond is accepted and closed."""
     unadmitted: int
     unadmitted_per_address: int
     admission_seconds: float = ADMISSION_SECONDS
 
     @staticmethod
     def from_open_files(limit: int, most: int = 1 << 16) -> Caps:
-        """From the limit of open files that the process has."""
-        connections = min(most, max(limit // 2, limit - FILES_RESERVED))
+        """From the limit of open files that the process has. A quarter may be outsiders, all at gRPC; of a learner's two
+        connections one is."""
+        files = max(limit // 2, limit - FILES_RESERVED)
+        connections = min(most, files * 4 // (RELAYED_FILES + 3 * (RELAYED_FILES + 1) // 2))
         unadmitted = max(2, min(connections // 4, UNADMITTED_MOST))
         return Caps(connections, unadmitted, unadmitted // 2)
 
@@ -165,10 +168,3 @@ def endpoint_of(host: str, port: int) -> Endpoint:
     if host.startswith(MAPPED) and "." in host:
         return host.removeprefix(MAPPED), port
     return (str(ipaddress.IPv6Address(host.partition("%")[0])) if ":" in host else host), port
-
-
-def endpoint_of_peer(peer: str) -> Endpoint | None:
-    """From gRPC's words for a client, "ipv4:10.0.0.5:4711" or "ipv6:%5B::1%5D:4711"; None for anything else."""
-    kind, _, rest = peer.partition(":")
-    host, _, port = unquote(rest).rpartition(":")
-    return endpoint_of(host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") else None

@@ -23,7 +23,17 @@ from atoll.errors import AtollError, PeerViolation
 
 Buffer: TypeAlias = bytes | bytearray | memoryview
 Buffers: TypeAlias = Sequence[Buffer]
-"""Buffers that are concatenated on the wire. They are copied only when they are sent, so they must not change before that."""
+"""Buffers that are concatenated on the wire. They are not copied, so they must not change before they are sent."""
+
+
+class SharedBuffers(list[Buffer]):
+    """A payload for several peers: the checksums of its chunks are computed for the first of them."""
+
+    def __init__(self, pieces: Iterable[Buffer]) -> None:
+        super().__init__(pieces)
+        self.checks: dict[tuple[int, int], int] = {}
+        """By offset and size of a chunk."""
+
 
 CONTROL: Final = b"ctrl"
 BULK: Final = b"bulk"
@@ -103,10 +113,10 @@ def pack(kind: bytes, number: int = 0, at: int = 0, total: int = 0, body: Iterab
     """Copies the pieces once: the checksum reads them in place."""
     pieces = tuple(body)
     fields = _FIELDS.pack(kind, number, at, total)
-    return b"".join((fields, _CHECK.pack(_checksum(fields, *pieces)), *pieces))
+    return b"".join((fields, _CHECK.pack(frame_checksum(fields, *pieces)), *pieces))
 
 
-def _checksum(*pieces: Buffer) -> int:
+def frame_checksum(*pieces: Buffer) -> int:
     """xxh3 at 10 GB/s and more, where zlib's CRC-32 has 1.4: with eight learners that was a fifth of a second a round."""
     xxh = xxhash.xxh3_64()
     for piece in pieces:
@@ -121,6 +131,6 @@ def unpack(data: bytes) -> Frame:
     (check,) = _CHECK.unpack_from(data, _FIELDS.size)
     whole = memoryview(data)
     body = whole[HEADER_BYTES:]
-    if _checksum(whole[: _FIELDS.size], body) != check:
+    if frame_checksum(whole[: _FIELDS.size], body) != check:
         raise Violation("checksum", "a frame does not match its checksum")
     return Frame(kind, number, at, total, check, body)

@@ -1,24 +1,26 @@
 """The receiving side of one link: assembles payloads and holds messages back until their turn.
 
-Nothing here waits or reads. While a chunk must wait (`must_wait`), the link reads no further from that connection, and
-HTTP/2 flow control slows the sender: an honest peer whose connections differ in speed is slowed down, and a hostile one
-cannot fill memory.
+Nothing here waits or reads. A connection that has the header of a chunk claims its place in the payload, reads the bytes into
+that place, checks them, and reports them received. While a chunk must wait, `claim` gives no place: the connection reads no
+further, and TCP slows the sender. An honest peer whose connections differ in speed is slowed down, and a hostile one cannot fill
+memory.
 
 This cannot deadlock with an honest peer: each connection carries chunks in ascending order, so the earliest missing chunk
 is never behind one that must wait. If all connections wait while the payload whose turn it is has a hole, no chunk can
-fill that hole any more, and that is a violation (`is_stuck`).
+fill that hole any more, and that is a violation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Iterator
 from typing import Final, NamedTuple
 
-from atoll.transport.frames import BULK, CHUNK, CONTROL, Frame, LinkLimits, Violation
+from atoll.transport.chunks import ChunkHeader
+from atoll.transport.frames import BULK, CONTROL, Frame, LinkLimits, Violation
 
 AHEAD_BYTES_MAX: Final = 64 << 20
 """How far a chunk may be beyond the first hole of its payload."""
@@ -38,42 +40,34 @@ class Assembly:
         self.started = now
         self.received = 0
         self.filled = 0
-        """All bytes before this offset were received."""
+        """All bytes before this offset were received, or are being read."""
         self.view = memoryview(bytearray(total) if total <= SMALL_BYTES else _pages(total))
         self._starts: list[int] = []
         self._ends: list[int] = []
 
     @property
     def complete(self) -> bool:
-        return self.filled == self.total
+        return self.received == self.total
 
     def is_far(self, offset: int) -> bool:
         return offset > self.filled and (offset > self.filled + AHEAD_BYTES_MAX or len(self._starts) >= RANGES_MAX)
 
-    def place(self, offset: int, data: memoryview) -> bool:
-        """False if the very same bytes were there already."""
-        end = offset + data.nbytes
+    def claim(self, offset: int, size: int) -> memoryview:
+        """Where these bytes belong. No two claims overlap."""
+        end = offset + size
         index = bisect_left(self._starts, offset)
-        if offset < self.filled:
-            known = end <= self.filled
-        else:
-            known = index < len(self._starts) and self._starts[index] == offset and self._ends[index] == end
-        if known and self.view[offset:end] == data:
-            return False
         clear = offset >= self.filled and (index == 0 or self._ends[index - 1] <= offset)
         if not clear or (index < len(self._starts) and self._starts[index] < end):
             raise Violation("overlap", f"a chunk at {offset} overlaps another one")
-        self.view[offset:end] = data
-        self.received += data.nbytes
         if offset > self.filled:
             self._starts.insert(index, offset)
             self._ends.insert(index, end)
-            return True
-        self.filled = end
-        while self._starts and self._starts[0] == self.filled:
-            self.filled = self._ends.pop(0)
-            del self._starts[0]
-        return True
+        else:
+            self.filled = end
+            while self._starts and self._starts[0] == self.filled:
+                self.filled = self._ends.pop(0)
+                del self._starts[0]
+        return self.view[offset:end]
 
 
 def _pages(total: int) -> mmap.mmap:
@@ -91,22 +85,29 @@ class Held(NamedTuple):
 
 
 class Inbox:
+    """Any thread may call any of its methods. Each reader is one connection, known by a number."""
+
     def __init__(self, limits: LinkLimits, refused: Counter[str]) -> None:
         self._limits = limits
         self._refused = refused
         self.payload_bytes_max = limits.payload_bytes_max
+        self.readers = 1
+        self._lock = threading.Lock()
+        self._waiting: set[int] = set()
+        """Readers that were given no place."""
         self._controls: deque[Held] = deque()
         self._bulks: deque[Held] = deque()
         self._assemblies: dict[int, Assembly] = {}
         self._seen = {CONTROL: 0, BULK: 0}
         self._delivered = {CONTROL: 0, BULK: 0}
         self._held_bytes = 0
-        self._received_bytes = 0
+        self._claimed_bytes = 0
+        """Of payloads that are not delivered."""
         self._recent: deque[tuple[bytes, int, int, int]] = deque(maxlen=RECENT_FRAMES)
 
     @property
     def is_full(self) -> bool:
-        """While this holds, nothing is read from the talk stream. Held messages wait only for chunks, which use other streams."""
+        """While this holds, nothing is read from the talk stream. Held messages wait only for chunks, which go another way."""
         return len(self._controls) + len(self._bulks) >= self._limits.queue_messages_max or self._held_bytes > HELD_BYTES_MAX
 
     @property
@@ -114,19 +115,68 @@ class Inbox:
         """Every message received was delivered."""
         return not self._controls and not self._bulks
 
+    def message(self, frame: Frame) -> None:
+        with self._lock:
+            self._message(frame)
+
+    def claim(self, chunk: ChunkHeader, now: float, reader: int = 0) -> memoryview | None:
+        """Where the bytes of this chunk belong, or None: it must wait for earlier ones, until `take_waiting` names the reader."""
+        with self._lock:
+            self._check(chunk)
+            if not self._must_wait(chunk):
+                view = self._assembly(chunk, now).claim(chunk.at, chunk.size)
+                self._claimed_bytes += chunk.size
+                return view
+            self._waiting.add(reader)
+            if len(self._waiting) == self.readers and self._is_stuck:
+                behind = f"the chunk of bulk message {chunk.number} at {chunk.at} came before the chunks it follows"
+                raise Violation("order", behind)
+            return None
+
+    def received(self, chunk: ChunkHeader) -> Assembly | None:
+        """The bytes are in their place, and checked. The payload if they were its last."""
+        with self._lock:
+            assembly = self._assemblies[chunk.number]
+            assembly.received += chunk.size
+            return assembly if assembly.complete else None
+
+    def take_waiting(self) -> set[int]:
+        """Readers that may find a place now: something was received or delivered since they asked."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, set()
+            return waiting
+
+    def deliver_next(self) -> tuple[bytes, memoryview | None] | None:
+        """The next message whose turn has come, with its payload; it counts as delivered."""
+        with self._lock:
+            done = self._delivered
+            if self._controls and self._controls[0].after <= done[BULK]:
+                held, lane, payload = self._controls.popleft(), CONTROL, None
+            elif self._bulks and self._bulks[0].after <= done[CONTROL] and self._is_whole():
+                held, lane = self._bulks.popleft(), BULK
+                payload = self._assemblies.pop(done[BULK]).view
+                self._claimed_bytes -= held.total
+            else:
+                return None
+            self._held_bytes -= len(held.head)
+            done[lane] += 1
+            return held.head, payload
+
+    # With the lock held
+
     @property
-    def is_stuck(self) -> bool:
+    def _is_stuck(self) -> bool:
         first = self._assemblies.get(self._delivered[BULK])
         return first is None or not first.complete
 
-    def message(self, frame: Frame) -> None:
+    def _message(self, frame: Frame) -> None:
         kind, number = frame.kind, frame.number
         if kind not in self._seen or (kind == CONTROL and frame.total):
             raise Violation("malformed", f"a frame of kind {kind!r} does not belong here")
         if frame.body.nbytes > self._limits.head_bytes_max:
             raise Violation("head_too_long", f"a head of {frame.body.nbytes} bytes is longer than {self._limits.head_bytes_max}")
         if number != self._seen[kind]:
-            return self._check_duplicate(frame, "order", f"message {number} came instead of {self._seen[kind]}")
+            return self._check_duplicate(frame, f"message {number} came instead of {self._seen[kind]}")
         behind = self._seen[BULK if kind == CONTROL else CONTROL]
         if frame.at > behind:
             raise Violation("order", f"a message must follow {frame.at} others, of which {behind} were sent")
@@ -140,61 +190,36 @@ class Inbox:
         self._held_bytes += len(held.head)
         self._recent.append((kind, number, frame.at, frame.check))
 
-    def must_wait(self, chunk: Frame) -> bool:
-        """This chunk must wait for earlier ones."""
+    def _must_wait(self, chunk: ChunkHeader) -> bool:
         first = self._delivered[BULK]
         if chunk.number > first:
             if chunk.number >= first + self._limits.assembling_max:
                 return True
-            if self._received_bytes + chunk.body.nbytes > self.payload_bytes_max:
+            if self._claimed_bytes + chunk.size > self.payload_bytes_max:
                 return True
         assembly = self._assemblies.get(chunk.number)
         return chunk.at > AHEAD_BYTES_MAX if assembly is None else assembly.is_far(chunk.at)
 
-    def check(self, chunk: Frame) -> None:
-        """The checks that need no earlier chunk."""
-        if chunk.kind != CHUNK or (chunk.total and not chunk.body.nbytes):
-            raise Violation("malformed", f"a frame of kind {chunk.kind!r} and {chunk.body.nbytes} bytes is not a chunk")
-        end = chunk.at + chunk.body.nbytes
+    def _check(self, chunk: ChunkHeader) -> None:
+        if chunk.size > self._limits.chunk_bytes or (chunk.total and not chunk.size):
+            raise Violation("malformed", f"a chunk of {chunk.size} bytes is empty, or larger than {self._limits.chunk_bytes}")
+        end = chunk.at + chunk.size
         if end > chunk.total:
             raise Violation("malformed", f"a chunk ends at {end}, beyond its payload of {chunk.total} bytes")
+        if chunk.number < self._delivered[BULK]:
+            raise Violation("unknown_transfer", f"a chunk belongs to bulk message {chunk.number}, which was delivered")
         self._check_total(chunk.number, chunk.total)
 
-    def chunk(self, chunk: Frame, now: float) -> Assembly | None:
-        """The payload if this was its last missing chunk."""
-        if chunk.number < self._delivered[BULK]:
-            delivered = f"a chunk belongs to bulk message {chunk.number}, which was delivered"
-            self._check_duplicate(chunk, "unknown_transfer", delivered)
-            return None
-        self._check_total(chunk.number, chunk.total)
+    def _assembly(self, chunk: ChunkHeader, now: float) -> Assembly:
         assembly = self._assemblies.get(chunk.number)
         if assembly is None:
             try:
                 assembly = self._assemblies[chunk.number] = Assembly(chunk.total, now)
             except (MemoryError, OSError) as error:
                 raise Violation("payload_too_big", f"there is no memory for a payload of {chunk.total} bytes") from error
-        if not assembly.place(chunk.at, chunk.body):
-            self._refused["duplicate"] += 1
-            return None
-        self._received_bytes += chunk.body.nbytes
-        self._recent.append((CHUNK, chunk.number, chunk.at, chunk.check))
-        return assembly if assembly.complete else None
-
-    def deliverable(self) -> Iterator[tuple[bytes, memoryview | None]]:
-        """Messages whose turn has come. Each counts as delivered when the caller asks for the next."""
-        done = self._delivered
-        while True:
-            if self._controls and self._controls[0].after <= done[BULK]:
-                held, lane, payload = self._controls.popleft(), CONTROL, None
-            elif self._bulks and self._bulks[0].after <= done[CONTROL] and self._is_whole():
-                held, lane = self._bulks.popleft(), BULK
-                payload = self._assemblies.pop(done[BULK]).view
-                self._received_bytes -= held.total
-            else:
-                return
-            self._held_bytes -= len(held.head)
-            done[lane] += 1
-            yield held.head, payload
+        elif assembly.complete:
+            raise Violation("overlap", f"a chunk of bulk message {chunk.number} came after its last byte")
+        return assembly
 
     def _is_whole(self) -> bool:
         assembly = self._assemblies.get(self._delivered[BULK])
@@ -210,8 +235,8 @@ class Inbox:
             text = f"the payload of bulk message {number} was announced with {announced} bytes and now with {total}"
             raise Violation("total_disagrees", text)
 
-    def _check_duplicate(self, frame: Frame, kind: str, text: str) -> None:
+    def _check_duplicate(self, frame: Frame, text: str) -> None:
         """An identical frame may arrive twice; any other frame with a past number is a violation."""
         if (frame.kind, frame.number, frame.at, frame.check) not in self._recent:
-            raise Violation(kind, text)
+            raise Violation("order", text)
         self._refused["duplicate"] += 1

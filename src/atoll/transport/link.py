@@ -1,12 +1,12 @@
-"""One link to one peer: a talk stream for messages, bulk streams for the chunks of payloads.
+"""One link to one peer: a talk stream for messages, bulk connections for the chunks of payloads.
 
-Four or more tasks share it in one event loop: a reader and a writer per stream. The first task to end ends the link, with its
-reason. The side that closes a link sends a close frame and then waits briefly for the peer to disconnect. The streams are
-different connections: if they were torn down at once, the peer might see a broken bulk stream before it reads the reason on
-the talk stream. For the same reason a close frame may overtake chunks that were sent before it, so the peer receives those
-chunks before it considers the link closed.
+The talk stream's reader and writer are tasks of one event loop; each bulk connection has a thread (`bulk.py`) that asks the link
+for chunks to send and for places of chunks received. The first of them to end ends the link, with its reason. The side that
+closes a link sends a close frame and then waits briefly for the peer to disconnect. They are different connections: if they were
+torn down at once, the peer might see a broken bulk connection before it reads the reason on the talk stream. For the same reason
+a close frame may overtake chunks that were sent before it, so the peer receives those chunks before it considers the link closed.
 
-A link is alive while anything arrives on any of its streams. Each end therefore sends a pulse on the talk stream every few
+A link is alive while anything arrives on any of its connections. Each end therefore sends a pulse on the talk stream every few
 seconds. Pulses are not answered: a prompt answer would prove that a link is fast, and a slow link would be taken for dead.
 Pulses leave a queue as often as they entered it, however long the queue is.
 """
@@ -20,9 +20,11 @@ from collections import Counter
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final, Protocol
 
-from atoll.transport.frames import BYE, PULSE, Buffers, Frame, LinkLimits, Violation, pack, unpack
+from atoll.transport.bulk import BulkConnection
+from atoll.transport.chunks import ChunkHeader
+from atoll.transport.frames import BYE, PULSE, Buffers, LinkLimits, Violation, pack, unpack
 from atoll.transport.inbox import Inbox
-from atoll.transport.outbox import Outbox
+from atoll.transport.outbox import Chunk, Outbox
 from atoll.transport.wire import FrameStream, StreamBroken
 
 CLOSE_SECONDS: Final = 1.0
@@ -71,8 +73,8 @@ class Link:
         self.peer = peer
         self.refused: Counter[str] = Counter() if refused is None else refused
         """Violations by the peer, by kind. All links of a server share one counter."""
-        self.bytes_sent = 0
-        self.bytes_received = 0
+        self._talk_bytes_sent = 0
+        self._talk_bytes_received = 0
         self.messages_sent = 0
         self.messages_received = 0
         self.bulk_bytes_per_second_up: float | None = None
@@ -86,8 +88,7 @@ class Link:
         self._thread = threading.get_ident()
         self._to_send, self._sent, self._delivered = Notifier(), Notifier(), Notifier()
         self._tasks: list[asyncio.Task[None]] = []
-        self._bulk_count = 0
-        self._waiting_readers = 0
+        self._bulks: Sequence[BulkConnection] = ()
         self._pulse_is_due = False
         self._ended = asyncio.Event()
         self._released = asyncio.Event()
@@ -101,6 +102,14 @@ class Link:
 
     def __repr__(self) -> str:
         return f"<link to {self.peer}{f', ended: {self._reason}' if self._reason else ''}>"
+
+    @property
+    def bytes_sent(self) -> int:
+        return self._talk_bytes_sent + sum(bulk.bytes_sent for bulk in self._bulks)
+
+    @property
+    def bytes_received(self) -> int:
+        return self._talk_bytes_received + sum(bulk.bytes_received for bulk in self._bulks)
 
     @property
     def payload_bytes_max(self) -> int:
@@ -125,10 +134,13 @@ class Link:
         if self._reason is not None:
             return
         overflow = self._outbox.put(head, payload, may_overtake)
-        if overflow is None:
+        if overflow is not None:
+            self.close(overflow)
+        elif payload is None:
             self._in_loop(self._to_send.notify_all)
         else:
-            self.close(overflow)
+            for bulk in self._bulks:
+                bulk.wake()
 
     @property
     def closed_here(self) -> bool:
@@ -141,27 +153,26 @@ class Link:
         self._in_loop(self._end, reason, pack(BYE, MESSAGE_REFUSED if refused else 0, body=(_encoded(reason),)), timeout)
 
     async def drain(self) -> None:
-        """Waits until gRPC accepted everything sent so far, or the link is closed."""
+        """Waits until the system accepted everything sent so far, or the link is closed."""
         wanted = self._outbox.put_count
         while self._reason is None and not self._outbox.has_written(wanted):
             await self._sent.wait()
 
     async def wait_closed(self) -> None:
-        """Waits until the link is closed and its streams are released."""
+        """Waits until the link is closed and its connections are released."""
         await self._released.wait()
 
     # For the two makers of links: the server and `dial`
 
-    def begin(self, talk: FrameStream, bulks: Sequence[FrameStream]) -> None:
-        self._bulk_count = len(bulks)
+    def begin(self, talk: FrameStream, bulks: Sequence[BulkConnection]) -> None:
+        self._bulks, self._inbox.readers = bulks, len(bulks)
         self._handler.opened(self)
-        jobs: list[Coroutine[Any, Any, None]] = [self._write_talk(talk), self._read_talk(talk)]
-        for bulk in bulks:
-            jobs += [self._write_bulk(bulk), self._read_bulk(bulk)]
-        jobs.append(self._watch())
+        jobs: list[Coroutine[Any, Any, None]] = [self._write_talk(talk), self._read_talk(talk), self._watch()]
         self._tasks = [asyncio.create_task(job) for job in jobs]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
+        for reader, bulk in enumerate(bulks):
+            bulk.begin(self, reader)
 
     async def run_until_closed(self) -> None:
         """Cancelling this coroutine breaks the link."""
@@ -175,6 +186,8 @@ class Link:
             finally:
                 for task in self._tasks:
                     task.cancel()
+                for bulk in self._bulks:
+                    bulk.close()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 self._released.set()
 
@@ -208,13 +221,16 @@ class Link:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
+        self._failed(StreamBroken("the peer went away") if error is None else error)
+
+    def _failed(self, error: BaseException) -> None:
         if isinstance(error, Violation):
             self._refuse(error)
-        elif isinstance(error, StreamBroken) or error is None:
-            self.connection_lost("the peer went away" if error is None else str(error))
+        elif isinstance(error, StreamBroken):
+            self.connection_lost(str(error))
         else:
             self._end(f"a bug here: {error!r}", pack(BYE, body=(b"a bug",)))
-            self._loop.call_exception_handler({"message": f"in {self!r}", "exception": error, "task": task})
+            self._loop.call_exception_handler({"message": f"in {self!r}", "exception": error})
 
     def _refuse(self, violation: Violation) -> None:
         if self._reason is None:
@@ -237,7 +253,7 @@ class Link:
             if frame is not None:
                 await self._write(talk, frame)
                 self._outbox.wrote_message()
-                self.bytes_sent += len(frame)
+                self._talk_bytes_sent += len(frame)
                 self.messages_sent += 1
                 self._sent.notify_all()
             elif self._pulse_is_due:
@@ -252,7 +268,7 @@ class Link:
     async def _read_talk(self, talk: FrameStream) -> None:
         """Reads on after a violation: the end of this stream shows that the peer has read the reason."""
         while (data := await talk.read()) is not None:
-            self.bytes_received += len(data)
+            self._talk_bytes_received += len(data)
             try:
                 if self._is_close(data):
                     return await self._finish_inbox()
@@ -285,18 +301,18 @@ class Link:
 
     def _deliver(self) -> None:
         moved = False
-        for head, payload in self._inbox.deliverable():
+        while self._reason is None and (message := self._inbox.deliver_next()) is not None:
             moved = True
             self.messages_received += 1
-            self._handler.arrived(self, head, payload)
-            if self._reason is not None:
-                break
+            self._handler.arrived(self, *message)
         if moved:
             self._make_room()
+            self._delivered.notify_all()
 
     def _make_room(self) -> None:
-        self._waiting_readers = 0
-        self._delivered.notify_all()
+        """From any thread."""
+        for reader in self._inbox.take_waiting():
+            self._bulks[reader].wake()
 
     async def _watch(self) -> None:
         """Counts turns, not seconds: a process that was suspended for a minute finds the bytes of that minute at its next
@@ -311,47 +327,31 @@ class Link:
             if silent_pulses == SILENT_PULSES_MAX:
                 self.connection_lost(f"nothing came for {SILENT_PULSES_MAX * self._limits.pulse_seconds:g} s")
 
-    # The bulk streams
+    # The bulk connections, each in its thread
 
-    async def _write_bulk(self, bulk: FrameStream) -> None:
-        while self._reason is None:
-            chunk = self._outbox.next_chunk(self._loop.time())
-            if chunk is None:
-                await self._to_send.wait()
-                continue
-            await self._write(bulk, chunk.frame)
-            self.bytes_sent += len(chunk.frame)
-            if self._outbox.mark_sent(chunk):
-                transfer = chunk.transfer
-                if transfer.total > self._limits.chunk_bytes and transfer.started is not None:
-                    self.bulk_bytes_per_second_up = transfer.total / max(self._loop.time() - transfer.started, 1e-9)
-                self._to_send.notify_all()
-        # `_task_ended` would take the end of this task for a broken stream, so it waits until the link releases its streams.
-        await self._released.wait()
+    def next_chunk(self, now: float) -> Chunk | None:
+        return self._outbox.next_chunk(now) if self._reason is None else None
 
-    async def _read_bulk(self, bulk: FrameStream) -> None:
-        while (data := await bulk.read()) is not None:
-            self.bytes_received += len(data)
-            if self._reason is not None:
-                continue
-            chunk = unpack(data)
-            self._inbox.check(chunk)
-            while self._inbox.must_wait(chunk) and self._reason is None:
-                await self._wait_for_earlier(chunk)
-            assembly = self._inbox.chunk(chunk, self._loop.time())
-            if self._waiting_readers:
-                self._make_room()
-            if assembly is not None:
-                if assembly.total > self._limits.chunk_bytes:
-                    self.bulk_bytes_per_second_down = assembly.total / max(self._loop.time() - assembly.started, 1e-9)
-                self._deliver()
+    def chunk_sent(self, chunk: Chunk, now: float) -> None:
+        if self._outbox.mark_sent(chunk):
+            transfer = chunk.transfer
+            if transfer.total > self._limits.chunk_bytes and transfer.started is not None:
+                self.bulk_bytes_per_second_up = transfer.total / max(now - transfer.started, 1e-9)
+            self._in_loop(self._to_send.notify_all)
 
-    async def _wait_for_earlier(self, chunk: Frame) -> None:
-        """`_make_room` resets the count: a reader that was woken and has not run yet no longer waits."""
-        self._waiting_readers += 1
-        if self._waiting_readers == self._bulk_count and self._inbox.is_stuck:
-            raise Violation("order", f"the chunk of bulk message {chunk.number} at {chunk.at} came before the chunks it follows")
-        await self._delivered.wait()
+    def claim(self, chunk: ChunkHeader, now: float, reader: int) -> memoryview | None:
+        return self._inbox.claim(chunk, now, reader) if self._reason is None else None
+
+    def chunk_received(self, chunk: ChunkHeader, now: float) -> None:
+        assembly = self._inbox.received(chunk)
+        self._make_room()
+        if assembly is not None:
+            if assembly.total > self._limits.chunk_bytes:
+                self.bulk_bytes_per_second_down = assembly.total / max(now - assembly.started, 1e-9)
+            self._in_loop(self._deliver)
+
+    def connection_failed(self, error: BaseException) -> None:
+        self._in_loop(self._failed, error)
 
 
 def _encoded(reason: str) -> bytes:

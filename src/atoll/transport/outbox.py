@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-from atoll.transport.frames import BULK, CHUNK, CONTROL, Buffers, LinkLimits, pack
+from atoll.transport.chunks import ChunkHeader, pack_chunk
+from atoll.transport.frames import BULK, CONTROL, Buffers, LinkLimits, SharedBuffers, frame_checksum, pack
 
 
 class Control(NamedTuple):
@@ -21,7 +22,7 @@ class Control(NamedTuple):
 
 
 class Transfer:
-    """A bulk message. It releases its buffers when gRPC has accepted all of them."""
+    """A bulk message. It releases its buffers when the system has taken all of them."""
 
     def __init__(self, number: int, after: int, head: bytes, payload: Buffers) -> None:
         self.number = number
@@ -29,6 +30,7 @@ class Transfer:
         self.head = head
         self.pieces = [view for piece in payload if (view := memoryview(piece).cast("B")).nbytes]
         self.total = sum(piece.nbytes for piece in self.pieces)
+        self.checks = payload.checks if isinstance(payload, SharedBuffers) else None
         self.taken = 0
         self.sent_bytes = 0
         self.is_sent = False
@@ -50,15 +52,24 @@ class Transfer:
                 self._piece, self._within = self._piece + 1, 0
         return parts
 
+    def check_of(self, offset: int, size: int, parts: list[memoryview]) -> int:
+        if self.checks is None:
+            return frame_checksum(*parts)
+        found = self.checks.get((offset, size))
+        if found is None:
+            found = self.checks[offset, size] = frame_checksum(*parts)
+        return found
+
 
 class Chunk(NamedTuple):
     transfer: Transfer
     size: int
-    frame: bytes
+    header: bytes
+    parts: list[memoryview]
 
 
 class Outbox:
-    """`put` may be called from any thread; everything else only from the loop's."""
+    """`put`, `next_chunk` and `mark_sent` may be called from any thread; everything else only from the loop's."""
 
     def __init__(self, limits: LinkLimits) -> None:
         self._limits = limits
@@ -125,19 +136,21 @@ class Outbox:
                 transfer.started = now
             offset = transfer.taken
             parts = transfer.take(self._limits.chunk_bytes)
+            size = transfer.taken - offset
             if transfer.taken == transfer.total:
                 self._unchunked.popleft()
-        return Chunk(transfer, transfer.taken - offset, pack(CHUNK, transfer.number, offset, transfer.total, parts))
+        check = transfer.check_of(offset, size, parts)
+        return Chunk(transfer, size, pack_chunk(ChunkHeader(transfer.number, offset, transfer.total, size, check)), parts)
 
     def mark_sent(self, chunk: Chunk) -> bool:
-        """gRPC accepted this chunk. True if it was the last of its payload."""
+        """The system took this chunk. True if it was the last of its payload."""
         transfer = chunk.transfer
-        transfer.sent_bytes += chunk.size
-        if transfer.sent_bytes < transfer.total:
-            return False
-        transfer.is_sent = True
-        transfer.pieces.clear()
         with self._lock:
+            transfer.sent_bytes += chunk.size
+            if transfer.sent_bytes < transfer.total:
+                return False
+            transfer.is_sent = True
+            transfer.pieces.clear()
             self._bytes -= transfer.total
         return True
 

@@ -1,9 +1,10 @@
-"""Accepts links. A link is complete when its talk stream was admitted and all of its bulk streams are connected.
+"""Accepts links. A link is complete when its talk stream was admitted and all of its bulk connections are there.
 
-The streams arrive on different connections. A random session number, drawn by the client for every attempt, matches them. A
-bulk stream must also repeat the metadata of its talk stream, so an attacker who guesses the number still needs the token.
+They are different connections. A random session number, drawn by the client for every attempt, matches them. The talk stream is
+admitted by what its metadata shows; the answer to it is a key, which only this client can read. A bulk connection belongs to the
+session if it shows that key, and the same certificate. Whatever else it shows, it is closed without an answer.
 
-No message of a stream is read before its metadata was checked. A connection without an admitted stream is closed by the door
+No message of a stream is read before its metadata was checked. A connection that is not admitted is closed by the door
 (`door.py`) after a few seconds, and earlier where there are too many of them.
 """
 
@@ -11,36 +12,42 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import inspect
 import logging
+import secrets
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
+from atoll.errors import UserError
+from atoll.transport.acceptor import EVERY_KIND, ONLY_BULK, ONLY_GRPC, Acceptor
+from atoll.transport.bulk import THREADS_MAX, BulkSocket, IoThreads
+from atoll.transport.chunks import KEY_BYTES, SESSION_BYTES, BulkHello
 from atoll.transport.credentials import ServerCredentials
-from atoll.transport.door import Caps, Door, endpoint_of_peer
+from atoll.transport.door import Caps, Door, Endpoint
 from atoll.transport.frames import ANSWER, READY, REFUSAL, WELCOME, LinkLimits, Refused, Violation, pack
 from atoll.transport.link import CLOSE_SECONDS, Handler, Link
-from atoll.transport.sockets import AcceptedSockets, open_files_limit
+from atoll.transport.private import PrivateAddress
+from atoll.transport.sockets import open_files_limit
 from atoll.transport.uploads import UPLOAD_BYTES_PER_SECOND_LEAST, Sink, receive
-from atoll.transport.wire import Context, GrpcStream, Listener, Metadata, StreamBroken, metadata_of, refuse
+from atoll.transport.wire import CERTIFICATE_KEY, Context, GrpcStream, Listener, Metadata, StreamBroken, metadata_of, refuse
 
 log = logging.getLogger("atoll.door")
 
 SESSION_KEY: Final = "atoll-session"
 COUNT_KEY: Final = "atoll-connections"
-INDEX_KEY: Final = "atoll-connection"
-NONCE_CHARACTERS: Final = 32
+SESSION_CHARACTERS: Final = 2 * SESSION_BYTES
 CONNECTIONS_MAX: Final = 16
 OPENING_SECONDS: Final = 10.0
 CALL_SECONDS: Final = 10.0
 """From a call's admission to the last byte of its message."""
 LOOK_SECONDS: Final = 0.5
 LOOK_AGAIN_SECONDS: Final = 0.2
-"""How often the door looks at the connections, and how often while some are not admitted. gRPC accepts at most about 4,000 a
-second, so under 1,024 open files it may be full for that long."""
+"""How often the door looks at the connections, and how often while some are not admitted. The table may be full for that long."""
 DOOR_LINE_SECONDS: Final = 10.0
 
 Answer: TypeAlias = Awaitable[bytes] | bytes
@@ -48,14 +55,18 @@ Answer: TypeAlias = Awaitable[bytes] | bytes
 
 @dataclass
 class _Session:
-    """A link whose bulk streams are not all connected yet."""
+    """A link whose bulk connections are not all there yet."""
 
     peer: str
-    metadata: dict[str, str]
-    bulks: dict[int, GrpcStream] = field(default_factory=dict)
+    certificate: str | None
+    count: int
+    """Bulk connections that it is to have."""
+    key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES))
+    bulks: dict[int, BulkSocket] = field(default_factory=dict)
+    admitted: ExitStack = field(default_factory=ExitStack)
+    """Keeps the bulk connections open at the door."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     is_replaced: bool = False
-    over: asyncio.Event = field(default_factory=asyncio.Event)
     link: Link | None = None
 
 
@@ -67,9 +78,10 @@ class Server:
         limits: LinkLimits | None = None,
         credentials: ServerCredentials | None = None,
         caps: Caps | None = None,
+        bulk_port: int | None = None,
     ) -> None:
         """`admit` reads a client's metadata and returns the peer's name, or raises Refused. `caps` follow by default from the
-        limit of open files."""
+        limit of open files. `bulk_port`: a port of its own for bulk connections; 0 takes a free one."""
         self.refused: Counter[str] = Counter()
         """Violations by clients, by kind. "duplicate" counts frames that were dropped without harm."""
         self._handler = handler
@@ -78,11 +90,16 @@ class Server:
         self._credentials = credentials
         self._payload_bytes_max = self._limits.payload_bytes_max
         self._queue_bytes_max = self._limits.queue_bytes_max
-        self._sessions: dict[str, _Session] = {}
+        self.bulk_port = bulk_port
+        """None: payloads come on the port of `start`."""
+        self._sessions: dict[bytes, _Session] = {}
         self._links: set[Link] = set()
         self._calls: dict[str, tuple[Callable[[Metadata, bytes], Answer], Callable[[Metadata], object]]] = {}
         self._uploads: dict[str, Callable[[Metadata], Sink | bytes]] = {}
         self._listener: Listener | None = None
+        self._acceptor: Acceptor | None = None
+        self._private: PrivateAddress | None = None
+        self._threads = IoThreads(THREADS_MAX)
         self._door = Door(caps or Caps.from_open_files(open_files_limit()))
         self._looking: asyncio.Task[None] | None = None
 
@@ -123,13 +140,24 @@ class Server:
 
     async def start(self, address: str) -> str:
         """Listens, and returns the address with the port that was bound."""
-        self._listener = Listener(self._limits, self._door.caps.connections, self._door.caps.admission_seconds)
+        caps, self._private = self._door.caps, PrivateAddress()
+        acceptor = self._acceptor = Acceptor(caps.connections, self._limits.stall_seconds, self._private, self._take_bulk)
+        self._listener = Listener(self._limits, caps.connections, caps.admission_seconds)
         calls = {name: self._caller(*call) for name, call in self._calls.items()}
         uploads = {name: self._uploader(begin) for name, begin in self._uploads.items()}
-        self._listener.serve({"Talk": self._talk, "Bulk": self._bulk}, calls | uploads)
-        port = await self._listener.start(address, self._credentials)
-        self._looking = asyncio.create_task(self._keep_door(AcceptedSockets(port)))
-        return f"{address.rpartition(':')[0]}:{port}"
+        self._listener.serve({"Talk": self._talk}, calls | uploads)
+        await self._listener.start(self._private.name, self._credentials)
+        self._private.listening()
+        host = address.rpartition(":")[0]
+        try:
+            if self.bulk_port is not None:
+                self.bulk_port = acceptor.listen(f"{host}:{self.bulk_port}", ONLY_BULK)
+            port = acceptor.listen(address, EVERY_KIND if self.bulk_port is None else ONLY_GRPC)
+        except UserError:
+            await self.stop(0.0)
+            raise
+        self._looking = asyncio.create_task(self._keep_door(acceptor))
+        return f"{host}:{port}"
 
     async def stop(self, grace: float) -> None:
         """Closes every link; a link that is not closed after `grace` seconds is cut."""
@@ -143,6 +171,11 @@ class Server:
         if self._listener is not None:
             listener, self._listener = self._listener, None
             await listener.stop(grace)
+        if self._acceptor is not None:
+            self._acceptor.stop()
+        if self._private is not None:
+            self._private.close()
+        self._threads.stop()
         if self._looking is not None:
             self._looking.cancel()
             ending.append(self._looking)
@@ -150,19 +183,13 @@ class Server:
 
     # The door
 
-    async def _keep_door(self, sockets: AcceptedSockets) -> None:
-        """Looks from another thread: under attack it makes hundreds of system calls, between which the loop goes on."""
+    async def _keep_door(self, acceptor: Acceptor) -> None:
         loop, closed, next_line = asyncio.get_running_loop(), 0, 0.0
-
-        def look() -> None:
-            with contextlib.suppress(OSError):  # no descriptor is left to look with: gRPC's own limits hold meanwhile
-                self._door.update(sockets.scan(), loop.time())
-                received = {endpoint: sockets.received(endpoint) for endpoint in self._door.unadmitted}
-                for endpoint in self._door.to_close(loop.time(), received):
-                    sockets.close(endpoint)
-
         while True:
-            await asyncio.to_thread(look)
+            self._door.update(acceptor.endpoints, loop.time())
+            received = {endpoint: acceptor.received(endpoint) for endpoint in self._door.unadmitted}
+            for endpoint in self._door.to_close(loop.time(), received):
+                acceptor.close(endpoint)
             total = self._door.closed.total()
             if total > closed and loop.time() >= next_line:
                 log.warning("closed %d connections that were not admitted: %s", total - closed, dict(+self._door.closed))
@@ -170,26 +197,26 @@ class Server:
             await asyncio.sleep(LOOK_AGAIN_SECONDS if self._door.unadmitted else LOOK_SECONDS)
 
     def _admitted(self, context: Context) -> AbstractContextManager[None]:
-        endpoint = endpoint_of_peer(context.peer())
+        endpoint = self._acceptor.endpoint(context.peer()) if self._acceptor is not None else None
         return nullcontext() if endpoint is None else self._door.admitted(endpoint, asyncio.get_running_loop().time)
 
     # Streams
 
     async def _talk(self, _: object, context: Context) -> None:
         try:
-            nonce, session, count = self._new_session(metadata_of(context))
+            number, session = self._new_session(metadata_of(context))
         except Refused as refusal:
             self.refused["admit"] += 1
             await refuse(context, refusal)
         with self._admitted(context):
-            await self._talk_in(session, nonce, count, context)
+            await self._talk_in(session, number, context)
 
-    async def _talk_in(self, session: _Session, nonce: str, count: int, context: Context) -> None:
+    async def _talk_in(self, session: _Session, number: bytes, context: Context) -> None:
         talk = GrpcStream(context)
         try:
-            await talk.write(pack(WELCOME))
+            await talk.write(pack(WELCOME, self.bulk_port or 0, body=(session.key,)))
             async with asyncio.timeout(OPENING_SECONDS):
-                while len(session.bulks) < count and not session.is_replaced:
+                while len(session.bulks) < session.count and not session.is_replaced:
                     session.changed.clear()
                     await session.changed.wait()
             if session.is_replaced:
@@ -197,16 +224,23 @@ class Server:
             await self._hold(session, Link(session.peer, self._handler, self._limits, self.refused), talk)
         except TimeoutError:
             self.refused["session"] += 1
-            await refuse(context, Refused(f"only {len(session.bulks)} of {count} bulk connections arrived", retry=True))
+            arrived = f"only {len(session.bulks)} of {session.count} bulk connections arrived"
+            await refuse(context, Refused(arrived, retry=True))
         except StreamBroken:
             return  # it was no link yet, so no handler knows of it
         finally:
-            del self._sessions[nonce]
-            session.over.set()
+            del self._sessions[number]
+            for bulk in session.bulks.values():
+                bulk.close()
+            session.admitted.close()
 
-    def _new_session(self, metadata: dict[str, str]) -> tuple[str, _Session, int]:
-        nonce, count = metadata.get(SESSION_KEY, ""), metadata.get(COUNT_KEY, "")
-        if len(nonce) != NONCE_CHARACTERS or nonce in self._sessions:
+    def _new_session(self, metadata: dict[str, str]) -> tuple[bytes, _Session]:
+        shown, count = metadata.get(SESSION_KEY, ""), metadata.get(COUNT_KEY, "")
+        try:
+            number = bytes.fromhex(shown) if len(shown) == SESSION_CHARACTERS else b""
+        except ValueError:
+            number = b""
+        if len(number) != SESSION_BYTES or number in self._sessions:
             raise Refused("the session number is malformed or already in use")
         if not count.isdecimal() or len(count) > 4 or not 1 <= int(count) <= CONNECTIONS_MAX:
             raise Refused(f"a link has 1 to {CONNECTIONS_MAX} bulk connections, not {count[:20]!r}")
@@ -215,8 +249,8 @@ class Server:
             if other.peer == peer and other.link is None:
                 other.is_replaced = True
                 other.changed.set()
-        session = self._sessions[nonce] = _Session(peer, _session_metadata(metadata))
-        return nonce, session, int(count)
+        session = self._sessions[number] = _Session(peer, metadata.get(CERTIFICATE_KEY), int(count))
+        return number, session
 
     async def _hold(self, session: _Session, link: Link, talk: GrpcStream) -> None:
         """Registers the link before the client learns that it is ready, so that `stop` at that moment still closes it."""
@@ -230,24 +264,37 @@ class Server:
         finally:
             self._links.discard(link)
 
-    async def _bulk(self, _: object, context: Context) -> None:
-        metadata = metadata_of(context)
-        session = self._sessions.get(metadata.get(SESSION_KEY, ""))
-        index = metadata.get(INDEX_KEY, "")
-        known = (
-            session is not None and session.metadata == _session_metadata(metadata) and index in map(str, range(CONNECTIONS_MAX))
-        )
-        if session is None or not known or session.link is not None or int(index) in session.bulks:
-            self.refused["session"] += 1
-            await refuse(context, Refused("this bulk connection belongs to no session"))
-        session.bulks[int(index)] = GrpcStream(context)
-        session.changed.set()
+    # Bulk connections
+
+    def _take_bulk(
+        self, sock: socket.socket, endpoint: Endpoint, closed: Callable[[], None]
+    ) -> tuple[socket.socket, Callable[[], None]] | None:
+        loop = asyncio.get_running_loop()
+
+        def in_loop(function: Callable[..., None], *arguments: object) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(function, *arguments)
+
+        def greeted(bulk: BulkSocket, hello: BulkHello, certificate: str | None) -> None:
+            in_loop(self._greeted, bulk, hello, certificate, endpoint)
+
+        context = self._credentials.bulk if self._credentials is not None else None
         try:
-            with self._admitted(context):
-                await session.over.wait()
-        finally:
-            if session.link is not None:
-                session.link.connection_lost("a bulk connection was cancelled")
+            bulk = BulkSocket.accepted(sock, context, self._threads.next(), self._limits, greeted, lambda _: in_loop(closed))
+        except OSError:  # the client is gone
+            return None
+        return bulk.sock, bulk.close
+
+    def _greeted(self, bulk: BulkSocket, hello: BulkHello, certificate: str | None, endpoint: Endpoint) -> None:
+        session = self._sessions.get(hello.session)
+        known = session is not None and hmac.compare_digest(session.key, hello.key) and session.certificate == certificate
+        if session is None or not known or session.link or hello.place >= session.count or hello.place in session.bulks:
+            self.refused["session"] += 1
+            bulk.close()
+            return
+        session.admitted.enter_context(self._door.admitted(endpoint, asyncio.get_running_loop().time))
+        session.bulks[hello.place] = bulk
+        session.changed.set()
 
     # Calls
 
@@ -309,11 +356,6 @@ class Server:
 
 def _refusal(refusal: Refused) -> bytes:
     return pack(REFUSAL, int(refusal.retry), body=(refusal.reason.encode(),))
-
-
-def _session_metadata(metadata: Mapping[str, str]) -> dict[str, str]:
-    """The metadata that all streams of a session share: without gRPC's own and the connection's index."""
-    return {key: value for key, value in metadata.items() if key not in (INDEX_KEY, "user-agent")}
 
 
 async def _resolve(answer: Answer) -> bytes:

@@ -6,8 +6,6 @@ gRPC serialises nothing: handlers are generic and messages are bytes.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn, Protocol, TypeAlias
@@ -15,10 +13,8 @@ from typing import Any, Final, NoReturn, Protocol, TypeAlias
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from atoll.errors import UserError
 from atoll.transport.credentials import ClientCredentials, ServerCredentials
 from atoll.transport.frames import LinkFailed, LinkLimits, Refused
-from atoll.transport.keys import split_address
 
 Metadata: TypeAlias = Mapping[str, str]
 Option: TypeAlias = tuple[str, int | str]
@@ -202,41 +198,12 @@ class Listener:
             methods = {name: grpc.stream_stream_rpc_method_handler(function) for name, function in handlers.items()}
             self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, methods),))
 
-    async def start(self, address: str, credentials: ServerCredentials | None) -> int:
-        try:
-            if credentials is None:
-                port: int = self._server.add_insecure_port(address)
-            else:
-                port = self._server.add_secure_port(address, credentials.inner)
-        except RuntimeError as error:
-            await self._server.stop(None)  # otherwise it warns when it is garbage-collected
-            raise _cannot_listen(address) from error
+    async def start(self, address: str, credentials: ServerCredentials | None) -> None:
+        if credentials is None:
+            self._server.add_insecure_port(address)
+        else:
+            self._server.add_secure_port(address, credentials.inner)
         await self._server.start()
-        return port
 
     async def stop(self, grace: float) -> None:
         await self._server.stop(grace)
-
-
-def refuse_taken(address: str) -> None:
-    """Fails early, before a run is prepared, if the port is taken; the probe releases it again. As with gRPC, one free address
-    of a host name is enough. An unknown host name is left to gRPC, which has a message of its own."""
-    host, port = split_address(address)
-    with contextlib.suppress(socket.gaierror):
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if port else []
-        if found and not any(_is_free(family, where) for family, _, _, _, where in found):
-            raise _cannot_listen(address)
-
-
-def _is_free(family: int, where: Any) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ignores TIME_WAIT connections of a dead syncer
-            probe.bind(where)
-    except OSError:
-        return False
-    return True
-
-
-def _cannot_listen(address: str) -> UserError:
-    return UserError(f"cannot listen on {address}: the port is taken or the address is not one of this machine")

@@ -1,4 +1,4 @@
-"""Who is told in these tests, and streams without a network whose order of arrival a seed decides."""
+"""Who is told in these tests, and connections without a network whose order of arrival a seed decides."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from atoll.transport import Link, LinkLimits, Refused, Server, ServerCredentials
+from atoll.transport.bulk import Traffic
+from atoll.transport.chunks import CHUNK_HEADER_BYTES, unpack_chunk
+from atoll.transport.frames import Violation
 from atoll.transport.link import Notifier
+from atoll.transport.wire import StreamBroken
 
 PATIENCE_SECONDS = 60.0
 """Against hanging only: any thread may stall for seconds."""
@@ -118,27 +122,78 @@ def pipes(rng: random.Random | None = None) -> tuple[End, End, Pipe]:
     return End(back, there), End(there, back), there
 
 
+class MemoryBulk:
+    """A bulk connection over pipes, in the loop's own thread."""
+
+    def __init__(self, incoming: Pipe, outgoing: Pipe) -> None:
+        self.bytes_sent = self.bytes_received = 0
+        self._incoming, self._outgoing = incoming, outgoing
+        self._woken = Notifier()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def begin(self, traffic: Traffic, reader: int) -> None:
+        jobs = (self._write(traffic), self._read(traffic, reader))
+        self._tasks = [asyncio.create_task(self._until_broken(job, traffic)) for job in jobs]
+
+    def wake(self) -> None:
+        self._woken.notify_all()
+
+    def close(self) -> None:
+        self._outgoing.finish()
+        for task in self._tasks:
+            task.cancel()
+
+    async def _until_broken(self, job: Coroutine[Any, Any, None], traffic: Traffic) -> None:
+        try:
+            await job
+        except (Violation, StreamBroken) as error:
+            traffic.connection_failed(error)
+
+    async def _write(self, traffic: Traffic) -> None:
+        now = asyncio.get_running_loop().time
+        while True:
+            chunk = traffic.next_chunk(now())
+            if chunk is None:
+                await self._woken.wait()
+                continue
+            await self._outgoing.put(chunk.header + b"".join(chunk.parts))
+            self.bytes_sent += CHUNK_HEADER_BYTES + chunk.size
+            traffic.chunk_sent(chunk, now())
+
+    async def _read(self, traffic: Traffic, reader: int) -> None:
+        now = asyncio.get_running_loop().time
+        while (data := await self._incoming.get()) is not None:
+            self.bytes_received += len(data)
+            header = unpack_chunk(data[:CHUNK_HEADER_BYTES])
+            while (place := traffic.claim(header, now(), reader)) is None:
+                await self._woken.wait()
+            place[:] = data[CHUNK_HEADER_BYTES:]
+            traffic.chunk_received(header, now())
+        raise StreamBroken("the peer went away")
+
+
 @asynccontextmanager
 async def paired(
     a: Recorder, b: Recorder, limits: LinkLimits, rng: random.Random | None = None
 ) -> AsyncIterator[tuple[Link, Link, list[Pipe]]]:
     """Two links without a network; the pipes lead from the first to the second, the talk stream's is the first of them."""
-    streams = [pipes(rng) for _ in range(1 + limits.connections)]
+    talk = pipes(rng)
+    ways = [(Pipe(rng), Pipe(rng)) for _ in range(limits.connections)]
     left, right = Link("right", a, limits), Link("left", b, limits)
-    left.begin(streams[0][0], [stream[0] for stream in streams[1:]])
-    right.begin(streams[0][1], [stream[1] for stream in streams[1:]])
+    left.begin(talk[0], [MemoryBulk(back, there) for there, back in ways])
+    right.begin(talk[1], [MemoryBulk(there, back) for there, back in ways])
 
     async def hold(link: Link, side: int) -> None:
         await link.run_until_closed()
-        for stream in streams:
-            stream[side].finish()
+        talk[side].finish()
 
     running = [asyncio.create_task(hold(left, 0)), asyncio.create_task(hold(right, 1))]
+    from_left = [talk[2], *(there for there, _ in ways)]
     try:
-        yield left, right, [stream[2] for stream in streams]
+        yield left, right, from_left
     finally:
-        for stream in streams:
-            stream[2].gate.set()
+        for pipe in from_left:
+            pipe.gate.set()
         left.close("the test is over")
         await asyncio.gather(*running)
 

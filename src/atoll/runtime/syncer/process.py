@@ -61,7 +61,7 @@ from atoll.runtime.syncer.rollback import RollbackRequests
 from atoll.runtime.syncer.uploads import ModelUploads
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.weights import THETA_FILE
-from atoll.transport import CERTIFICATE_KEY, Link, LinkLimits, Refused, Server, ServerCredentials
+from atoll.transport import CERTIFICATE_KEY, Buffers, Link, LinkLimits, Refused, Server, ServerCredentials, SharedBuffers
 
 log = logging.getLogger("atoll.syncer")
 rate_limited("grpc._cython.cygrpc")  # it logs a traceback for each write to a peer that does not read
@@ -83,9 +83,9 @@ NOTIFY_SECONDS = 10
 class SyncerProcess:
     def __init__(
         self, directory: SyncerDirectory, listen: str, credentials: ServerCredentials | None = None,
-        key_warnings: Callable[[], Iterable[str]] = tuple,
+        key_warnings: Callable[[], Iterable[str]] = tuple, bulk_port: int | None = None,
     ) -> None:  # fmt: skip
-        """`key_warnings` says, every day, which of its own keys expire soon."""
+        """`key_warnings` says, every day, which of its own keys expire soon. `bulk_port`: of payloads, where it is another."""
         self._directory = directory
         self._key_warnings = key_warnings
         self._revoked_seen = 0
@@ -94,10 +94,10 @@ class SyncerProcess:
         self._links: dict[LearnerId, _Peer] = {}
         self._shown: dict[LearnerId, dict[str, str]] = {}
         """What each learner showed when it connected last."""
-        self._payloads: OrderedDict[tuple[int, OuterStep, bool], wire.Buffers | None] = OrderedDict()
+        self._payloads: OrderedDict[tuple[int, OuterStep, bool], Buffers | None] = OrderedDict()
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
         limits = LinkLimits(assembling_max=4 + 2 * self._config.protocol.overlap)
-        self._server = Server(self, self._admit, limits, credentials)
+        self._server = Server(self, self._admit, limits, credentials, bulk_port=bulk_port)
         directory.places.certified = credentials is not None
         self._server.on_call("Join", self._join, directory.places.check_token)
         self._server.on_upload("Upload", ModelUploads(directory, self._warm_up).begin)
@@ -495,13 +495,13 @@ class SyncerProcess:
         member = self._directory.machine.roster.get(learner)
         return member.incarnation if member is not None else -1
 
-    def _payload(self, send: Send, body: Announce) -> wire.Buffers | None:
+    def _payload(self, send: Send, body: Announce) -> Buffers | None:
         """All learners get the same bytes: encoded once and cached while more learners are likely to need them."""
         key = (body.fragment, body.outer_step, body.previous == NO_VERSION)
         if key not in self._payloads:
             assert self._directory.executor is not None
             payload = self._directory.executor.payload_for(send)
-            self._payloads[key] = wire.to_buffers(payload) if payload is not None else None
+            self._payloads[key] = SharedBuffers(wire.to_buffers(payload) or ()) if payload is not None else None
             while len(self._payloads) > 2 + self._config.protocol.overlap:
                 self._payloads.popitem(last=False)
         return self._payloads[key]

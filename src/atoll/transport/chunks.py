@@ -1,0 +1,77 @@
+"""What travels on a bulk connection: a preface, a hello, then chunks of payloads.
+
+    preface  8 bytes   in the clear, before TLS: it tells the front door (`acceptor.py`) a bulk connection from gRPC's
+    hello              session 16, key 32, place 1: which link this connection belongs to, and the proof
+    chunk              a header, then a part of a payload
+
+The header of a chunk:
+
+    kind    4 bytes   "chnk"
+    size    4 bytes   how many bytes follow
+    number  8 bytes   the number of its bulk message
+    at      8 bytes   its offset in the payload
+    total   8 bytes   the size of the payload
+    body    4 bytes   the low half of xxh3-64 of the bytes that follow
+    check   4 bytes   the low half of xxh3-64 of the fields above
+
+All fields are little-endian. The header has a checksum of its own because its reader acts on it before the body is there: a
+damaged size would leave it waiting for bytes that nobody sends. The checksum of the body does not depend on the message's number,
+so a payload that goes to many peers is hashed once.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+from atoll.transport.frames import CHUNK, Buffer, Violation, frame_checksum
+
+PREFACE: Final = b"ATOLL/1\n"
+"""Neither TLS (its first byte is 22) nor HTTP/2 (it begins with "PRI") begins so."""
+SESSION_BYTES: Final = 16
+KEY_BYTES: Final = 32
+
+_HELLO: Final = struct.Struct(f"<{SESSION_BYTES}s{KEY_BYTES}sB")
+_FIELDS: Final = struct.Struct("<4sIQQQI")
+_CHECK: Final = struct.Struct("<I")
+HELLO_BYTES: Final = _HELLO.size
+CHUNK_HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
+
+
+class BulkHello(NamedTuple):
+    session: bytes
+    key: bytes
+    place: int
+    """Its number among the connections of the link."""
+
+
+class ChunkHeader(NamedTuple):
+    number: int
+    at: int
+    total: int
+    size: int
+    check: int
+
+
+def pack_hello(hello: BulkHello) -> bytes:
+    return _HELLO.pack(*hello)
+
+
+def unpack_hello(data: Buffer) -> BulkHello:
+    return BulkHello(*_HELLO.unpack(data))
+
+
+def pack_chunk(header: ChunkHeader) -> bytes:
+    fields = _FIELDS.pack(CHUNK, header.size, header.number, header.at, header.total, header.check)
+    return fields + _CHECK.pack(frame_checksum(fields))
+
+
+def unpack_chunk(data: Buffer) -> ChunkHeader:
+    """From exactly CHUNK_HEADER_BYTES. Raises Violation."""
+    fields = bytes(data[: _FIELDS.size])
+    if _CHECK.unpack_from(data, _FIELDS.size)[0] != frame_checksum(fields):
+        raise Violation("checksum", "the header of a chunk does not match its checksum")
+    kind, size, number, at, total, check = _FIELDS.unpack(fields)
+    if kind != CHUNK:
+        raise Violation("malformed", f"a frame of kind {kind!r} is not a chunk")
+    return ChunkHeader(number, at, total, size, check)

@@ -1,0 +1,119 @@
+"""A client of a link that says what it likes: admitted or not, and without any of the transport's own rules."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import ssl
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from atoll.transport import ClientCredentials, LinkLimits
+from atoll.transport.chunks import (
+    CHUNK_HEADER_BYTES,
+    PREFACE,
+    SESSION_BYTES,
+    BulkHello,
+    ChunkHeader,
+    pack_chunk,
+    pack_hello,
+)
+from atoll.transport.frames import READY, WELCOME, frame_checksum, unpack
+from atoll.transport.keys import split_address
+from atoll.transport.server import COUNT_KEY, SESSION_KEY
+from atoll.transport.wire import Channel, GrpcStream, StreamBroken
+
+
+def chunk(number: int, at: int, total: int, body: bytes = b"") -> bytes:
+    return pack_chunk(ChunkHeader(number, at, total, len(body), frame_checksum(body))) + body
+
+
+def of_kind(kind: bytes, frame: bytes) -> bytes:
+    """A chunk under another name, with a checksum that fits."""
+    fields = kind + frame[4 : CHUNK_HEADER_BYTES - 4]
+    return fields + frame_checksum(fields).to_bytes(4, "little") + frame[CHUNK_HEADER_BYTES:]
+
+
+class RawBulk:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self._writer = reader, writer
+
+    @classmethod
+    async def connect(
+        cls, address: str, hello: BulkHello | None = None, credentials: ClientCredentials | None = None
+    ) -> RawBulk:
+        one = cls(*await asyncio.open_connection(*split_address(address), limit=1 << 16))
+        await one.write(PREFACE)
+        if credentials is not None:
+            await one._writer.start_tls(credentials.bulk, server_hostname=credentials.server_name)
+        if hello is not None:
+            await one.write(pack_hello(hello))
+        return one
+
+    async def write(self, data: bytes) -> None:
+        self._writer.write(data)
+        await self._writer.drain()
+
+    async def is_closed(self) -> bool:
+        """Waits until the server closes it; False if it says something first."""
+        try:
+            return await self.reader.read(1) == b""
+        except (ConnectionError, ssl.SSLError):
+            return True
+
+    async def close(self) -> None:
+        self._writer.transport.abort()
+        with suppress(ConnectionError, ssl.SSLError):
+            await self._writer.wait_closed()
+
+
+class RawLink:
+    def __init__(self, address: str, metadata: Mapping[str, str], credentials: ClientCredentials | None = None) -> None:
+        self.number = secrets.token_bytes(SESSION_BYTES)
+        self.key = b""
+        self.bulks: list[RawBulk] = []
+        self.talk: GrpcStream
+        self._address, self._metadata, self._credentials = address, metadata, credentials
+        self._channel = Channel(address, LinkLimits(chunk_bytes=8 << 20), credentials)
+
+    async def open_talk(self, count: int = 1) -> None:
+        shown = {**self._metadata, SESSION_KEY: self.number.hex(), COUNT_KEY: str(count)}
+        self.talk = self._channel.open("Talk", shown)
+        self.key = bytes(await self._hear(WELCOME))
+
+    async def open_bulk(self, **other: Any) -> RawBulk:
+        """`other`: parts of the hello that are not as they should be."""
+        hello = BulkHello(self.number, self.key, len(self.bulks))._replace(**other)
+        self.bulks.append(await RawBulk.connect(self._address, hello, self._credentials))
+        return self.bulks[-1]
+
+    async def ready(self) -> None:
+        await self._hear(READY)
+
+    async def _hear(self, kind: bytes) -> memoryview:
+        frame = unpack(await self.talk.read() or b"")
+        if frame.kind != kind:
+            raise StreamBroken("it was not let in")
+        return frame.body
+
+    async def close(self) -> None:
+        for bulk in self.bulks:
+            await bulk.close()
+        await self._channel.close()
+
+
+@asynccontextmanager
+async def raw_link(
+    address: str, metadata: Mapping[str, str], connections: int = 1
+) -> AsyncIterator[tuple[GrpcStream, list[RawBulk]]]:
+    """Admitted, with all of its connections."""
+    link = RawLink(address, metadata)
+    try:
+        await link.open_talk(connections)
+        for _ in range(connections):
+            await link.open_bulk()
+        await link.ready()
+        yield link.talk, link.bulks
+    finally:
+        await link.close()
