@@ -129,12 +129,28 @@ def wrapped(model: nn.Module, kind: str, ranks: int) -> nn.Module:
 
     if kind == "ddp":
         return DistributedDataParallel(model)
-    assert kind == "fsdp2"
-    mesh = init_device_mesh("cpu", (ranks,))
+    if kind == "tp":
+        tensor_parallel(model, init_device_mesh("cpu", (ranks,)))
+        return model
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    elif kind == "fsdp2 and tp":
+        both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
+        tensor_parallel(model, both["tensor"])
+        mesh = both["data"]
+    else:
+        assert kind == "fsdp2"
+        mesh = init_device_mesh("cpu", (ranks,))
     for block in getattr(model, "blocks", ()):
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     return model
+
+
+def tensor_parallel(model: nn.Module, mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    parallelize_module(model, mesh, {"blocks.0.0": ColwiseParallel(), "blocks.1.0": RowwiseParallel()})
 
 
 def prescribed(name: str, tensor: Tensor, step: int) -> Tensor:
@@ -298,3 +314,91 @@ def mistakes(rank: int, ranks: int, address: str, token: str, out: Path) -> dict
         found[work.__name__] = sentence(work)
         torch.distributed.barrier()
     return found
+
+
+# ---------------------------------------------------------------- memory
+
+
+class PeakMemory:
+    """The most memory of its own (not of mapped files) that this process had since it began, in bytes."""
+
+    def __init__(self) -> None:
+        self._first = self._most = self._now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _now() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return 1024 * int(line.split()[1])
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.005):
+            self._most = max(self._most, self._now())
+
+    def grown(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return max(self._most, self._now()) - self._first
+
+
+def memory_loop(rank: int, ranks: int, layers: int, address: str, token: str, out: Path) -> int:
+    """A model that no rank ever builds whole: made on the meta device, sharded, and filled shard by shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    memory = PeakMemory()
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)))
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_part(parameter).fill_(0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.join(address, model, optimizer, token=token, out=out, rank_timeout_seconds=60.0) as learner:
+        step = 0
+        while not learner.over:
+            step += 1
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    local_part(parameter).add_(1e-3)
+            optimizer.step()
+            learner.step(tokens=1)
+    return memory.grown()
+
+
+def careful_loop(rank: int, ranks: int, address: str, token: str, out: Path) -> dict[str, Any]:
+    """FSDP2 in bf16, a scaler that skips a step on all ranks, two batches to a step, and an evaluation before every report, after
+    which FSDP holds whole copies of the weights."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = nn.Sequential(nn.Linear(11, 33), nn.GELU(), nn.Linear(33, 5))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+    plain = nn.Sequential(nn.Linear(11, 33), nn.GELU(), nn.Linear(33, 5)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    probe = torch.randn(4, 11, generator=torch.Generator().manual_seed(1))
+    counted, stale, attempts = [], 0, 0
+    with atoll.join(address, model, optimizer, token=token, out=out, rank_timeout_seconds=30.0) as learner:
+        while not learner.over:
+            attempts += 1
+            for micro in range(2):
+                loss = model(torch.randn(8, 11) + rank).square().mean()
+                scaler.scale(loss / 2 * (float("inf") if attempts == 3 and micro else 1.0)).backward()
+                learner.count(tokens=8, loss=loss)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(probe)
+            counted.append(learner.step())
+            with torch.no_grad():
+                now = model(probe)  # first: a state dict makes FSDP drop its whole copies
+                plain.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
+                stale += not torch.allclose(now, plain(probe.bfloat16()).float(), atol=1e-2)
+    return {"counted": counted, "stale": stale, "moments": len(optimizer.state)}

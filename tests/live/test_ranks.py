@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from rank_loops import Ranks, each, mistakes, prescribed_loop, training_loop
-from thread_syncer import ONE_ROUND_A_STEP, UNHURRIED, Syncer
+from rank_loops import Ranks, careful_loop, each, memory_loop, mistakes, prescribed_loop, training_loop
+from thread_syncer import ONE_ROUND_A_STEP, UNHURRIED, Syncer, custom
 
 from atoll.config import Config, load
 from atoll.executor.syncer import TensorSyncer
@@ -117,6 +120,20 @@ def test_every_layout_sends_and_merges_the_bytes_of_one_rank(
         assert syncer.digests() == digests
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["hsdp", "tp", "fsdp2 and tp"])
+def test_layouts_of_two_axes_send_and_merge_the_bytes_of_one_rank(
+    start: Callable[[Config], Watched], known: dict[str, Any], kind: str
+) -> None:
+    contributions, digests = of_one_rank("feedback", known, start)
+    syncer = start(exact(**CODECS["feedback"]))
+    group = Ranks(4, prescribed_loop, *run_of(syncer, kind))
+    assert all(isinstance(result, dict) for result in group.end())
+    syncer.end()
+    assert syncer.contributions() == contributions
+    assert syncer.digests() == digests
+
+
 def decoupled(**more: Any) -> Config:
     protocol = ONE_ROUND_A_STEP | {"codec_up": "int4", "error_feedback": True, "fragments": 4}
     return load(preset_name="decoupled", overrides={
@@ -177,3 +194,48 @@ def test_mistakes_of_ranks_take_the_learner_down_with_a_sentence_that_names_them
 
 def is_goodbye(event: Any) -> bool:
     return isinstance(event, Received) and isinstance(event.envelope.body, Goodbye)
+
+
+def test_bf16_skipped_steps_and_evaluations_leave_no_rank_with_old_weights(start: Callable[[Config], Watched]) -> None:
+    syncer = start(custom("diloco", learners=1, total_steps=6, limits=UNHURRIED))
+    results = Ranks(2, careful_loop, syncer.address, syncer.home.token_file, syncer.directory / "learner").end()
+    syncer.end()
+    for result in results:
+        assert result == {"counted": [True, True, False, True, True, True, True], "stale": 0, "moments": 4}
+    assert {s.tokens for s in steps_of(syncer.directory / "learner" / "0.tape")} == {32}
+
+
+@pytest.mark.soak
+def test_example_trains_under_torchrun(start: Callable[[Config], Watched], tmp_path: Path) -> None:
+    syncer = start(custom(learners=1, total_steps=16))
+    example = Path(__file__).parents[2] / "examples" / "fsdp2_loop.py"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    words += ["--syncer", syncer.address, "--token", str(syncer.home.token_file), "--out", str(tmp_path / "l")]
+    done = subprocess.run(
+        words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180.0, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    syncer.end()
+    steps = steps_of(tmp_path / "l" / "0.tape")
+    assert {s.tokens for s in steps} == {2 * 4 * 64} and steps[-1].loss < steps[0].loss
+
+
+@pytest.mark.soak
+def test_peak_memory_of_the_ranks_that_follow_grows_with_their_shard_only(start: Callable[[Config], Watched]) -> None:
+    """Weights, anchors and the start of a round grow with a rank's shard: three quarters of the model's growth on four ranks.
+    What is in flight does not, as a fragment is a layer. A rank that once held the whole model would grow by as much again.
+
+    Not rank 0: its queue holds what the syncer sent at once, and torch's allocator keeps memory for each of its threads."""
+    grown: list[list[int]] = []
+    sizes = (8, 56)
+    for layers in sizes:
+        protocol = {"local_steps_per_round": layers, "fragmentation": "tensor", "fragments": layers, "overlap": 1}
+        syncer = start(load(preset_name="streaming", overrides={
+            "learners": 1, "total_steps": layers, "model": {"name": "custom"}, "limits": UNHURRIED, "protocol": protocol,
+        }))  # fmt: skip
+        group = Ranks(4, memory_loop, layers, syncer.address, syncer.home.token_file, syncer.directory / "learner")
+        grown.append(group.end())
+        syncer.end()
+    more = (sizes[1] - sizes[0]) * 512 * 512 * 4
+    shares = [(large - small) / more for small, large in zip(*grown, strict=True)]
+    assert all(share < 0.95 for share in shares[1:]), f"of what the model grew: {shares}, {grown}"
