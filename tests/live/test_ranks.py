@@ -173,6 +173,16 @@ def test_learners_of_two_layouts_train_one_loses_a_rank_and_comes_back(start: Ca
     assert {(s.tokens, s.samples) for s in steps_of(tape)} == {(16, 16)}, "two ranks of 8 tokens are one step of 16"
 
 
+def test_ranks_whose_loops_end_at_the_same_step_leave_in_order(start: Callable[[Config], Watched]) -> None:
+    """Pulls that come while rank 0 waits for its last rounds are answered by all ranks."""
+    syncer = start(decoupled(total_steps=10**6, learners=1))
+    results = Ranks(2, prescribed_loop, *run_of(syncer, "fsdp2"), 8).end()
+    syncer.stop()
+    assert all(isinstance(result, dict) for result in results), results
+    farewells = [r.event.envelope.body.reason.detail for r in syncer.tape() if is_goodbye(r.event)]
+    assert farewells == ["its loop ended"]
+
+
 def test_mistakes_of_ranks_take_the_learner_down_with_a_sentence_that_names_them(start: Callable[[Config], Watched]) -> None:
     syncer = start(decoupled(total_steps=10**6, learners=1))
     zero, one = Ranks(2, mistakes, syncer.address, syncer.home.token_file, syncer.directory / "m").end()

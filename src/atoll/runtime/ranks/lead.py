@@ -82,7 +82,9 @@ class RankLead:
 
     def boundaries(self, number: int) -> dict[int, StepReached]:
         """Waits until every rank has called `learner.step`."""
-        self._wait(lambda: [r for r in self._connected if r not in self._boundaries], "has not called learner.step()")
+        self._wait(
+            lambda: [r for r in self._connected if r not in self._boundaries], "has not called learner.step()", must_train=True
+        )
         with self._condition:
             found, self._boundaries = self._boundaries, {}
         for rank, boundary in found.items():
@@ -100,11 +102,12 @@ class RankLead:
     def await_taken(self, arrival: int) -> None:
         self._wait(lambda: [r for r in self._connected if self._taken.get(r, 0) < arrival], "did not take a new version")
 
-    def _wait(self, missing: Callable[[], list[int]], what: str) -> None:
+    def _wait(self, missing: Callable[[], list[int]], what: str, *, must_train: bool = False) -> None:
+        """`must_train`: a rank whose loop has ended does not do it any more. It answers until the learner has left."""
         until = time.monotonic() + self._timeout
         with self._condition:
             while self.failure is None and (late := missing()):
-                if gone := [rank for rank in late if rank in self._left]:
+                if must_train and (gone := [rank for rank in late if rank in self._left]):
                     self._fail(gone[0], f"its loop ended ({self._left[gone[0]]}), and those of the others have not")
                 elif not self._condition.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
                     self._fail(late[0], f"{what} for {self._timeout:.0f} s, and the others wait (rank_timeout_seconds)")
