@@ -387,7 +387,7 @@ class Callables(torch.optim.SGD):
             self.state[parameter]["rule"] = lambda: None
 
 
-class DistributedDataParallel(nn.Module):
+class FullyShardedDataParallel(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
@@ -400,7 +400,7 @@ def test_what_cannot_be_a_learner_is_refused_before_anybody_is_dialled() -> None
     meta = nn.Linear(2, 2, device="meta")
     mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     refused: list[tuple[Any, Any, dict[str, Any], str]] = [
-        (DistributedDataParallel(model), sgd, {}, "several ranks to a learner are not supported yet"),
+        (FullyShardedDataParallel(model), sgd, {}, "a FullyShardedDataParallel, which hides its parameters: .*fully_shard"),
         (model, object(), {}, "takes a torch.optim.Optimizer"),
         ("gpt2", sgd, {}, "takes a torch.nn.Module"),
         (model_of(), sgd, {}, "parameters that the model has not"),
@@ -420,9 +420,10 @@ def test_what_cannot_be_a_learner_is_refused_before_anybody_is_dialled() -> None
             atoll.join(arguments.pop("syncer"), refused_model, optimizer, **arguments)
 
 
-def test_one_of_several_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_of_several_ranks_with_a_plain_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of()
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     with pytest.raises(ConfigError, match="one of 2 ranks"):
         atoll.join("127.0.0.1:1", model, torch.optim.SGD(model.parameters()), token="t")

@@ -5,7 +5,7 @@ On CUDA the host does not wait for the device at a boundary; `executor.cuda` has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -80,9 +80,11 @@ class TensorLearner:
     def __init__(
         self, task: Task, learner: LearnerId, snapshots: StateStore | None = None, *, model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None, device: torch.device | None = None, resident: bool = False,
+        tensors: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """`model` and `optimizer`: the user's own, changed in place, never replaced or moved.
-        `resident`: the syncer's tensors are on the same device, so nothing is staged through the host."""
+        `resident`: the syncer's tensors are on the same device, so nothing is staged through the host.
+        `tensors`: by name what this process holds of the model's, if that is not all of them."""
         self._task = task
         self._config = task.config
         self._learner = learner
@@ -93,7 +95,8 @@ class TensorLearner:
         self._schedule = Schedule(self._config)
         self._device = device or torch.device("cpu")
         self.model = model if model is not None else task.build().to(self._device)
-        self._tensors = named_tensors(self.model)
+        self._parameters = named_tensors(self.model)
+        self._tensors = self._parameters if tensors is None else tensors
         self._fragments = task.layout.fragments
         self._exchanged = {slot.name for f in self._fragments for slot in (*f.params, *f.buffers)}
         self.optimizer = optimizer or build_optimizer(self._config, dict(self.model.named_parameters()), self._fragments)
@@ -294,10 +297,13 @@ class TensorLearner:
         """Resident tensors use a generator of their device."""
         if not (self._config.protocol.stochastic_rounding or codec_spec(self._codec.name).random):
             return None
-        rng = generator("rounding", self._config.seed, self._learner, effect.fragment, effect.local_step)
+        rng = self._rounding_on_host(effect)
         if self._cuda is not None or self._device.type == "cpu":
             return rng
         return torch.Generator(self._device).manual_seed(rng.initial_seed())
+
+    def _rounding_on_host(self, effect: Stage) -> torch.Generator:
+        return generator("rounding", self._config.seed, self._learner, effect.fragment, effect.local_step)
 
     def _difference(self, p: FragmentId) -> Tensor:
         """Before minus after, the sign of an outer gradient. In data-parallel mode, the gradient itself."""
@@ -336,7 +342,7 @@ class TensorLearner:
             announced = sent
         self._kept[p] = (version, announced, buffers)
 
-    def arriving(self, payload: Payload) -> Payload:
+    def arriving(self, body: Message, payload: Payload) -> Payload:
         """Called by the receiving thread, before the machine sees the message."""
         return payload if self._cuda is None else self._cuda.arriving(payload)
 
@@ -358,7 +364,7 @@ class TensorLearner:
             self._residuals[p] = residual
         if not self._config.inner.preserve_optimizer_state:
             for slot in fragment.params:
-                self.optimizer.state.pop(self._tensors[slot.name], None)
+                self.optimizer.state.pop(self._parameters[slot.name], None)
 
     # ------------------------------------------------------------ state, for peers and snapshots
 

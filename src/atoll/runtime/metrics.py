@@ -28,8 +28,8 @@ from atoll.protocol.interface import Observer
 from atoll.protocol.vocabulary import Effect, Event
 from atoll.runtime.loop import LoopThread
 from atoll.tape.heldout import HELDOUT_FILE, HeldoutPoint, points_in
+from atoll.transport.acceptor import refuse_taken
 from atoll.transport.keys import Credentials, is_loopback, split_address
-from atoll.transport.wire import refuse_taken
 from atoll.views.metrics import CONTENT_TYPE
 from atoll.views.worker_metrics import LearnerMetrics, SyncerMetrics
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from atoll.codecs import Packet
 from atoll.errors import UNDECODABLE, DataError
-from atoll.executor.cuda.learner import StagedSend
+from atoll.executor.late import LateContent
 from atoll.ids import OuterStep
 from atoll.protocol.interface import Payload
 from atoll.protocol.reasons import Reason, Why
@@ -75,14 +75,14 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def waits_for_device(payload: Payload | None) -> bool:
-    """Whether `to_buffers` would wait for the device."""
-    return payload is not None and isinstance(payload.content, StagedSend)
+    """Whether `to_buffers` would wait for the device, or for other ranks."""
+    return payload is not None and isinstance(payload.content, LateContent)
 
 
 def to_buffers(payload: Payload) -> Buffers | None:
     """Views of the tensors. These never change, and their memory is not reused while a view is read."""
     staged = payload.content
-    if not isinstance(staged, StagedSend):
+    if not isinstance(staged, LateContent):
         return _payload(payload.kind, staged)
     views = _payload(payload.kind, staged.resolve())
     for view in views or ():

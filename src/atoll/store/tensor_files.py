@@ -33,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.errors import UNDECODABLE, ConfigError, DataError, RunFailed
+from atoll.tensors.local import local_value
 
 FORMAT: Final = "atoll-state-1"
 HEADER_MAX: Final = 64 * 2**20
@@ -280,7 +281,7 @@ def refuse_unserialisable(optimizer: torch.optim.Optimizer) -> None:
     """State that is not plain data cannot be sent to a peer or stored in a snapshot. The check covers what the optimiser holds
     now: call it at start for the groups, and after the first step for the state, which torch creates then."""
     try:
-        flatten(optimizer.state_dict(), "state_dict()")
+        flatten(local_value(optimizer.state_dict()), "state_dict()")
     except ConfigError as error:
         raise ConfigError(f"inner optimizer {type(optimizer).__name__} cannot be stored or sent: {error}") from None
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from atoll.errors import ConfigError
+from atoll.tensors.local import is_dtensor, local_part
 
 OUTER_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,15 +66,21 @@ def frozen_parameters(model: nn.Module) -> dict[str, Tensor]:
 def frozen_digest(model: nn.Module) -> str:
     """SHA-256 of the frozen parameters' names, dtypes, shapes and bytes, on any device and in any layout; "" if all train. They
     are not exchanged, so without this check, learners with different frozen weights would be averaged silently. Every name
-    counts, so that tied and untied copies of frozen weights give the same digest: neither can change."""
+    counts, so that tied and untied copies of frozen weights give the same digest: neither can change. Ranks that hold parts of a
+    frozen parameter call this together."""
     whole, known = hashlib.sha256(), dict[int, str]()
     frozen = frozen_parameters(model)
     for name, tensor in frozen.items():
         if id(tensor) not in known:
-            flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            flat = _whole(tensor).cpu().contiguous().reshape(-1).view(torch.uint8)
             known[id(tensor)] = hashlib.sha256(flat.numpy().data).hexdigest()
         whole.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {known[id(tensor)]}\n".encode())
     return whole.hexdigest() if frozen else ""
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    whole: Tensor = tensor.detach()
+    return whole.full_tensor() if is_dtensor(whole) else whole  # type: ignore[attr-defined]
 
 
 def with_frozen(fingerprint: str, frozen: str) -> str:
@@ -104,7 +111,8 @@ def slot_kind(entry: Entry, outer_scope: str) -> str | None:
 
 def refuse_overlaps(entries: list[Entry]) -> None:
     """Two different views of one memory (a transposed tie, a slice) would be stepped twice per round, silently."""
-    spans = sorted((*_byte_span(entry.tensor), entry.name) for entry in entries if not entry.tensor.is_meta)
+    own = [entry for entry in entries if not entry.tensor.is_meta and not is_dtensor(entry.tensor)]
+    spans = sorted((*_byte_span(entry.tensor), entry.name) for entry in own)
     for (device, _, stop, name), (next_device, next_start, _, next_name) in pairwise(spans):
         if device == next_device and next_start < stop:
             raise ConfigError(
@@ -123,8 +131,9 @@ def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor, bool]]:
 
 
 def _memory(tensor: Tensor) -> Hashable:
-    # Tensors without memory (meta device, no elements) all have address 0: only identity distinguishes them.
-    if tensor.is_meta or tensor.numel() == 0:
+    # Tensors without memory (meta device, no elements) all have address 0: only identity distinguishes them. A rank's part of a
+    # DTensor may be empty on some ranks and not on others, and all ranks must find the same ties.
+    if tensor.is_meta or tensor.numel() == 0 or is_dtensor(tensor):
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.device
 
@@ -138,9 +147,6 @@ def _byte_span(tensor: Tensor) -> tuple[str, int, int]:
 def _refuse_untouchable(name: str, tensor: Tensor) -> None:
     if is_lazy(tensor):
         raise ConfigError(f"{name} is not initialised: run one forward pass through lazy modules before training")
-    # By class name, so that this room need not import torch.distributed.
-    if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
-        raise ConfigError(f"{name} is a DTensor: a learner's model must have plain tensors; do not shard it")
 
 
 def _refuse_wide_integers(entry: Entry) -> None:
@@ -148,7 +154,7 @@ def _refuse_wide_integers(entry: Entry) -> None:
     # from the start, would be destroyed, and can be found here.
     if entry.tensor.is_meta:
         return
-    values = entry.tensor.detach().to(torch.int64)
+    values = local_part(entry.tensor.detach()).to(torch.int64)
     if bool(((values > _WIDEST) | (values < -_WIDEST)).any()):
         raise ConfigError(
             f"buffer {entry.name} has integers beyond 2^24, which fp32 cannot represent: register it with persistent=False"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from atoll.errors import ConfigError
 from atoll.tensors.access import named_tensors
@@ -242,12 +242,12 @@ def test_lazy_parameters_are_refused() -> None:
         build_layout(nn.LazyLinear(3), "whole")
 
 
-def test_sharded_parameters_are_refused() -> None:
+def test_sharded_parameters_have_the_layout_of_the_whole_model() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = nn.Linear(2, 2)
-        model.weight = nn.Parameter(distribute_tensor(model.weight.data, DeviceMesh("cpu", [0])))
-        with pytest.raises(ConfigError, match=r"weight is a DTensor: .* do not shard it"):
-            build_layout(model, "whole")
+        plain = build_layout(model, "whole").fingerprint
+        model.weight = nn.Parameter(distribute_tensor(model.weight.data, DeviceMesh("cpu", [0]), [Shard(0)]))
+        assert build_layout(model, "whole").fingerprint == plain
     finally:
         dist.destroy_process_group()

@@ -20,6 +20,7 @@ from atoll.codecs import Packet
 from atoll.errors import ConfigError, NotFinite
 from atoll.executor.cuda.staging import CudaStager, Incoming, StagedPacket
 from atoll.executor.cuda.transfer import each_tensor
+from atoll.executor.late import LateContent
 from atoll.ids import FragmentId, OuterStep
 from atoll.protocol.interface import Payload
 from atoll.tensors.layout import Fragment
@@ -27,8 +28,8 @@ from atoll.tensors.layout import Fragment
 Key = tuple[FragmentId, OuterStep]
 
 
-class StagedSend:
-    """The content of a `Payload` whose bytes the device may still be writing. Its memory is held while this object lives and
+class StagedSend(LateContent):
+    """A packet whose bytes the device may still be writing. Its memory is held while this object lives and
     while a lent view is in use."""
 
     def __init__(self, staged: StagedPacket) -> None:
@@ -36,7 +37,6 @@ class StagedSend:
         self._hold_while_alive(self)
 
     def resolve(self) -> tuple[Packet, Tensor] | None:
-        """Waits for the device; not to be called by the training thread. None if it holds NaN or Inf and cannot be sent."""
         try:
             return self._staged.wait()
         except NotFinite:

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from atoll.config import CUSTOM, Config
 from atoll.errors import ConfigError
+from atoll.runtime.ranks.rendezvous import world
 from atoll.store.tensor_files import refuse_unserialisable
+from atoll.tensors.local import is_dtensor
+
+DDP: Final = "DistributedDataParallel"
+UNFIT: Final = {
+    "FullyShardedDataParallel": "shard it with torch.distributed.fsdp.fully_shard",
+    "DeepSpeedEngine": "shard it with torch.distributed.fsdp.fully_shard",
+    "PipelineStage": "every rank must hold a part of every tensor, so pipeline stages are not supported",
+}
 
 
 def unwrapped_model(model: nn.Module) -> nn.Module:
-    """A compiled model shares its tensors with the plain one and only renames them. Learners with and without compilation must
-    be able to train the same run."""
+    """A compiled model and DistributedDataParallel share their tensors with the plain one and only rename them. Learners with and
+    without them must be able to train the same run."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}: atoll.join takes a torch.nn.Module")
-    inner = getattr(model, "_orig_mod", model)
-    assert isinstance(inner, nn.Module)
-    return inner
+    while True:
+        inner = getattr(model, "module" if _kinds(model) & {DDP} else "_orig_mod", model)
+        assert isinstance(inner, nn.Module)
+        if inner is model:
+            return model
+        model = inner
 
 
 def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -31,22 +44,25 @@ def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimiz
     return optimizer
 
 
-def refuse_many_ranks(model: nn.Module) -> None:
-    """Each rank would be a learner that adopts at its own times, so the ranks would diverge. Wrappers are found by class name:
-    this needs no import of torch.distributed's or DeepSpeed's classes."""
-    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
-    wrapped = kinds & {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"}
-    if wrapped:
+def takes_several_ranks(model: nn.Module) -> bool:
+    """Whether this process is one rank of a learner, or holds DTensors. Refuses ranks that would diverge. Wrappers are found by
+    class name: this needs no import of torch.distributed's or DeepSpeed's classes."""
+    kinds = {name for module in model.modules() for name in _kinds(module)}
+    for name, instead in UNFIT.items():
+        if name in kinds:
+            raise ConfigError(f"model is a {name}, which hides its parameters: {instead}")
+    sharded = any(is_dtensor(tensor) for tensor in model.parameters())
+    ranks = world()[1]
+    if ranks > 1 and not sharded and DDP not in kinds:
         raise ConfigError(
-            f"model is a {min(wrapped)}: a learner is one process with plain tensors, and several ranks to a learner are not "
-            f"supported yet; join with the module inside, one learner to a process"
+            f"this process is one of {ranks} ranks of torch.distributed and its model is neither sharded nor in "
+            f"DistributedDataParallel: the ranks would diverge. Wrap it, or start each learner without a process group"
         )
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise ConfigError(
-            f"this process is one of {distributed.get_world_size()} ranks of torch.distributed: several ranks to a learner are "
-            f"not supported yet; start one process without a process group for each learner"
-        )
+    return ranks > 1 or sharded
+
+
+def _kinds(module: nn.Module) -> set[str]:
+    return {kind.__name__ for kind in type(module).__mro__}
 
 
 def device_of(tensors: Mapping[str, Tensor]) -> torch.device:
@@ -66,13 +82,18 @@ def refuse_mismatched_optimizer(model: nn.Module, tensors: Mapping[str, Tensor],
     strange = {id(tensor) for tensor in held} - {id(tensor) for tensor in model.parameters()}
     if strange:
         raise ConfigError(f"the optimizer has {len(strange)} parameters that the model has not; join with the whole model")
-    addresses = {tensor.data_ptr() for tensor in held}  # tied weights may be two objects on one memory
+    addresses = {_identity(tensor) for tensor in held}
     for name, tensor in tensors.items():
-        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and tensor.data_ptr() not in addresses:
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad and _identity(tensor) not in addresses:
             raise ConfigError(
                 f"parameter {name} requires grad and is not in the optimizer; add it, or freeze it with requires_grad_(False)"
             )
     refuse_untransferable(optimizer)
+
+
+def _identity(tensor: Tensor) -> int:
+    """Tied weights may be two objects on one memory; a rank's part of a DTensor may be empty, and then it has no memory."""
+    return id(tensor) if is_dtensor(tensor) else tensor.data_ptr()
 
 
 def refuse_untransferable(optimizer: torch.optim.Optimizer) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,24 +34,24 @@ from atoll.executor.environment import tape_header
 from atoll.executor.learner import TensorLearner
 from atoll.executor.peer_state import state_bytes_max
 from atoll.ids import SECOND, LearnerId, OuterStep
-from atoll.protocol.vocabulary import InnerStep, StepDone
+from atoll.protocol.interface import Executor, Payload
+from atoll.protocol.vocabulary import InnerStep, Message, StepDone
 from atoll.runtime.join import checks
 from atoll.runtime.join.executor import UserExecutor, task_of
 from atoll.runtime.join.upload import agree_on_model
-from atoll.runtime.learner.address import Address, address_of, open_tape, request_place
-from atoll.runtime.learner.leaving import LEAVE_FILE, LeaveRequests, Notice
+from atoll.runtime.learner.address import Address, open_tape, request_place
+from atoll.runtime.learner.leaving import LEAVE_FILE, LeaveRequests
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.place import kept_place, moved_out, own_directory
 from atoll.runtime.learner.snapshots import LearnerSnapshots
 from atoll.runtime.loop import LoopThread
 from atoll.runtime.metrics import MetricsAt, learner_metrics
-from atoll.runtime.metrics import metrics_at as served_at
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import TapeWriter
 from atoll.tasks.task import Task, layout_for
-from atoll.tensors.access import named_tensors
+from atoll.tensors.access import named_tensors, read_buffers, read_params
 from atoll.tensors.inventory import frozen_digest, frozen_parameters
-from atoll.transport.keys import load_learner
+from atoll.tensors.layout import Fragment
 from atoll.workload.data.deal import Deal
 
 log = logging.getLogger("atoll.learner")
@@ -60,42 +60,20 @@ SKIPS_MAX: Final = 100
 """Optimiser steps in a row that a gradient scaler may skip. It halves its scale each time, so more are not due to overflow."""
 
 
-def join(
-    syncer: str, model: nn.Module, optimizer: torch.optim.Optimizer, *, token: str | Path | None = None,
-    keys: str | Path | None = None, name: str | None = None, run: str = "", wants: int = -1, out: str | Path | None = None,
-    listen: str = "127.0.0.1:0", advertise: str = "", insecure: bool = False, metrics_at: str | None = None,
-    metrics_token: str | Path | None = None, leave_seconds: float | None = None,
-    leave_file: str | Path | None = None, leave_when: Notice | None = None,
-) -> Learner:  # fmt: skip
-    """A learner of the run at `syncer`, to be used in a `with` statement. Raises UserError if this loop cannot be one.
+class StepDriver(Protocol):
+    """What takes a loop from step to step: a `LiveLearner`, or a rank's part of one."""
 
-    `syncer`: host:port, or file:PATH, a file that says so and is read anew for every connection.
-    `token`: the join token, or the Path of a file with it; by default the one in `keys`, else ATOLL_TOKEN.
-    `keys`: the folder with certificates that `atoll keys` made; by default ATOLL_KEYS. `name`: the certificate to use.
-    `run`: join only this run. `wants`: the learner id to ask for. `out`: the folder for tape and snapshots.
-    `listen`: where recovering peers are served, "" for nowhere; `advertise`: the address that they dial.
-    `insecure`: allow an unencrypted connection to another machine.
-    `metrics_at`: where to serve Prometheus metrics, with `metrics_token`, a file, to whoever shows the token in it.
-    `leave_file`: leave when this file appears. `leave_when`: a function that returns None, and once this machine is to be taken
-    away the seconds that are left; another thread calls it four times a second. `leave_seconds`: how long leaving may take where
-    the request does not say; by default limits.leave_seconds of the run.
-    """
-    plain = checks.unwrapped_model(model)
-    inner = checks.unwrapped_optimizer(optimizer)
-    checks.refuse_many_ranks(plain)
-    tensors = named_tensors(plain)
-    checks.device_of(tensors)
-    checks.refuse_mismatched_optimizer(plain, tensors, inner)
-    folder = Path(keys) if keys is not None else None
-    address = address_of(syncer, token, folder, name, run, listen, advertise, insecure)
-    at = served_at(
-        metrics_at, Path(metrics_token) if metrics_token is not None else None,
-        lambda: load_learner(folder, name) if folder is not None else None, dash="",
-    )  # fmt: skip
-    files = [Path(leave_file)] if leave_file is not None else []
-    leaving = LeaveRequests(leave_seconds, files, leave_when, returns=out is not None)
-    folder_out = Path(out) if out is not None else None
-    return Learner(address, plain, inner, wants=wants, out=folder_out, metrics=at, leaving=leaving)
+    @property
+    def placement(self) -> Placement: ...
+
+    @property
+    def over(self) -> bool: ...
+
+    def next_step(self) -> InnerStep | None: ...
+
+    def step_done(self, done: StepDone) -> Any: ...
+
+    def leave(self, reason: str, within_seconds: float | None = None, *, returns: bool = False) -> None: ...
 
 
 class Learner:
@@ -119,7 +97,9 @@ class Learner:
         self._place = contextlib.ExitStack()
         self._loop: LoopThread
         self._task: Task
-        self._live: LiveLearner
+        self._live: StepDriver
+        self.rank = 0
+        self.ranks = 1
         self.config: Config
         self._current: InnerStep | None = None
         self._outer_step: OuterStep = 0
@@ -158,7 +138,8 @@ class Learner:
     def step(self, tokens: int = 0, loss: Tensor | float | None = None, samples: int | None = None) -> bool:
         """Call it after every `optimizer.step()`, or `scaler.step(optimizer)`. It may change weights.
 
-        `tokens` and `samples` are the data of this step; a learner's weight in a merge follows from them. Returns True if the
+        `tokens` and `samples` are the data of this step; a learner's weight in a merge follows from them. Every rank of a learner
+        calls it, with its own data and loss: they are added up, and the loss is the mean over tokens. Returns True if the
         step counted. False: the scaler skipped the step (its gradients overflowed), so nothing was trained or reported; or the
         run is over.
         """
@@ -206,17 +187,25 @@ class Learner:
             return False
         if completed > 1:
             raise UserError(f"optimizer.step() was called {completed} times since learner.step(): call it after each")
-        if completed == 0:
+        if not self._report(self._step_done(counts) if completed else None):
             self._skip()
             return False
         self._skipped = 0
+        self._take_next()
+        return True
+
+    def _step_done(self, counts: _StepCounts) -> StepDone:
         if not self._checked:
             self._check_first_step()
         self._refuse_unfrozen()
         self._step_nanos = time.monotonic_ns() - self._began
-        self._live.step_done(StepDone(counts.tokens, counts.samples, self._step_nanos, counts.mean_loss()))
-        self._take_next()
-        return True
+        return StepDone(counts.tokens, counts.samples, self._step_nanos, counts.mean_loss())
+
+    def _report(self, done: StepDone | None) -> bool:
+        """None: the step was skipped."""
+        if done is not None:
+            self._live.step_done(done)
+        return done is not None
 
     def _take_next(self) -> None:
         """Waits only if the preset requires it; that time is not part of the step."""
@@ -264,7 +253,7 @@ class Learner:
     ) -> Iterator[Any]:
         """Batches of this learner's share until the run is over. No other learner gets the same batches, and the share of a lost
         learner goes to others. One step takes `inner.accumulate` batches. A step that a scaler skipped is repeated with the same
-        batches."""
+        batches. Each rank of a learner gets batches of its own, of `batch_size` samples."""
         deal, size = self._deal(dataset), batch_size or self.config.data.batch_size
         if size < 1:
             raise UserError(f"learner.shard: batch_size = {batch_size}: must be at least 1")
@@ -288,7 +277,8 @@ class Learner:
         while not self.over and (step := self._current) is not None:
             skipped = self._skipped
             for micro in range(count):
-                indices = deal.batch(step.stream, step.batch * count + micro, size)
+                together = deal.batch(step.stream, step.batch * count + micro, size * self.ranks)
+                indices = together[self.rank * size : (self.rank + 1) * size]
                 self._counts.drawn += len(indices)
                 yield collate([dataset[i] for i in indices])
                 if self._current is not step and micro + 1 < count and not self.over:
@@ -308,21 +298,8 @@ class Learner:
     def __enter__(self) -> Learner:
         """Returns with Theta in the model, ready for the first step."""
         self._frozen = frozen_parameters(self._model)
-        frozen = frozen_digest(self._model)  # before the request: a large model takes longer than a place stays reserved
         with contextlib.ExitStack() as stack:
-            self._loop = LoopThread()
-            stack.callback(self._loop.stop)
-            kept = kept_place(self._out)
-            placement: Placement = self._loop.run(request_place(self._address, self._wants, random.Random(), kept))
-            self.config = from_builtins(placement.config)
-            checks.refuse_unfit_run(self.config)
-            layout = layout_for(self.config, self._model)
-            self._task = task_of(self.config, layout)
-            self._tensors = named_tensors(self._model)
-            self._device = checks.device_of(self._tensors)
-            self._loop.run(agree_on_model(self._address, placement, layout, self._tensors, frozen))
-            stack.callback(lambda: self._place.close())
-            self._begin(placement)
+            self._connect(stack)
             stack.push(self._leave_on_exit)
             self._take_next()
             stack.callback(self._optimizer.register_step_pre_hook(self._step_begins).remove)
@@ -330,29 +307,64 @@ class Learner:
             self._at_exit = stack.pop_all()
         return self
 
+    def _connect(self, stack: contextlib.ExitStack) -> None:
+        frozen = frozen_digest(self._model)  # before the request: a large model takes longer than a place stays reserved
+        self._loop = LoopThread()
+        stack.callback(self._loop.stop)
+        placement = self._request_place()
+        self._take_place(placement)
+        self._loop.run(agree_on_model(self._address, placement, self._task.layout, self._weights, frozen))
+        stack.callback(lambda: self._place.close())
+        self._begin(placement)
+
+    def _request_place(self) -> Placement:
+        kept = kept_place(self._out)
+        placement: Placement = self._loop.run(request_place(self._address, self._wants, random.Random(), kept))
+        return placement
+
+    def _take_place(self, placement: Placement) -> None:
+        self.config = from_builtins(placement.config)
+        checks.refuse_unfit_run(self.config)
+        self._task = task_of(self.config, layout_for(self.config, self._model))
+        self._tensors = named_tensors(self._model)
+        self._device = checks.device_of(self._tensors)
+
+    def _weights(self, fragment: Fragment) -> tuple[Tensor, Tensor]:
+        return read_params(self._tensors, fragment).cpu(), read_buffers(self._tensors, fragment).cpu()
+
     def _begin(self, placement: Placement) -> None:
         """Connects as this learner, for as long as it has the place."""
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(own_directory(self._out, placement))
             snapshots = LearnerSnapshots(directory, placement.run, self.config)
             stack.callback(snapshots.close)
-            inner = TensorLearner(
-                self._task, placement.learner, snapshots, model=self._model, optimizer=self._optimizer, device=self._device
-            )
-            stack.callback(inner.close)
+            executor, arriving = self._executor(placement, snapshots, stack)
             tape = _new_tape(directory, placement, self.config, self._device)
             metrics = stack.enter_context(learner_metrics(self._metrics, self.config, placement.learner, directory))
-            self._live = LiveLearner(
-                self._address, placement, UserExecutor(inner), tape=tape, loop=self._loop.loop,
-                state_bytes_max=state_bytes_max(self._task.layout.fragments), arriving=inner.arriving, metrics=metrics,
+            live = LiveLearner(
+                self._address, placement, executor, tape=tape, loop=self._loop.loop,
+                state_bytes_max=state_bytes_max(self._task.layout.fragments), arriving=arriving, metrics=metrics,
             )  # fmt: skip
-            snapshots.on_written, self._live.on_kept = self._live.dispatch, snapshots.keep
-            self._live.start()
-            stack.callback(self._live.close)
+            snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep
+            self._started(live)
+            live.start()
+            stack.callback(live.close)
             self._leaving.look_for(directory / LEAVE_FILE)
-            stack.enter_context(self._leaving.told_to(self._live.leave))
+            stack.enter_context(self._leaving.told_to(live.leave))
             self._place = stack.pop_all()
         log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
+
+    def _executor(
+        self, placement: Placement, snapshots: LearnerSnapshots, stack: contextlib.ExitStack
+    ) -> tuple[Executor, Callable[[Message, Payload], Payload]]:
+        inner = TensorLearner(
+            self._task, placement.learner, snapshots, model=self._model, optimizer=self._optimizer, device=self._device
+        )
+        stack.callback(inner.close)
+        return UserExecutor(inner), inner.arriving
+
+    def _started(self, live: LiveLearner) -> None:
+        self._live = live
 
     def _rejoin(self, lost: PlaceLost) -> None:
         """Another process was given this learner's place while it was away: it goes on in a new one, from a peer's state."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -17,9 +17,8 @@ from atoll.runtime.learner.address import WAIT_LINE_SECONDS, Address
 from atoll.runtime.log import PacedLog
 from atoll.runtime.syncer.places import Placement
 from atoll.store.model_upload import pack_model
-from atoll.tensors.access import read_buffers, read_params
 from atoll.tensors.inventory import FROZEN_SEPARATOR, with_frozen
-from atoll.tensors.layout import Layout
+from atoll.tensors.layout import Fragment, Layout
 from atoll.transport import Backoff, LinkFailed, Refused, upload
 
 log = logging.getLogger("atoll.learner")
@@ -29,14 +28,14 @@ UPLOAD_BYTES_PER_SECOND_LEAST: Final = 1e6
 
 
 async def agree_on_model(
-    address: Address, placement: Placement, layout: Layout, tensors: Mapping[str, Tensor], frozen: str
+    address: Address, placement: Placement, layout: Layout, weights: Callable[[Fragment], tuple[Tensor, Tensor]], frozen: str
 ) -> None:
     """The first learner uploads the model's shapes and weights. Another one waits meanwhile and is answered with the digest of
-    the first one's, so both compare with the answer. `frozen` is the digest of the parameters that are not exchanged."""
+    the first one's, so both compare with the answer. `weights`: a fragment's parameters and buffers, on the host. `frozen` is the
+    digest of the parameters that are not exchanged."""
     digest = placement.layout
     if placement.needs_model:
-        params = [read_params(tensors, fragment).cpu() for fragment in layout.fragments]
-        buffers = [read_buffers(tensors, fragment).cpu() for fragment in layout.fragments]
+        params, buffers = zip(*map(weights, layout.fragments), strict=True)
         whole = replace(layout, fingerprint=with_frozen(layout.fingerprint, frozen))
         digest = (await upload_model(address, placement, pack_model(whole, params, buffers))).decode("ascii", "replace")
     travels, _, frozen_there = digest.partition(FROZEN_SEPARATOR)

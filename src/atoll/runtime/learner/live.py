@@ -36,6 +36,7 @@ from atoll.protocol.vocabulary import (
     Finished,
     InnerStep,
     LeaveAsked,
+    Message,
     Received,
     Refuse,
     Resumed,
@@ -77,7 +78,7 @@ class LiveLearner:
     def __init__(
         self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
         resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop, state_bytes_max: int = STATE_BYTES_MAX,
-        arriving: Callable[[Payload], Payload] = lambda payload: payload, metrics: LearnerMetrics | None = None,
+        arriving: Callable[[Message, Payload], Payload] = lambda body, payload: payload, metrics: LearnerMetrics | None = None,
     ) -> None:  # fmt: skip
         """`state_bytes_max`: of a peer's recovery state. `arriving`: is given what came with an announcement in the receiving
         thread, before the driver's lock is taken. `metrics` sees every event."""
@@ -352,7 +353,7 @@ class LiveLearner:
         if isinstance(body, StateTransfer):
             payload, flaw = await self._loop.run_in_executor(None, self._read_state, body, data if data is not None else b"")
         elif data is not None:
-            payload = await self._loop.run_in_executor(None, lambda: self._arriving(wire.from_buffer(body, data)))
+            payload = await self._loop.run_in_executor(None, lambda: self._arriving(body, wire.from_buffer(body, data)))
             misfit = self._executor.inspect(body, payload).flaw
             if misfit is not None:
                 raise RunFailed(f"{worker_name(envelope.sender)} sent what does not fit: {misfit}")
@@ -371,6 +372,10 @@ class LiveLearner:
         if flaw is not None:
             log.warning("a peer's recovery state is not loaded: %s", flaw)
         return payload, flaw
+
+    def fail(self, error: Exception) -> None:
+        """Something that this learner needs is gone: the next call of `next_step`, or one that waits, raises the error."""
+        self._end(error)
 
     def _failed(self, error: BaseException) -> None:
         self._end(error if isinstance(error, Exception) else RunFailed(str(error)))

@@ -1,0 +1,223 @@
+"""The executor of a learner of several ranks, on rank 0: tells the other ranks each effect, carries it out on its own pieces,
+cuts announced versions into the ranks' pieces and assembles packets from their parts.
+
+A packet is assembled on rank 0 and sent by it: one fragment at a time is here, never the model. The parts come encoded, so
+that ranks could as well send them by themselves to a syncer that takes parts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from atoll.codecs import Codec, Packet
+from atoll.codecs import codec as codec_of
+from atoll.codecs.layout import layout
+from atoll.config import Config
+from atoll.errors import NotFinite, RunFailed
+from atoll.executor.cuda.learner import Key
+from atoll.executor.late import LateContent
+from atoll.executor.ranks.executor import RankExecutor
+from atoll.executor.ranks.stitch import EncodedPart, assemble
+from atoll.ids import FragmentId
+from atoll.protocol.interface import CLEAN, Finding, Payload
+from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.vocabulary import (
+    Adopt,
+    Announce,
+    Contribution,
+    Effect,
+    Event,
+    Keep,
+    LoadTheta,
+    Message,
+    Poisoned,
+    RecordState,
+    Send,
+    Stage,
+    StateTransfer,
+    StateWritten,
+    Unstage,
+)
+from atoll.runtime.ranks.channel import parts_of
+from atoll.runtime.ranks.lead import RankLead
+from atoll.runtime.ranks.messages import Arrival, Do, DropArrival, EncodePart, ReadWeights, SeamResidual
+from atoll.tensors.pieces import cut_from, put_runs
+
+TOLD = (Stage, Unstage, Adopt, LoadTheta)
+
+
+class LeadExecutor:
+    def __init__(self, config: Config, inner: RankExecutor, lead: RankLead) -> None:
+        self._inner = inner
+        self._lead = lead
+        self._codec = codec_of(config.protocol.codec_up)
+        self._feedback = config.protocol.error_feedback
+        self._sent: dict[FragmentId, GatheredSend] = {}
+        self._unkept = 0
+        self.poisoned: list[str] = []
+        """What other ranks found since the last step, as sentences that name the rank."""
+
+    # ------------------------------------------------------------ effects
+
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
+        match effect:
+            case Keep():
+                assert payload is not None and isinstance(payload.content, RankShare)
+                self._unkept = 0
+                self._lead.tell(Do(effect, payload.content.arrival))
+                return self._inner.execute(effect, Payload(payload.kind, payload.nbytes, payload.content.own))
+            case RecordState(snapshot=snapshot):
+                flaw = Reason(Why.NOT_WRITTEN, "a learner of several ranks writes no snapshots yet")
+                return (StateWritten(snapshot, flaw),)
+            case _ if isinstance(effect, TOLD):
+                if isinstance(effect, Stage | Adopt):
+                    self._settle(effect.fragment)
+                self._lead.tell(Do(effect))
+                found = list(self._inner.execute(effect, payload))
+                if isinstance(effect, Stage):  # as on a GPU: what was found since the last boundary is told at this one
+                    found += [Poisoned(where) for where in self.poisoned]
+                    self.poisoned.clear()
+                return found
+        return ()
+
+    def _settle(self, p: FragmentId) -> None:
+        """With error feedback the next packet of a fragment begins where its last one ended, on every rank."""
+        before = self._sent.pop(p, None)
+        if before is not None:
+            before.resolve()
+
+    def inspect(self, body: Message, payload: Payload) -> Finding:
+        if isinstance(body, StateTransfer):
+            words = "a learner of several ranks starts from Theta, with a fresh optimiser state"
+            return Finding(Reason(Why.OTHER_OPTIMIZER, words))
+        return CLEAN if isinstance(payload.content, RankShare) else self._inspect_whole(body, payload)
+
+    def _inspect_whole(self, body: Message, payload: Payload) -> Finding:
+        if isinstance(body, Announce) and isinstance(payload.content, tuple):
+            sent, buffers = payload.content
+            fragment = self._inner.whole[body.fragment]
+            numel = sent.numel if isinstance(sent, Packet) else sent.numel()
+            if (numel, buffers.numel()) != (fragment.numel, fragment.buffer_numel):
+                return Finding(Reason(Why.POISONED, f"fragment {body.fragment} has {fragment.numel} parameters, not {numel}"))
+        return CLEAN
+
+    # ------------------------------------------------------------ sending
+
+    def payload_for(self, send: Send) -> Payload | None:
+        body = send.envelope.body
+        if not isinstance(body, Contribution):
+            return None
+        self._settle(body.fragment)
+        key = self._inner.staged_key(body.fragment, body.outer_step)
+        request = self._lead.number()
+        self._lead.tell(EncodePart(request, body.fragment, body.outer_step))
+        found = self._inner.encoded(key)
+        rng = None if found is None else self._inner.rounding_of(key)
+        sent = GatheredSend(self._lead, self._inner, self._codec, key, request, found, rng, feedback=self._feedback)
+        if self._feedback:
+            self._sent[body.fragment] = sent
+        fragment = self._inner.whole[body.fragment]
+        nbytes = layout(self._codec.name, fragment.numel).nbytes + 4 * fragment.buffer_numel
+        return Payload("packet", nbytes, sent)
+
+    # ------------------------------------------------------------ receiving, in the receiving thread
+
+    def arriving(self, body: Message, payload: Payload) -> Payload:
+        """Cuts an announced version into the ranks' pieces, and returns once every rank has its own."""
+        if not isinstance(body, Announce) or self._inspect_whole(body, payload).flaw is not None:
+            return payload
+        sent, buffers = payload.content
+        difference = isinstance(sent, Packet)
+        whole = codec_of(sent.codec).decode(sent) if isinstance(sent, Packet) else sent
+        if self._unkept:  # the version before was older than what the learner had
+            self._lead.tell(DropArrival(self._unkept))
+        arrival = self._unkept = self._lead.number()
+        held = self._inner.held[body.fragment]
+        for rank in range(1, self._lead.ranks):
+            piece = cut_from(whole, held[rank].runs)
+            note = Arrival(arrival, body.fragment, difference, (piece.numel(), buffers.numel()))
+            self._lead.tell_rank(rank, note, (piece, buffers), bulk=True)
+        own = cut_from(whole, held[0].runs)
+        del whole
+        self._lead.await_taken(arrival)
+        return Payload(payload.kind, payload.nbytes, RankShare(arrival, own, buffers, difference))
+
+    # ------------------------------------------------------------ the whole model, one fragment at a time
+
+    def weights(self, p: FragmentId) -> tuple[Tensor, Tensor]:
+        """A whole fragment's parameters and buffers, from what every rank owns of it."""
+        request = self._lead.number()
+        self._lead.tell(ReadWeights(request, p))
+        mine, buffers = self._inner.weights(p)
+        flat = torch.empty(self._inner.whole[p].numel)
+        own = self._inner.splits[p][0]
+        for run in (*own.blocks, *own.seams):
+            flat[run.start : run.stop] = mine[run.local : run.local + run.length]
+        for rank, (part, data) in self._lead.answers(request).items():
+            split = self._inner.splits[p][rank]
+            for runs, values in zip(split, parts_of(data, part.sizes, [torch.float32] * 2), strict=True):
+                put_runs(flat, [run._replace(local=run.start) for run in runs], values)
+        return flat, buffers
+
+
+class RankShare:
+    """The content of an announcement's payload once every rank has its pieces."""
+
+    def __init__(self, arrival: int, own: Tensor, buffers: Tensor, difference: bool) -> None:
+        self.arrival = arrival
+        sent = Packet("fp32", own.numel(), own, None) if difference else own
+        self.own = (sent, buffers)
+
+
+class GatheredSend(LateContent):
+    """A packet whose parts the other ranks are sending."""
+
+    def __init__(
+        self, lead: RankLead, inner: RankExecutor, codec: Codec, key: Key, request: int,
+        own: tuple[EncodedPart, Tensor] | None, rng: torch.Generator | None, *, feedback: bool,
+    ) -> None:  # fmt: skip
+        self._lead, self._inner, self._codec = lead, inner, codec
+        self._key, self._request, self._own, self._rng = key, request, own, rng
+        self._feedback = feedback
+        self._lock = threading.Lock()
+        self._resolved = False
+        self._result: tuple[Packet, Tensor] | None = None
+
+    def resolve(self) -> tuple[Packet, Tensor] | None:
+        with self._lock:
+            if not self._resolved:
+                self._result = self._assemble()
+                self._resolved, self._own = True, None
+            return self._result
+
+    def _assemble(self) -> tuple[Packet, Tensor] | None:
+        try:
+            answers = self._lead.answers(self._request)
+        except RunFailed:  # a rank is gone: the message goes without bytes, as later ones on this channel count on it
+            return None
+        if self._own is None or not all(part.sizes for part, _ in answers.values()):
+            return None
+        p = self._key[0]
+        fragment, splits = self._inner.whole[p], self._inner.splits[p]
+        shape = layout(self._codec.name, 0)
+        parts = [self._own[0]]
+        for rank in range(1, self._lead.ranks):
+            part, data = answers[rank]
+            codes, scales, seams = parts_of(data, part.sizes, [shape.code_dtype, torch.float32, torch.float32])
+            parts.append(EncodedPart(codes, None if shape.scales is None else scales, seams))
+        try:
+            packet, residuals = assemble(
+                self._codec, fragment.numel, splits, parts, feedback=self._feedback, rng=self._rng
+            )
+        except NotFinite:
+            return None
+        if self._feedback:
+            self._inner.seams_not_carried(p, residuals[0])
+            for rank in range(1, self._lead.ranks):
+                if residuals[rank].numel():
+                    self._lead.tell_rank(rank, SeamResidual(p), (residuals[rank],))
+        return packet, self._own[1]

@@ -1,0 +1,255 @@
+"""Every rank but 0: it has no machine and no link. It carries out what rank 0 says, in the order in which rank 0 carried it out.
+
+One thread takes and carries out everything; weights change only while the training thread is inside `step`, between the report
+of its boundary and rank 0's word to go on. Bytes arrive in another thread, and are announced to rank 0 when they are all here:
+rank 0's machine hears of a version once every rank has its pieces, so no rank waits for bytes at a boundary.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from atoll.codecs import Packet
+from atoll.errors import RunFailed
+from atoll.executor.ranks.executor import RankExecutor
+from atoll.protocol.interface import Payload
+from atoll.protocol.vocabulary import InnerStep, Poisoned, StepDone
+from atoll.runtime.ranks.channel import ChannelClosed, read_in_thread
+from atoll.runtime.ranks.messages import (
+    Agreed,
+    Arrival,
+    ArrivalTaken,
+    Counted,
+    Do,
+    DropArrival,
+    EncodePart,
+    Ended,
+    Go,
+    LeaveWanted,
+    Note,
+    Part,
+    PlaceGiven,
+    Profile,
+    RankLeaves,
+    ReadWeights,
+    SeamResidual,
+    StepReached,
+)
+from atoll.runtime.ranks.rendezvous import RankLink
+from atoll.runtime.syncer.places import Placement
+from atoll.tensors.pieces import take_runs
+
+log = logging.getLogger("atoll.learner")
+
+PATIENCE_SECONDS: Final = 15.0
+"""Rank 0 finds out who is missing, so the others wait a little longer than rank 0."""
+
+
+class RankMember:
+    def __init__(self, rank: int, connected: RankLink, timeout_seconds: float) -> None:
+        self.rank = rank
+        self.placement: Placement
+        self._connected = connected
+        self._timeout = timeout_seconds + PATIENCE_SECONDS
+        self._condition = threading.Condition()
+        self._executor: RankExecutor | None = None
+        self._ready = threading.Event()
+        self._agreed: Agreed | None = None
+        self._placed: PlaceGiven | None = None
+        self._counted: Counted | None = None
+        self._go: Go | None = None
+        self._number = 0
+        self._poisoned = ""
+        self._arrived: dict[int, tuple[Arrival, Tensor]] = {}
+        self._over = self._closing = False
+        self._error: RunFailed | None = None
+        self._answers = ThreadPoolExecutor(1, thread_name_prefix="rank-parts")
+        self._threads = [
+            read_in_thread(connected.control, self._take, self._closed, "rank-0"),
+            read_in_thread(connected.bulk, self._take_bytes, self._closed, "rank-0-bulk"),
+        ]
+
+    # ------------------------------------------------------------ the training thread
+
+    def agree(self, profile: Profile) -> Agreed:
+        self._tell(profile)
+        self._wait(lambda: self._agreed is not None, "answered how the model is divided")
+        assert self._agreed is not None
+        return self._agreed
+
+    def await_place(self) -> Placement:
+        self._wait(lambda: self._placed is not None, "")
+        assert self._placed is not None
+        self.placement = self._placed.placement
+        return self.placement
+
+    def begin(self, executor: RankExecutor) -> None:
+        self._executor = executor
+        self._ready.set()
+
+    def step_done(self, done: StepDone | None) -> bool:
+        """False: all ranks skipped the step."""
+        self._number += 1
+        self._counted = self._go = None
+        poisoned, self._poisoned = self._poisoned, ""
+        self._tell(StepReached(self._number, done, poisoned))
+        self._wait(lambda: self._counted is not None or self._go is not None, "said that all ranks are at this step")
+        return self._counted is None or self._counted.counted
+
+    def next_step(self) -> InnerStep | None:
+        """Rank 0 may wait for the syncer here, for as long as the preset makes it wait."""
+        self._wait(lambda: self._go is not None, "")
+        go, self._go = self._go, None
+        assert go is not None
+        self._over = go.step is None
+        return go.step
+
+    def leave(self, reason: str, within_seconds: float | None = None, *, returns: bool = False) -> None:
+        self._tell(LeaveWanted(reason, within_seconds, returns))
+
+    @property
+    def over(self) -> bool:
+        return self._over
+
+    def end(self, reason: str, *, failed: bool, seconds: float) -> None:
+        """After its loop. Its staged copies may still be pulled, so it stays until rank 0 has ended."""
+        try:
+            self._connected.control.send(RankLeaves(reason, failed))
+        except ChannelClosed:
+            return
+        if not failed:
+            with self._condition:
+                self._condition.wait_for(lambda: self._closing, seconds)
+
+    def close(self) -> None:
+        self._closing = True
+        self._ready.set()
+        self._connected.close()
+        self._answers.shutdown(wait=False)
+        for thread in self._threads:
+            thread.join(PATIENCE_SECONDS)
+
+    def _tell(self, note: Note) -> None:
+        try:
+            self._connected.control.send(note)
+        except ChannelClosed as closed:
+            raise self._error or RunFailed(f"rank 0 of this learner is gone: {closed}") from None
+
+    def _wait(self, there: Callable[[], bool], what: str) -> None:
+        until = time.monotonic() + self._timeout if what else None
+        with self._condition:
+            while not there() and self._error is None and not self._closing:
+                if not self._condition.wait(None if until is None else max(0.0, until - time.monotonic())):
+                    raise RunFailed(f"rank 0 of this learner has not {what} for {self._timeout:.0f} s: is a call missing on it?")
+            if not there():
+                raise self._error or RunFailed("rank 0 of this learner has ended its loop, and this rank has not")
+
+    # ------------------------------------------------------------ what rank 0 says, in order
+
+    def _take(self, note: Any, data: Tensor) -> None:
+        match note:
+            case Ended(reason=reason, failed=failed):
+                with self._condition:
+                    if failed:
+                        self._error = RunFailed(reason)
+                    else:
+                        self._go = Go(None)
+                    self._closing = True
+                    self._condition.notify_all()
+            case Agreed() | PlaceGiven() | Counted() | Go():
+                self._hear(note)
+            case Do(effect=effect, arrival=arrival):
+                for event in self._executing().execute(effect, self._payload(arrival)):
+                    if isinstance(event, Poisoned):
+                        self._poisoned = event.where
+            case EncodePart(request=request, fragment=p, slot=slot):
+                self._send_part(request, p, slot)
+            case ReadWeights(request=request, fragment=p):
+                self._send_weights(request, p)
+            case SeamResidual(fragment=p):
+                self._executing().seams_not_carried(p, data.view(torch.float32))
+            case DropArrival(arrival=arrival):
+                self._arrived.pop(arrival, None)
+            case _:
+                raise AssertionError(f"rank 0 never says {note}")
+
+    def _hear(self, note: Any) -> None:
+        with self._condition:
+            match note:
+                case Agreed():
+                    self._agreed = note
+                case PlaceGiven():
+                    self._placed = note
+                case Counted():
+                    self._counted = note
+                case Go():
+                    self._go = note
+            self._condition.notify_all()
+
+    def _executing(self) -> RankExecutor:
+        self._ready.wait()
+        assert self._executor is not None, "closed before it began"
+        return self._executor
+
+    def _payload(self, arrival: int) -> Payload | None:
+        if not arrival:
+            return None
+        note, data = self._arrived.pop(arrival)
+        numbers = data.view(torch.float32)
+        params, buffers = numbers[: note.sizes[0]], numbers[note.sizes[0] :]
+        sent = Packet("fp32", params.numel(), params, None) if note.difference else params
+        return Payload("fragment", data.numel(), (sent, buffers))
+
+    def _send_part(self, request: int, p: int, slot: int) -> None:
+        executor = self._executing()
+        found = executor.encoded(executor.staged_key(p, slot))
+        if found is None:
+            self._answer(Part(request, ()), [])
+            return
+        codes, scales, seams = found[0]
+        tensors = [codes, torch.empty(0) if scales is None else scales, seams]
+        self._answer(Part(request, tuple(t.numel() * t.element_size() for t in tensors)), tensors)
+
+    def _send_weights(self, request: int, p: int) -> None:
+        executor = self._executing()
+        params, _ = executor.weights(p)
+        split = executor.splits[p][self.rank]
+        owned = [take_runs(params, runs) for runs in split]
+        self._answer(Part(request, tuple(4 * t.numel() for t in owned)), owned)
+
+    def _answer(self, note: Part, tensors: list[Tensor]) -> None:
+        """In another thread: the next word of rank 0 must not wait behind these bytes."""
+        self._answers.submit(self._send_bytes, note, tensors)
+
+    def _send_bytes(self, note: Note, tensors: list[Tensor]) -> None:
+        try:
+            self._connected.bulk.send(note, tensors)
+        except ChannelClosed as closed:
+            self._closed(closed)
+
+    def _take_bytes(self, note: Any, data: Tensor) -> None:
+        self._arrived[note.arrival] = (note, data)
+        self._connected.bulk.send(ArrivalTaken(note.arrival))
+
+    def _closed(self, error: BaseException) -> None:
+        """The connection ended, or something here raised: then rank 0 is told, and takes the learner down."""
+        with self._condition:
+            if self._closing or self._error is not None:
+                return
+            self._error = RunFailed(f"rank 0 of this learner is gone: {error}")
+            if not isinstance(error, ChannelClosed):
+                log.error("this rank cannot go on", exc_info=error)
+                self._error = RunFailed(f"rank {self.rank} of this learner: {type(error).__name__}: {error}")
+            self._condition.notify_all()
+        if not isinstance(error, ChannelClosed):
+            self.end(f"{type(error).__name__}: {error}", failed=True, seconds=0.0)
+
+

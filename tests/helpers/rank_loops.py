@@ -1,0 +1,404 @@
+"""Ranks of a learner as processes on gloo, and loops for them. What runs in a rank is a function of this file.
+
+The processes are forked from one that has imported torch, so that a rank starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import traceback
+import zlib
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import atoll
+from atoll.executor.environment import use_threads
+from atoll.tensors.local import local_part
+from atoll.tensors.placements import box_of
+
+PATIENCE_SECONDS = 90.0
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "atoll.runtime.join.joining"])
+
+
+class Ranks:
+    """Processes of one group. Each runs `target(rank, ranks, *arguments)` and sends back what it returns."""
+
+    def __init__(self, ranks: int, target: Callable[..., Any], *arguments: Any) -> None:
+        self._folder = tempfile.mkdtemp(prefix="atoll-ranks-")
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(ranks):
+            here, there = _context.Pipe()
+            work = (there, rank, ranks, f"{self._folder}/store", target, arguments)
+            process = _context.Process(target=_work, args=work, daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def kill(self, rank: int) -> None:
+        pid = self.processes[rank].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    def said(self, rank: int) -> Any:
+        """The next thing that a rank said: by `say`, or what its function returned or raised at the end."""
+        assert self.pipes[rank].poll(PATIENCE_SECONDS), f"rank {rank} says nothing"
+        return self.pipes[rank].recv()
+
+    def end(self) -> list[Any]:
+        """What every rank returned; an exception as its sentence; None of one that was killed."""
+        found: list[Any] = []
+        for pipe, process in zip(self.pipes, self.processes, strict=True):
+            last = None
+            try:
+                while pipe.poll(PATIENCE_SECONDS):
+                    last = pipe.recv()
+            except EOFError:
+                pass
+            process.join(PATIENCE_SECONDS)
+            assert not process.is_alive(), "a rank hangs"
+            found.append(last)
+        shutil.rmtree(self._folder)
+        return found
+
+
+_say: Callable[[Any], None] = lambda what: None  # noqa: E731
+
+
+def say(what: Any) -> None:
+    """To the test, from a rank."""
+    _say(what)
+
+
+def _work(pipe: Connection, rank: int, ranks: int, store: str, target: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    global _say
+    _say = pipe.send
+    use_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    try:
+        pipe.send(target(rank, ranks, *arguments))
+    except BaseException as error:
+        traceback.print_exc()
+        pipe.send(f"{type(error).__name__}: {error}")
+    finally:
+        pipe.close()
+        os._exit(0)  # gloo's threads may still wait for a rank that was killed
+
+
+# ---------------------------------------------------------------- models
+
+
+class Odd(nn.Module):
+    """Rows that no number of ranks divides, tensors with fewer rows than ranks, a tie, a frozen part and buffers."""
+
+    def __init__(self, width: int = 37) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width)) for _ in range(3))
+        self.narrow = nn.Linear(width, 2)
+        self.frozen = nn.Linear(2, 5)
+        self.frozen.requires_grad_(False)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + torch.relu(block(x))
+        return self.head(x) + self.frozen(self.narrow(x)).sum(dim=1, keepdim=True)
+
+
+def wrapped(model: nn.Module, kind: str, ranks: int) -> nn.Module:
+    """`model` for a group of ranks: in DistributedDataParallel, or sharded in place."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    if kind == "ddp":
+        return DistributedDataParallel(model)
+    if kind == "tp":
+        tensor_parallel(model, init_device_mesh("cpu", (ranks,)))
+        return model
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
+    elif kind == "fsdp2 and tp":
+        both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("data", "tensor"))
+        tensor_parallel(model, both["tensor"])
+        mesh = both["data"]
+    else:
+        assert kind == "fsdp2"
+        mesh = init_device_mesh("cpu", (ranks,))
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def tensor_parallel(model: nn.Module, mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    parallelize_module(model, mesh, {"blocks.0.0": ColwiseParallel(), "blocks.1.0": RowwiseParallel()})
+
+
+def prescribed(name: str, tensor: Tensor, step: int) -> Tensor:
+    """A rank's part of an update that depends on the tensor's name, the global index and the step only, bit for bit."""
+    box = box_of(name, tensor)
+    index = torch.arange(tensor.numel()).view(tensor.shape)
+    if box is not None:
+        for axis, (start, size) in enumerate(zip(*box, strict=True)):
+            index = index.narrow(axis, start, size)
+    mixed = (index * 2_654_435_761 + zlib.crc32(name.encode()) + step * 40_503) % 65_536
+    return (mixed.float() - 32_768) * 2.0**-22
+
+
+@torch.no_grad()
+def update(model: nn.Module, step: int) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            local_part(parameter).add_(prescribed(name, parameter, step))
+    for name, buffer in model.named_buffers():
+        if buffer.is_floating_point():
+            buffer.add_(prescribed(name, buffer, step))
+
+
+def prescribed_loop(
+    rank: int, ranks: int, kind: str, address: str, token: str, out: Path, steps: int | None = None
+) -> dict[str, Any]:  # fmt: skip
+    """Returns what this rank holds of the model at the end."""
+    model = Odd()
+    whole = model if kind == "one" else wrapped(model, kind, ranks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.join(address, whole, optimizer, token=token, out=out, rank_timeout_seconds=30.0) as learner:
+        step = 0
+        while not learner.over and step != steps:
+            step += 1
+            update(model, step)
+            optimizer.step()
+            learner.step(tokens=12 // ranks, samples=12 // ranks, loss=float(step))
+    return {name: local_part(tensor.detach()).numpy() for name, tensor in model.named_parameters()}
+
+
+def each(rank: int, ranks: int, runs: list[tuple[Any, ...]]) -> list[Any]:
+    """Several loops one after the other in the same processes."""
+    return [prescribed_loop(rank, ranks, *run) for run in runs]
+
+
+# ---------------------------------------------------------------- loops that train
+
+
+def training_loop(
+    rank: int, ranks: int, kind: str, address: str, token: str, out: Path, wants: int = -1, dies: tuple[int, int] = (-1, 0),
+    until: Path | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """AdamW on real gradients. `dies`: the rank, and the step at which it is killed. `until`: a third of the run is trained only
+    once this file is there."""
+    import torch.distributed as dist
+
+    model = Odd()
+    whole = wrapped(model, kind, ranks)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = torch.arange(512) % 11
+    losses, seen = [], []
+    with atoll.join(address, whole, optimizer, token=token, out=out, wants=wants, rank_timeout_seconds=30.0) as learner:
+        steps = 0
+        for batch in learner.shard(data, batch_size=8):
+            while until is not None and learner.progress > 0.33 and not until.exists():
+                threading.Event().wait(0.02)
+            if (rank, steps) == dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen += batch.tolist()[:1]
+            loss = nn.functional.cross_entropy(whole(batch), (batch + 1) % 11)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            steps += learner.step(tokens=len(batch), loss=loss)
+            losses.append(float(loss.detach()))
+            if steps < 10:  # a pipe that nobody reads fills up
+                say((steps, learner.outer_step))
+    parts = {name: local_part(tensor.detach()) for name, tensor in model.named_parameters() if tensor.requires_grad}
+    finite = all(bool(torch.isfinite(part).all()) for part in parts.values())
+    alike = [torch.zeros(1) for _ in range(ranks)]
+    dist.all_gather(alike, torch.tensor([float(steps)]))
+    return {"steps": steps, "losses": losses, "finite": finite, "alike": [int(n) for n in alike], "over": learner.over}
+
+
+# ---------------------------------------------------------------- mistakes
+
+
+def sentence(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def mistakes(rank: int, ranks: int, address: str, token: str, out: Path) -> dict[str, str]:
+    """What each mistake says on this rank. Each takes its learner down, and the next one begins a new learner."""
+    found: dict[str, str] = {}
+
+    def joined(model: nn.Module, optimizer: torch.optim.Optimizer, name: str, seconds: float = 30.0) -> atoll.Learner:
+        return atoll.join(address, model, optimizer, token=token, out=out / name, rank_timeout_seconds=seconds)
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def raises() -> None:
+        model = wrapped(Odd(), "fsdp2", ranks)
+        optimizer = sgd(model)
+        with joined(model, optimizer, "raises") as learner:
+            while True:
+                optimizer.step()
+                learner.step()
+                if rank == 1:
+                    raise ZeroDivisionError("of the user's own")
+
+    def misses_a_call() -> None:
+        model = wrapped(Odd(), "ddp", ranks)
+        optimizer = sgd(model)
+        with joined(model, optimizer, "misses", seconds=1.5) as learner:
+            optimizer.step()
+            learner.step()
+            if rank == 1:
+                threading.Event().wait(4.0)  # busy with something else for longer than the others wait
+            optimizer.step()
+            learner.step()
+
+    def skips_alone() -> None:
+        model = wrapped(Odd(), "ddp", ranks)
+        optimizer = sgd(model)
+        with joined(model, optimizer, "skips") as learner:
+            if rank == 0:
+                optimizer.step()
+            learner.step()
+
+    def other_model() -> None:
+        model = wrapped(Odd(), "fsdp2", ranks)
+        if rank == 1:
+            model.register_buffer("late", torch.zeros(3))
+        with joined(model, sgd(model), "model"):
+            pass
+
+    def other_optimizer() -> None:
+        model = wrapped(Odd(), "ddp", ranks)
+        with joined(model, torch.optim.SGD(model.parameters(), lr=0.1 + rank), "optimizer"):
+            pass
+
+    def plain() -> None:
+        model = Odd()
+        joined(model, sgd(model), "plain")
+
+    def partial() -> None:
+        from torch.distributed.tensor import DTensor, Partial, init_device_mesh
+
+        model = nn.Linear(3, 2, bias=False)
+        mesh = init_device_mesh("cpu", (ranks,))
+        model.weight = nn.Parameter(DTensor.from_local(model.weight.data, mesh, [Partial()]))
+        with joined(model, sgd(model), "partial"):
+            pass
+
+    for work in (raises, misses_a_call, skips_alone, other_model, other_optimizer, plain, partial):
+        found[work.__name__] = sentence(work)
+        torch.distributed.barrier()
+    return found
+
+
+# ---------------------------------------------------------------- memory
+
+
+class PeakMemory:
+    """The most memory of its own (not of mapped files) that this process had since it began, in bytes."""
+
+    def __init__(self) -> None:
+        self._first = self._most = self._now()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    @staticmethod
+    def _now() -> int:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+        return 1024 * int(line.split()[1])
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.005):
+            self._most = max(self._most, self._now())
+
+    def grown(self) -> int:
+        self._stop.set()
+        self._thread.join()
+        return max(self._most, self._now()) - self._first
+
+
+def memory_loop(rank: int, ranks: int, layers: int, address: str, token: str, out: Path) -> int:
+    """A model that no rank ever builds whole: made on the meta device, sharded, and filled shard by shard."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    memory = PeakMemory()
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(layers)))
+    mesh = init_device_mesh("cpu", (ranks,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            local_part(parameter).fill_(0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with atoll.join(address, model, optimizer, token=token, out=out, rank_timeout_seconds=60.0) as learner:
+        step = 0
+        while not learner.over:
+            step += 1
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    local_part(parameter).add_(1e-3)
+            optimizer.step()
+            learner.step(tokens=1)
+    return memory.grown()
+
+
+def careful_loop(rank: int, ranks: int, address: str, token: str, out: Path) -> dict[str, Any]:
+    """FSDP2 in bf16, a scaler that skips a step on all ranks, two batches to a step, and an evaluation before every report, after
+    which FSDP holds whole copies of the weights."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model = nn.Sequential(nn.Linear(11, 33), nn.GELU(), nn.Linear(33, 5))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+    plain = nn.Sequential(nn.Linear(11, 33), nn.GELU(), nn.Linear(33, 5)).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+    probe = torch.randn(4, 11, generator=torch.Generator().manual_seed(1))
+    counted, stale, attempts = [], 0, 0
+    with atoll.join(address, model, optimizer, token=token, out=out, rank_timeout_seconds=30.0) as learner:
+        while not learner.over:
+            attempts += 1
+            for micro in range(2):
+                loss = model(torch.randn(8, 11) + rank).square().mean()
+                scaler.scale(loss / 2 * (float("inf") if attempts == 3 and micro else 1.0)).backward()
+                learner.count(tokens=8, loss=loss)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(probe)
+            counted.append(learner.step())
+            with torch.no_grad():
+                now = model(probe)  # first: a state dict makes FSDP drop its whole copies
+                plain.load_state_dict({name: tensor.full_tensor() for name, tensor in model.state_dict().items()})
+                stale += not torch.allclose(now, plain(probe.bfloat16()).float(), atol=1e-2)
+    return {"counted": counted, "stale": stale, "moments": len(optimizer.state)}

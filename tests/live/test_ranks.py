@@ -1,0 +1,251 @@
+"""Learners of several ranks on gloo, against a real syncer: any layout makes the same bytes, and ranks live and die together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from rank_loops import Ranks, careful_loop, each, memory_loop, mistakes, prescribed_loop, training_loop
+from thread_syncer import ONE_ROUND_A_STEP, UNHURRIED, Syncer, custom
+
+from atoll.config import Config, load
+from atoll.executor.syncer import TensorSyncer
+from atoll.protocol.vocabulary import (
+    Contribution,
+    FixParticipants,
+    Goodbye,
+    Membership,
+    Received,
+    Recovered,
+    Standing,
+    StepDone,
+    Stored,
+)
+from atoll.tape.format import Tape
+
+pytestmark = pytest.mark.live
+
+CODECS = {
+    "plain": {"codec_up": "fp32"},
+    "blocks": {"codec_up": "int4", "codec_down": "bf16"},
+    "feedback": {"codec_up": "int4", "error_feedback": True},
+    "whole": {"codec_up": "top_k:0.2", "error_feedback": True},
+}
+
+
+def exact(**protocol: Any) -> Config:
+    """Every learner adopts at fixed steps, so two runs can be compared version by version."""
+    fixed = {"local_steps_per_round": 4, "fragmentation": "sub_tensor", "fragments": 4, "overlap": 1}
+    return load(preset_name="streaming", overrides={
+        "learners": 1, "total_steps": 10, "model": {"name": "custom"}, "limits": UNHURRIED, "protocol": fixed | protocol,
+    })  # fmt: skip
+
+
+class Watched(Syncer):
+    seen: ClassVar[dict[int, list[tuple[int, int, str]]]] = {}
+    """By the syncer's executor every contribution: outer step, fragment, and a digest of all its bytes."""
+
+    def contributions(self) -> list[tuple[int, int, str]]:
+        return sorted(self.seen.pop(id(self.home.executor)))
+
+    def digests(self) -> list[tuple[int, str]]:
+        return [(r.event.outer_step, r.event.digest) for r in self.tape() if isinstance(r.event, Stored)]
+
+
+def look_at(executor: TensorSyncer, body: Any, payload: Any) -> None:
+    if isinstance(body, Contribution):
+        packet, buffers = payload.content
+        seen = hashlib.sha256(packet.to_bytes() + buffers.numpy().tobytes()).hexdigest()
+        Watched.seen.setdefault(id(executor), []).append((body.outer_step, body.fragment, seen))
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Config], Watched]]:
+    made: list[Watched] = []
+    inspect = TensorSyncer.inspect
+
+    def inspected(executor: TensorSyncer, body: Any, payload: Any) -> Any:
+        look_at(executor, body, payload)
+        return inspect(executor, body, payload)
+
+    monkeypatch.setattr(TensorSyncer, "inspect", inspected)
+
+    def make(config: Config) -> Watched:
+        made.append(Watched(tmp_path / f"syncer{len(made)}", config))
+        return made[-1]
+
+    yield make
+    for syncer in made:
+        syncer.stop()
+
+
+def run_of(syncer: Watched, kind: str) -> tuple[Any, ...]:
+    return kind, syncer.address, syncer.home.token_file, syncer.directory / "learner"
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, tuple[list[Any], list[Any]]]:
+    """By codec what one rank sent and what became of it; computed when first asked for."""
+    return {}
+
+
+def of_one_rank(codec: str, known: dict[str, Any], start: Callable[[Config], Watched]) -> tuple[list[Any], list[Any]]:
+    if codec not in known:
+        one = start(exact(**CODECS[codec]))
+        prescribed_loop(0, 1, *run_of(one, "one"))
+        one.end()
+        known[codec] = one.contributions(), one.digests()
+        assert len(known[codec][0]) >= 10 and len(known[codec][1]) == 10
+    return known[codec]
+
+
+@pytest.mark.parametrize(("ranks", "codecs"), [(1, ("blocks",)), (2, ("blocks", "feedback")), (3, CODECS), (4, ("feedback",))])
+def test_every_layout_sends_and_merges_the_bytes_of_one_rank(
+    start: Callable[[Config], Watched], known: dict[str, Any], ranks: int, codecs: Iterable[str]
+) -> None:
+    expected = {codec: of_one_rank(codec, known, start) for codec in codecs}
+    runs = {(codec, kind): start(exact(**CODECS[codec])) for codec in codecs for kind in ("ddp", "fsdp2")}
+    group = Ranks(ranks, each, [run_of(syncer, kind) for (_, kind), syncer in runs.items()])
+    assert all(isinstance(result, list) for result in group.end())
+    for (codec, kind), syncer in runs.items():
+        syncer.end()
+        contributions, digests = expected[codec]
+        assert syncer.contributions() == contributions, f"{kind} on {ranks} ranks, {codec}"
+        assert syncer.digests() == digests
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", ["hsdp", "tp", "fsdp2 and tp"])
+def test_layouts_of_two_axes_send_and_merge_the_bytes_of_one_rank(
+    start: Callable[[Config], Watched], known: dict[str, Any], kind: str
+) -> None:
+    contributions, digests = of_one_rank("feedback", known, start)
+    syncer = start(exact(**CODECS["feedback"]))
+    group = Ranks(4, prescribed_loop, *run_of(syncer, kind))
+    assert all(isinstance(result, dict) for result in group.end())
+    syncer.end()
+    assert syncer.contributions() == contributions
+    assert syncer.digests() == digests
+
+
+def decoupled(**more: Any) -> Config:
+    protocol = ONE_ROUND_A_STEP | {"codec_up": "int4", "error_feedback": True, "fragments": 4}
+    return load(preset_name="decoupled", overrides={
+        "learners": 2, "total_steps": 60, "model": {"name": "custom"}, "limits": UNHURRIED, "protocol": protocol, **more,
+    })  # fmt: skip
+
+
+def steps_of(tape: Path) -> list[StepDone]:
+    return [r.event for r in Tape(tape).records() if isinstance(r.event, StepDone)]
+
+
+def test_learners_of_two_layouts_train_one_loses_a_rank_and_comes_back(start: Callable[[Config], Watched]) -> None:
+    """DDP of 2 and FSDP2 of 2 with AdamW. A rank of the second is killed: its learner goes down, the first trains on, and the
+    second comes back as a new incarnation."""
+    syncer = start(decoupled())
+    back = syncer.directory / "back"
+    first = Ranks(2, training_loop, *run_of(syncer, "ddp"), 0, (-1, 0), back)
+    kind, address, token, folder = run_of(syncer, "fsdp2")
+    second = Ranks(2, training_loop, kind, address, token, folder.with_name("second"), 1, (1, 6))
+    survivor, killed = second.end()
+    assert isinstance(survivor, str) and "Error" in survivor and killed[0] == 6, "the last that the killed one said"
+    again = Ranks(2, training_loop, kind, address, token, folder.with_name("second"), 1)
+    assert again.said(0)[0] == 1
+    back.touch()
+    results = [*first.end(), *again.end()]
+    syncer.end()
+    for result in results:
+        assert isinstance(result, dict), result
+        assert result["finite"] and result["over"] and len(set(result["alike"])) == 1
+        assert result["losses"][-1] < result["losses"][0]
+    effects = [e for r in syncer.tape() for e in r.effects]
+    merged = [set(e.participants) for e in effects if isinstance(e, FixParticipants) and e.fragments]
+    assert {0, 1} in merged, "learners of both layouts were merged"
+    assert any(e.learner == 1 and e.standing in (Standing.LOST, Standing.LEFT) for e in effects if isinstance(e, Membership))
+    assert [e.learner for e in effects if isinstance(e, Recovered)].count(1) == 2
+    (tape,) = (syncer.directory / "learner").glob("*.tape")
+    assert {(s.tokens, s.samples) for s in steps_of(tape)} == {(16, 16)}, "two ranks of 8 tokens are one step of 16"
+
+
+def test_ranks_whose_loops_end_at_the_same_step_leave_in_order(start: Callable[[Config], Watched]) -> None:
+    """Pulls that come while rank 0 waits for its last rounds are answered by all ranks."""
+    syncer = start(decoupled(total_steps=10**6, learners=1))
+    results = Ranks(2, prescribed_loop, *run_of(syncer, "fsdp2"), 8).end()
+    syncer.stop()
+    assert all(isinstance(result, dict) for result in results), results
+    farewells = [r.event.envelope.body.reason.detail for r in syncer.tape() if is_goodbye(r.event)]
+    assert farewells == ["its loop ended"]
+
+
+def test_mistakes_of_ranks_take_the_learner_down_with_a_sentence_that_names_them(start: Callable[[Config], Watched]) -> None:
+    syncer = start(decoupled(total_steps=10**6, learners=1))
+    zero, one = Ranks(2, mistakes, syncer.address, syncer.home.token_file, syncer.directory / "m").end()
+    syncer.stop()
+    assert isinstance(zero, dict) and isinstance(one, dict), (zero, one)
+    told = "rank 1 of this learner: its loop ended by ZeroDivisionError: of the user's own. A learner's ranks go down together"
+    assert zero["raises"].startswith(f"RunFailed: {told}") and one["raises"] == "ZeroDivisionError: of the user's own"
+    late = "RunFailed: rank 1 of this learner: has not called learner.step() for 2 s"
+    assert zero["misses_a_call"].startswith(late) and one["misses_a_call"].startswith(late)
+    for said in (zero, one):
+        assert "stepped on ranks 0 of 2 and not on the others" in said["skips_alone"]
+        assert "ranks 0 and 1 of this learner have another model" in said["other_model"]
+        assert "ranks 0 and 1 of this learner have another optimizer" in said["other_optimizer"]
+        assert "one of 2 ranks" in said["plain"] and "the ranks would diverge" in said["plain"]
+        assert "P(sum)" in said["partial"] and "no rank has its values" in said["partial"]
+    farewells = [r.event.envelope.body.reason.detail for r in syncer.tape() if is_goodbye(r.event)]
+    assert told in " ".join(farewells)
+
+
+def is_goodbye(event: Any) -> bool:
+    return isinstance(event, Received) and isinstance(event.envelope.body, Goodbye)
+
+
+def test_bf16_skipped_steps_and_evaluations_leave_no_rank_with_old_weights(start: Callable[[Config], Watched]) -> None:
+    syncer = start(custom("diloco", learners=1, total_steps=6, limits=UNHURRIED))
+    results = Ranks(2, careful_loop, syncer.address, syncer.home.token_file, syncer.directory / "learner").end()
+    syncer.end()
+    for result in results:
+        assert result == {"counted": [True, True, False, True, True, True, True], "stale": 0, "moments": 4}
+    assert {s.tokens for s in steps_of(syncer.directory / "learner" / "0.tape")} == {32}
+
+
+@pytest.mark.soak
+def test_example_trains_under_torchrun(start: Callable[[Config], Watched], tmp_path: Path) -> None:
+    syncer = start(custom(learners=1, total_steps=16))
+    example = Path(__file__).parents[2] / "examples" / "fsdp2_loop.py"
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(example)]
+    words += ["--syncer", syncer.address, "--token", str(syncer.home.token_file), "--out", str(tmp_path / "l")]
+    done = subprocess.run(
+        words, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180.0, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    syncer.end()
+    steps = steps_of(tmp_path / "l" / "0.tape")
+    assert {s.tokens for s in steps} == {2 * 4 * 64} and steps[-1].loss < steps[0].loss
+
+
+@pytest.mark.soak
+def test_peak_memory_of_the_ranks_that_follow_grows_with_their_shard_only(start: Callable[[Config], Watched]) -> None:
+    """Weights, anchors and the start of a round grow with a rank's shard: three quarters of the model's growth on four ranks.
+    What is in flight does not, as a fragment is a layer. A rank that once held the whole model would grow by as much again.
+
+    Not rank 0: its queue holds what the syncer sent at once, and torch's allocator keeps memory for each of its threads."""
+    grown: list[list[int]] = []
+    sizes = (8, 56)
+    for layers in sizes:
+        protocol = {"local_steps_per_round": layers, "fragmentation": "tensor", "fragments": layers, "overlap": 1}
+        syncer = start(load(preset_name="streaming", overrides={
+            "learners": 1, "total_steps": layers, "model": {"name": "custom"}, "limits": UNHURRIED, "protocol": protocol,
+        }))  # fmt: skip
+        group = Ranks(4, memory_loop, layers, syncer.address, syncer.home.token_file, syncer.directory / "learner")
+        grown.append(group.end())
+        syncer.end()
+    more = (sizes[1] - sizes[0]) * 512 * 512 * 4
+    shares = [(large - small) / more for small, large in zip(*grown, strict=True)]
+    assert all(share < 0.95 for share in shares[1:]), f"of what the model grew: {shares}, {grown}"
