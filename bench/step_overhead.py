@@ -11,7 +11,8 @@ report.
 Blocks of both alternate, because machines are noisy. The scripted learner steps when this one reports, so the cluster is idle
 during a block alone: nothing is sent or received. The first steps of each block do not count, so that rounds of the previous
 block have ended and those of this block have begun. The batch size is chosen at start for steps of about --milliseconds of CPU.
-The target is a ratio of medians of at most 1.03. The table also has the ratio of means, which includes stalls, and ratios of
+The target is a ratio of medians of at most 1.03, and 1.10 for steps below 40 ms, which a smaller
+model takes. The table also has the ratio of means, which includes stalls, and ratios of
 the training thread's CPU time, which are valid on a busy machine but do not include waits for the interpreter's lock. The last
 line is one JSON object.
 """
@@ -45,18 +46,24 @@ from atoll.tasks.task import language_task
 from atoll.transport.keys import read_token
 from atoll.views.worker_metrics import LearnerMetrics
 
-TARGET = 1.03
+TARGET, SHORT_TARGET = 1.03, 1.10
 SETTLING = 3
 """First steps of each block that do not count: tau + 1."""
 WARM_UP = 30
 
 
-def settings(batch_size: int) -> Config:
+SMALL_BELOW = 40.0
+"""Milliseconds: shorter steps need a smaller model, because one sequence through the usual one takes longer."""
+USUAL = {"width": 128, "layers": 8, "heads": 4, "mlp": 384}
+SMALL = {"width": 64, "layers": 2, "heads": 2, "mlp": 192}
+
+
+def settings(batch_size: int, numbers: dict[str, int] = USUAL) -> Config:
     return load(preset_name="decoupled", overrides={
         "learners": 2,
         "total_steps": 1_000_000,
         "data": {"max_bytes": 500_000, "seq_len": 64, "batch_size": batch_size, "heldout_batches": 1},
-        "model": {"numbers": {"width": 128, "layers": 8, "heads": 4, "mlp": 384}},
+        "model": {"numbers": numbers},
         # No learner may be declared silent or lost while a block runs alone.
         "limits": {"silence_steps": 1e6},
     })  # fmt: skip
@@ -69,11 +76,11 @@ def cost_of(job: Callable[[], object]) -> tuple[float, float]:
     return time.perf_counter() - began, time.thread_time() - busy
 
 
-def fitting_batch(milliseconds: float) -> int:
+def fitting_batch(milliseconds: float, numbers: dict[str, int] = USUAL) -> int:
     """The size whose steps come closest to this many milliseconds. Their cost is nearly, but not exactly, proportional."""
     size = 4
     for _ in range(3):
-        executor = TensorLearner(language_task(settings(size)), 0)
+        executor = TensorLearner(language_task(settings(size, numbers)), 0)
         took = [cost_of(partial(executor.execute, InnerStep(i, 0, i, 0), None))[1] for i in range(8)]
         size = max(1, round(size * milliseconds / 1e3 / statistics.median(took[2:])))
     return size
@@ -82,13 +89,16 @@ def fitting_batch(milliseconds: float) -> int:
 class Bench:
     """One learner of a run, and its two kinds of steps."""
 
-    def __init__(self, cluster: Cluster, folder: Path, batch_size: int, metrics: LearnerMetrics | None = None) -> None:
+    def __init__(
+        self, cluster: Cluster, folder: Path, batch_size: int, metrics: LearnerMetrics | None = None,
+        numbers: dict[str, int] = USUAL,
+    ) -> None:  # fmt: skip
         use_threads(1)
         self._cluster = cluster
         address = Address(syncer=cluster.address, token=read_token(cluster.token).reveal(), listen="127.0.0.1:0")
         self._loop = LoopThread()
         placement = self._loop.run(request_place(address, 0, random.Random(0)))
-        config = settings(batch_size)
+        config = settings(batch_size, numbers)
         task = language_task(config)
         self._snapshots = LearnerSnapshots(folder, placement.run, config)
         self.executor = TensorLearner(task, placement.learner, self._snapshots)
@@ -180,9 +190,11 @@ def main() -> int:
     parser.add_argument("--milliseconds", type=float, default=100.0)
     options = parser.parse_args()
     use_threads(1)
-    batch_size = fitting_batch(options.milliseconds)
-    with Cluster(settings(batch_size)) as cluster:
-        bench = Bench(cluster, cluster.folder, batch_size)
+    short = options.milliseconds < SMALL_BELOW
+    numbers, target = (SMALL, SHORT_TARGET) if short else (USUAL, TARGET)
+    batch_size = fitting_batch(options.milliseconds, numbers)
+    with Cluster(settings(batch_size, numbers)) as cluster:
+        bench = Bench(cluster, cluster.folder, batch_size, numbers=numbers)
         parameters = sum(p.numel() for p in bench.executor.model.parameters())
         alone, synchronising = measure(bench, options.steps, options.block)
         busy = load_average()
@@ -196,8 +208,8 @@ def main() -> int:
     for name, values in figures.items():
         print(row(name, [f"{1e3 * value:.1f}" for value in values.values()]))
     print(row("ratio", [f"{value:.3f}" for value in ratios.values()]))
-    passed = ratios["median"] <= TARGET
-    print(f"{'PASS' if passed else 'FAIL'} a step that synchronises takes {ratios['median']:.3f} of one alone (at most {TARGET})")
+    passed = ratios["median"] <= target
+    print(f"{'PASS' if passed else 'FAIL'} a step that synchronises takes {ratios['median']:.3f} of one alone (at most {target})")
     print(json.dumps({
         "bench": "step_overhead", "parameters": parameters, "batch_size": batch_size, "steps": len(alone),
         "rounds": stored, "participants": participants, "load_average": busy, "seconds": figures, "ratios": ratios,
