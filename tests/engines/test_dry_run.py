@@ -11,7 +11,7 @@ import pytest
 from command import atoll
 
 HERE = Path(__file__).parent
-ENGINES = ("local", "slurm", "kubernetes")
+ENGINES = ("local", "slurm", "kubernetes", "ray")
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -102,7 +102,7 @@ def test_engine_whose_commands_are_not_here_is_refused(tmp_path: Path, engine: s
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("up", RECIPE, "--on", "nomad"), "--on nomad: must be one of local, slurm, kubernetes"),
+        (("up", RECIPE, "--on", "nomad"), "--on nomad: must be one of local, slurm, kubernetes, ray"),
         (("status",), "RUN: name the run's folder; below runs none was brought up here"),
         (("down", "nowhere"), "was not brought up by `atoll up`"),
         (("up", RECIPE, "--out", "7days"), "must begin with a letter"),

@@ -47,16 +47,16 @@ class Group(_Part, frozen=True):
     count: Annotated[int, Meta(ge=1, le=4096)] = 1
     """Learners to start."""
     least: GroupCount = 0
-    """The fewest that are worth running: Kubernetes drains no node below it. 0: one."""
+    """The fewest that are worth running: Kubernetes drains no node below it, Ray starts none before so many have room. 0: one."""
     most: GroupCount = 0
-    """The most, for an engine that follows a cluster as it grows; none does so far. 0: `count`."""
+    """The most, where the engine can follow a cluster that grows (Ray). 0: `count`."""
     ranks: int = 1
     """Processes of one learner. Only 1 so far."""
     parallel: str = ""
     """How the ranks of one learner share its work. Only empty so far."""
     resources: Resources = Resources()
     site: Annotated[str, Meta(max_length=60)] = ""
-    """Where these learners run: a Slurm constraint, a Kubernetes zone. Empty: anywhere."""
+    """Where these learners run: a Slurm constraint, a Kubernetes zone, a Ray resource `site:NAME`. Empty: anywhere."""
     environment: dict[str, str] = {}
     """Environment variables of these learners."""
 
@@ -107,6 +107,13 @@ class KubernetesPlace(_Part, frozen=True):
     """The class of the syncer's volume; empty: the cluster's default."""
 
 
+class RayPlace(_Part, frozen=True):
+    """Of Ray."""
+
+    address: str = "auto"
+    """The cluster's address, as `ray.init` takes it."""
+
+
 class ClusterPlacement(_Part, frozen=True):
     """Where a run's processes go."""
 
@@ -119,6 +126,7 @@ class ClusterPlacement(_Part, frozen=True):
     """A folder that `atoll keys` made. Empty: engines that leave this machine make one in the run's folder."""
     slurm: SlurmPlace = SlurmPlace()
     kubernetes: KubernetesPlace = KubernetesPlace()
+    ray: RayPlace = RayPlace()
 
     def groups(self, learners: int) -> tuple[Group, ...]:
         return self.learners or (Group(count=learners),)

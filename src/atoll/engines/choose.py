@@ -10,8 +10,11 @@ from atoll.engines.deployment import Deployment, EngineState, Rendered
 from atoll.engines.record import UpRecord
 from atoll.errors import UserError
 
-ENGINES = {"local": "local:LocalEngine", "slurm": "slurm:SlurmEngine", "kubernetes": "kubernetes:KubernetesEngine"}
-"""Imported when it is asked for."""
+ENGINES = {
+    "local": "local:LocalEngine", "slurm": "slurm:SlurmEngine", "kubernetes": "kubernetes:KubernetesEngine",
+    "ray": "ray_cluster:RayEngine",
+}  # fmt: skip
+"""Imported when it is asked for: Ray is an extra."""
 
 
 class Engine(Protocol):

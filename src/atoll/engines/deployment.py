@@ -40,10 +40,15 @@ class Deployment:
     """Functions that may make the model (--allow-model)."""
     plugins: tuple[str, ...] = ()
     threads: int = 1
+    spares: bool = False
+    """With the learners beyond each group's `count`, up to its `most`: their ids follow the others'."""
 
     @cached_property
     def group_of(self) -> list[Group]:
-        return self.placement.by_learner(self.settings.learners)
+        """The group of learner 0, 1, ..."""
+        groups = self.placement.groups(self.settings.learners)
+        more = [group for group in groups for _ in range(max(0, group.most - group.count))] if self.spares else []
+        return self.placement.by_learner(self.settings.learners) + more
 
     @property
     def learners(self) -> range:
