@@ -22,10 +22,13 @@ from atoll.views.index.rows import EventKind, LaneState
 
 pytestmark = pytest.mark.live
 
+ONE_SEGMENT = {"tape_segment_bytes": 1 << 24}
+"""Of [limits]: a syncer that goes on from a checkpoint leaves the index to `atoll watch`."""
+
 
 def test_index_that_killed_syncers_appended_is_the_one_that_the_tape_gives(tmp_path: Path) -> None:
     """A learner is killed by a request from outside, as the page's button does, and the syncer by the plan."""
-    run, config = tmp_path / "run", harness.small(3, total_steps=90)
+    run, config = tmp_path / "run", harness.small(3, total_steps=90, limits=ONE_SEGMENT)
     watched = WatchedRun(RunFolder(run, run / "syncer"), chaos=("kill",))
     seen: list[Any] = []
     asked = False

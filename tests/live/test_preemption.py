@@ -32,6 +32,7 @@ class Preempted:
         self._told = False
         self.code: int | None = None
         self.is_back = False
+        self._notice = directory / f"notice-{learner}"
 
     def look(self, cluster: LocalCluster, record: Record) -> None:
         if self._child is None:
@@ -45,12 +46,13 @@ class Preempted:
                     self._tell(self._child)
         if self.code is None and (code := self._child.poll()) is not None:
             self.code = code
+            self._notice.unlink(missing_ok=True)  # else the next incarnation is told to leave too
             self._child = self._spawn(cluster, self._directory)
 
     def _spawn(self, cluster: LocalCluster, directory: Path, *more: str) -> Child:
         argv = learner_argv(directory, cluster.address, self.learner)
         del argv[argv.index("--id") : argv.index("--id") + 2]
-        leave = ["--left-code", str(LEFT_CODE), "--leave-file", str(self._directory / f"notice-{self.learner}")]
+        leave = ["--left-code", str(LEFT_CODE), "--leave-file", str(self._notice)]
         return cluster.fork_server.spawn([*argv, *leave, *more], self._directory / f"more-{self.learner}.log")
 
     def _tell(self, child: Child) -> None:
@@ -60,9 +62,7 @@ class Preempted:
             case 3:
                 child.signal(signal.SIGUSR1)
             case 4:
-                notice = self._directory / "notice-4"
-                notice.write_text("12.5\n")
-                threading.Timer(5.0, notice.unlink).start()
+                self._notice.write_text("12.5\n")
 
 
 def test_preempted_learners_deliver_leave_and_return_to_their_places(tmp_path: Path) -> None:
