@@ -202,7 +202,7 @@ class Ears:
     def __init__(self, siege: Siege, place: Placement) -> None:
         self._siege = siege
         self.place = place
-        self.mailbox = Mailbox(place.learner, place.incarnation, 2)
+        self.mailbox = Mailbox(place.learner, place.incarnation)
         self.heard: asyncio.Queue[Envelope] = asyncio.Queue()
         self.gone = asyncio.Event()
         self._link: Link
@@ -329,7 +329,7 @@ async def right_frames_of_noise(siege: Siege, rng: Rng) -> None:
 
 def head(rng: Rng, siege: Siege, place: Placement) -> bytes:
     """A head that was real before something happened to it."""
-    envelope = Mailbox(place.learner, place.incarnation, 2).seal(SYNCER, lie(rng, siege, place, wild=0.2))
+    envelope = Mailbox(place.learner, place.incarnation).seal(SYNCER, lie(rng, siege, place, wild=0.2))
     real = wire.to_head(envelope)
     match rng.randrange(9):
         case 0:
@@ -765,7 +765,7 @@ async def hostage(siege: Siege, rng: Rng) -> None:
 async def deaf(siege: Siege, rng: Rng) -> None:
     """Says Hello again and again, each of which is answered with all of Theta, and never reads."""
     place = await siege.place(rng)
-    mailbox = Mailbox(place.learner, place.incarnation, 2)
+    mailbox = Mailbox(place.learner, place.incarnation)
     async with siege.raw(place) as (talk, _):
         for number in range(rng.choice((50, 400))):
             hello = wire.to_head(mailbox.seal(SYNCER, nothing_yet(siege, place)))

@@ -29,6 +29,8 @@ from atoll.runtime.ranks.rendezvous import RankLink
 log = logging.getLogger("atoll.learner")
 
 GOODBYE_SECONDS: Final = 5.0
+REASON_SECONDS: Final = 2.0
+"""Between the ends of a rank's two channels."""
 
 
 class RankLead:
@@ -47,9 +49,9 @@ class RankLead:
         self.on_failure: Callable[[RunFailed], None] = lambda failure: None
         self.on_leave: Leave = lambda reason, within_seconds=None, *, returns=False: None
         self._threads = [
-            read_in_thread(channel, self._taker(rank), self._closer(rank), f"rank-{rank}")
+            read_in_thread(channel, self._taker(rank), closed(rank), f"rank-{rank}")
             for rank, both in connected.items()
-            for channel in (both.control, both.bulk)
+            for channel, closed in ((both.control, self._closer), (both.bulk, self._bulk_closer))
         ]
 
     @property
@@ -149,6 +151,16 @@ class RankLead:
     def _closer(self, rank: int) -> Callable[[BaseException], None]:
         return lambda error: self._fail(rank, str(error))
 
+    def _bulk_closer(self, rank: int) -> Callable[[BaseException], None]:
+        """A rank that ends closes both channels, and on the other one it may have said why: that is heard first."""
+
+        def closed(error: BaseException) -> None:
+            with self._condition:
+                self._condition.wait_for(lambda: self._ended or self.failure is not None, REASON_SECONDS)
+            self._fail(rank, str(error))
+
+        return closed
+
     def _fail(self, rank: int, reason: str) -> None:
         with self._condition:
             if self._ended or self.failure is not None:
@@ -170,6 +182,7 @@ class RankLead:
     def close(self, reason: str, *, failed: bool) -> None:
         with self._condition:
             ended, self._ended = self._ended, True
+            self._condition.notify_all()
         if ended:
             return
         if self.failure is None:

@@ -70,7 +70,7 @@ def both(config: Config, plan: ChaosPlan | None = None, chips: int = 0) -> tuple
             if isinstance(event, StepDone):
                 seen.append((worker, event.tokens, event.samples))
 
-        hardware = SliceHardware(config, chips, FailureModel(mtbi_seconds=2e6, slice_chips=8), 1) if chips else None
+        hardware = SliceHardware(config, chips, FailureModel(mtbi_seconds=4e5, slice_chips=8), 1) if chips else None
         VirtualCluster(config, plan=plan, executor_for=executor, observers=[watch], hardware=hardware).run(until_seconds=1e5)
         found.append((seen, task.evaluate_theta(*executor.disk.theta())))
     return found[0][0], found[1][0], found[0][1], found[1][1]

@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from atoll.errors import ConfigError, UserError
 from atoll.runtime.join import upload as join_upload
 from atoll.runtime.learner import address as addresses
 from atoll.runtime.learner.address import Address, request_place
 from atoll.runtime.syncer.places import Placement
-from atoll.tensors.access import named_tensors
+from atoll.tensors.access import named_tensors, read_buffers, read_params
 from atoll.tensors.inventory import frozen_digest, with_frozen
-from atoll.tensors.layout import Layout, build_layout
+from atoll.tensors.layout import Fragment, Layout, build_layout
 from atoll.transport import LinkFailed
 
 
@@ -38,7 +39,12 @@ def model_of(backbone: float, *, frozen: bool = True) -> nn.Module:
 
 def agree(here: nn.Module, there: str) -> None:
     address = Address(syncer="127.0.0.1:1", token="t", run="", listen="", advertise="")
-    asyncio.run(join_upload.agree_on_model(address, placed(there), layout_of(here), named_tensors(here), frozen_digest(here)))
+    asyncio.run(join_upload.agree_on_model(address, placed(there), layout_of(here), weights_of(here), frozen_digest(here)))
+
+
+def weights_of(model: nn.Module) -> Callable[[Fragment], tuple[Tensor, Tensor]]:
+    tensors = named_tensors(model)
+    return lambda fragment: (read_params(tensors, fragment), read_buffers(tensors, fragment))
 
 
 def layout_of(model: nn.Module) -> Layout:
@@ -95,7 +101,7 @@ def test_first_learner_uploads_the_fingerprint_of_the_whole_model(monkeypatch: p
     place = Placement(
         learner=0, incarnation=0, key="", run="r", epoch=0, config={}, data_fingerprint="", layout="", needs_model=True
     )
-    asyncio.run(join_upload.agree_on_model(address, place, layout_of(model), named_tensors(model), frozen_digest(model)))
+    asyncio.run(join_upload.agree_on_model(address, place, layout_of(model), weights_of(model), frozen_digest(model)))
     assert [layout.fingerprint for layout in uploaded] == [fingerprint(model)]
 
 

@@ -33,7 +33,7 @@ def started(directory: Path) -> tuple[SyncerMachine, SyncerIndex]:
 def greet(machine: SyncerMachine, index: SyncerIndex, learner: int) -> None:
     fragments = machine.config.protocol.fragments
     hello = Hello((-1,) * fragments, 0, 0, True, (), 0, Reason(Why.JOINS))
-    event = Received(Envelope(learner, 0, SYNCER, 0, (0,) * 3, hello), 0)
+    event = Received(Envelope(learner, 0, SYNCER, 0, 0, hello), 0)
     index(1000, SYNCER, event, machine.on(event, 1000))
 
 

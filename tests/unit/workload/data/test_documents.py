@@ -424,7 +424,6 @@ def test_file_that_may_not_be_read_says_so(tmp_path: Path, monkeypatch: pytest.M
     ("file", "hidden", "sentence"),
     [
         ("a.parquet", "pyarrow.parquet", r"to read .*a.parquet the package pyarrow is needed: pip install 'atoll\[parquet\]'"),
-        ("a.jsonl.zst", "zstandard", r"to read .*a.jsonl.zst the package zstandard is needed: pip install 'atoll\[zst\]'"),
     ],
 )
 def test_missing_package_is_named_with_the_extra_that_brings_it(
