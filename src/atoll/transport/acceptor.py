@@ -157,6 +157,9 @@ class Acceptor:
                 sock.close()
                 continue
             sock.setblocking(False)
+            # gRPC does so on a connection of its own; here small answers would wait 40 ms for the peer's acknowledgement
+            with contextlib.suppress(OSError):  # it is gone already, as the first read will find
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             one = _Connection(endpoint, sock, kinds, lambda: None)
             one.close = lambda one=one: self._close_unread(one)  # type: ignore[misc]
             self._connections[endpoint] = one
