@@ -11,7 +11,7 @@ from atoll.protocol.checkpoint import checkpoint
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.tape.format import TapeWriter
-from atoll.tape.segments import tidy
+from atoll.tape.segments import can_compress, tidy
 
 log = logging.getLogger("atoll.tape")
 
@@ -26,6 +26,8 @@ class TapeRoller:
         self._tape, self._machine, self._limits, self._later = tape, machine, limits, later
         self._path = tape.path
         self._roll_at = limits.tape_segment_bytes
+        if not can_compress():
+            log.warning("the package zstandard is not installed: older segments of the tape stay uncompressed")
 
     def look(self) -> None:
         if self._tape.segment_bytes < self._roll_at or self._machine.mailbox.incarnation < 0:

@@ -55,6 +55,10 @@ class Segment(msgspec.Struct, frozen=True):
     """By receiver: the messages that this incarnation had sent by then, in either lane."""
 
 
+def can_compress() -> bool:
+    return zstandard is not None
+
+
 def past(path: Path, number: int) -> Path:
     return path.with_name(f"{path.name}.{number:06d}")
 
