@@ -269,11 +269,11 @@ def mistakes(rank: int, ranks: int, address: str, token: str, out: Path) -> dict
     def misses_a_call() -> None:
         model = wrapped(Odd(), "ddp", ranks)
         optimizer = sgd(model)
-        with joined(model, optimizer, "misses", seconds=1.5) as learner:
+        with joined(model, optimizer, "misses", seconds=3.0) as learner:
             optimizer.step()
             learner.step()
             if rank == 1:
-                threading.Event().wait(4.0)  # busy with something else for longer than the others wait
+                threading.Event().wait(6.0)  # busy with something else for longer than the others wait
             optimizer.step()
             learner.step()
 

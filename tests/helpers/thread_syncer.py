@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 
 import atoll
 from atoll.config import Config, load
+from atoll.ids import Nanos, WorkerId
+from atoll.protocol.vocabulary import Effect, Event, Goodbye, Received
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.process import SyncerProcess
 from atoll.tape.format import Tape
@@ -42,6 +45,9 @@ class Syncer:
         credentials = server_credentials(found.certificate, found.key, found.ca) if found is not None else None
         self._process = SyncerProcess(self.home, "127.0.0.1:0", credentials)
         self._listens = threading.Event()
+        self._heard = threading.Condition()
+        self._goodbyes = 0
+        self._process.observers.append(self._observe)
         write = self.home.write_address
 
         def said(address: str) -> None:
@@ -67,6 +73,17 @@ class Syncer:
             options.pop("address", self.address), model, optimizer, token=self.home.token_file,
             out=options.pop("out", None) or self.directory / f"learner-{id(model)}", **options,
         )  # fmt: skip
+
+    def _observe(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        if isinstance(event, Received) and isinstance(event.envelope.body, Goodbye):
+            with self._heard:
+                self._goodbyes += 1
+                self._heard.notify_all()
+
+    def hear_goodbyes(self, count: int = 1) -> None:
+        """A learner that left has sent its last word; the syncer reads it when its thread gets a turn."""
+        with self._heard:
+            assert self._heard.wait_for(lambda: self._goodbyes >= count, PATIENCE_SECONDS), "no learner said goodbye"
 
     def end(self) -> None:
         self._thread.join(PATIENCE_SECONDS)

@@ -272,6 +272,7 @@ def test_loop_that_raises_leaves_at_once_and_the_other_goes_on(start: Callable[[
         while not learner.over:
             if learner.outer_step >= 20:
                 assert left.wait(PATIENCE_SECONDS)
+                syncer.hear_goodbyes()
             train(learner, model, optimizer)
         with pytest.raises(ZeroDivisionError):
             failed.result(PATIENCE_SECONDS)
@@ -282,6 +283,19 @@ def test_loop_that_raises_leaves_at_once_and_the_other_goes_on(start: Callable[[
     assert syncer.home.machine.finished
 
 
+def test_reason_longer_than_a_message_may_carry_is_cut(start: Callable[[Config], Syncer]) -> None:
+    syncer = start(custom(total_steps=1000))
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with syncer.join(model, optimizer) as learner:
+        train(learner, model, optimizer)
+        learner.leave("x" * 2000, 0.0)
+        while not learner.over:
+            train(learner, model, optimizer)
+    syncer.hear_goodbyes()
+    syncer.stop()
+
+
 def test_loop_that_breaks_says_goodbye_and_a_step_after_the_end_is_harmless(start: Callable[[Config], Syncer]) -> None:
     syncer = start(custom(total_steps=1000))
     model = model_of()
@@ -290,6 +304,7 @@ def test_loop_that_breaks_says_goodbye_and_a_step_after_the_end_is_harmless(star
         for _ in range(5):
             train(learner, model, optimizer)
     assert learner.over and not train(learner, model, optimizer)
+    syncer.hear_goodbyes()
     syncer.stop()
     words = [r.event.envelope.body for r in syncer.tape() if isinstance(r.event, Received)]
     assert [w.reason for w in words if isinstance(w, Goodbye)] == [Reason(Why.LEAVES, "its loop ended")]

@@ -101,6 +101,7 @@ def test_place_of_a_preempted_learner_is_kept_over_a_restart_of_the_syncer(tmp_p
         learner.leave("preempted", 5.0)
         while not learner.over:
             train(learner, model, optimizer)
+    syncer.hear_goodbyes()
     syncer.stop()
     syncer = Syncer(tmp_path / "syncer", config)
     other = model_of(seed=1)
@@ -134,6 +135,7 @@ def test_own_loop_leaves_when_its_function_or_file_says_so(tmp_path: Path, how: 
                 told.set()
                 file.touch()
         assert learner.over == (how != "broken function"), "a function that fails asks nobody to leave"
+    syncer.hear_goodbyes()
     syncer.stop()
     words = [r.event.envelope.body for r in syncer.tape() if isinstance(r.event, Received) and r.worker == SYNCER]
     said = [w.reason.why for w in words if isinstance(w, Goodbye)]

@@ -177,6 +177,7 @@ def test_ranks_whose_loops_end_at_the_same_step_leave_in_order(start: Callable[[
     """Pulls that come while rank 0 waits for its last rounds are answered by all ranks."""
     syncer = start(decoupled(total_steps=10**6, learners=1))
     results = Ranks(2, prescribed_loop, *run_of(syncer, "fsdp2"), 8).end()
+    syncer.hear_goodbyes()
     syncer.stop()
     assert all(isinstance(result, dict) for result in results), results
     farewells = [r.event.envelope.body.reason.detail for r in syncer.tape() if is_goodbye(r.event)]
@@ -186,11 +187,12 @@ def test_ranks_whose_loops_end_at_the_same_step_leave_in_order(start: Callable[[
 def test_mistakes_of_ranks_take_the_learner_down_with_a_sentence_that_names_them(start: Callable[[Config], Watched]) -> None:
     syncer = start(decoupled(total_steps=10**6, learners=1))
     zero, one = Ranks(2, mistakes, syncer.address, syncer.home.token_file, syncer.directory / "m").end()
+    syncer.hear_goodbyes()
     syncer.stop()
     assert isinstance(zero, dict) and isinstance(one, dict), (zero, one)
     told = "rank 1 of this learner: its loop ended by ZeroDivisionError: of the user's own. A learner's ranks go down together"
     assert zero["raises"].startswith(f"RunFailed: {told}") and one["raises"] == "ZeroDivisionError: of the user's own"
-    late = "RunFailed: rank 1 of this learner: has not called learner.step() for 2 s"
+    late = "RunFailed: rank 1 of this learner: has not called learner.step() for 3 s"
     assert zero["misses_a_call"].startswith(late) and one["misses_a_call"].startswith(late)
     for said in (zero, one):
         assert "stepped on ranks 0 of 2 and not on the others" in said["skips_alone"]

@@ -386,8 +386,10 @@ class Learner:
         if live.over:
             return
         if kind is not None:
-            live.leave(f"its loop ended by {kind.__name__}")
-            live.leave(f"its loop ended by {kind.__name__}")
+            # A sentence of our own says more than its type; what a user's exception says may be private.
+            reason = str(error) if isinstance(error, AtollError) else f"its loop ended by {kind.__name__}"
+            live.leave(reason)
+            live.leave(reason)
             return
         rounds = self.config.protocol.overlap + 1
         seconds = min(self.config.limits.leave_seconds, max(0.5, 2 * rounds * self._step_nanos / SECOND))

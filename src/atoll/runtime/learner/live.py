@@ -27,7 +27,7 @@ from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.phases import DONE, JOINING
 from atoll.protocol.reasons import Reason, Why
-from atoll.protocol.validity import objection
+from atoll.protocol.validity import REASON_MAX, objection
 from atoll.protocol.vocabulary import (
     Connected,
     ConnectionLost,
@@ -156,7 +156,7 @@ class LiveLearner:
         handlers: it takes no lock, which the interrupted code may hold."""
         within = nanos(within_seconds) if within_seconds is not None else None
         with contextlib.suppress(RuntimeError):  # the loop is closed: the learner has left
-            self._loop.call_soon_threadsafe(self.dispatch, LeaveAsked(reason, within, returns))
+            self._loop.call_soon_threadsafe(self.dispatch, LeaveAsked(reason[:REASON_MAX], within, returns))
 
     def close(self) -> None:
         self._wait_for(self._close())

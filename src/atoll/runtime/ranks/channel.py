@@ -30,6 +30,8 @@ _FRAME: Final = struct.Struct("<IQ")
 MESSAGE_MAX: Final = 1 << 30
 SEND_SECONDS: Final = 120.0
 """A rank that takes no bytes for so long is not alive."""
+REASON_SECONDS: Final = 2.0
+"""Between the ends of the two channels of a pair: on the other one the reason may be on its way."""
 
 
 class ChannelClosed(Exception):

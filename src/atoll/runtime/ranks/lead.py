@@ -13,7 +13,7 @@ from torch import Tensor
 
 from atoll.errors import RunFailed
 from atoll.runtime.learner.leaving import Leave
-from atoll.runtime.ranks.channel import ChannelClosed, read_in_thread
+from atoll.runtime.ranks.channel import REASON_SECONDS, ChannelClosed, read_in_thread
 from atoll.runtime.ranks.messages import (
     ArrivalTaken,
     Ended,
@@ -29,8 +29,6 @@ from atoll.runtime.ranks.rendezvous import RankLink
 log = logging.getLogger("atoll.learner")
 
 GOODBYE_SECONDS: Final = 5.0
-REASON_SECONDS: Final = 2.0
-"""Between the ends of a rank's two channels."""
 
 
 class RankLead:

@@ -22,7 +22,7 @@ from atoll.errors import RunFailed
 from atoll.executor.ranks.executor import RankExecutor
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import InnerStep, Poisoned, StepDone
-from atoll.runtime.ranks.channel import ChannelClosed, read_in_thread
+from atoll.runtime.ranks.channel import REASON_SECONDS, ChannelClosed, read_in_thread
 from atoll.runtime.ranks.messages import (
     Agreed,
     Arrival,
@@ -74,7 +74,7 @@ class RankMember:
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="rank-parts")
         self._threads = [
             read_in_thread(connected.control, self._take, self._closed, "rank-0"),
-            read_in_thread(connected.bulk, self._take_bytes, self._closed, "rank-0-bulk"),
+            read_in_thread(connected.bulk, self._take_bytes, self._bulk_closed, "rank-0-bulk"),
         ]
 
     # ------------------------------------------------------------ the training thread
@@ -141,7 +141,13 @@ class RankMember:
         try:
             self._connected.control.send(note)
         except ChannelClosed as closed:
+            self._hear_why()
             raise self._error or RunFailed(f"rank 0 of this learner is gone: {closed}") from None
+
+    def _hear_why(self) -> None:
+        """Rank 0 says why it ends before it closes both channels, and what closes may be seen before what was said."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._closing or self._error is not None, REASON_SECONDS)
 
     def _wait(self, there: Callable[[], bool], what: str) -> None:
         until = time.monotonic() + self._timeout if what else None
@@ -233,11 +239,16 @@ class RankMember:
         try:
             self._connected.bulk.send(note, tensors)
         except ChannelClosed as closed:
-            self._closed(closed)
+            self._bulk_closed(closed)
 
     def _take_bytes(self, note: Any, data: Tensor) -> None:
         self._arrived[note.arrival] = (note, data)
         self._connected.bulk.send(ArrivalTaken(note.arrival))
+
+    def _bulk_closed(self, error: BaseException) -> None:
+        if isinstance(error, ChannelClosed):
+            self._hear_why()
+        self._closed(error)
 
     def _closed(self, error: BaseException) -> None:
         """The connection ended, or something here raised: then rank 0 is told, and takes the learner down."""
