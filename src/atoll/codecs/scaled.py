@@ -119,6 +119,14 @@ class Scaled:
         for target, values, factor in self._expanded(packet, factors, into, done):
             target.add_(values.mul_(factor))
 
+    def block_squares(self, packet: Packet) -> tuple[Tensor, Tensor]:
+        """By block the sum of the squares of its expanded codes, and the factor from a code to a value. Codes are at most 128, so
+        a sum is below 2^23: exact in fp32, in any order."""
+        walked = torch.empty(packet.numel, dtype=torch.float32, device=packet.codes.device)
+        factors = self._factors(packet, walked, 1.0)
+        sums = [values.square().sum(1) for _, values, _ in self._expanded(packet, factors, walked, 0)]
+        return torch.cat(sums), factors
+
     def _factors(self, packet: Packet, target: Tensor, weight: float) -> Tensor:
         """The factor per block that turns expanded codes into weighted values."""
         require_codec(packet.codec, self.name)

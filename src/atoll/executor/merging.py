@@ -7,6 +7,7 @@ that was killed merges again what its log of inputs holds.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from atoll.codecs import Packet, codec
+from atoll.codecs.scaled import Scaled
 from atoll.config import Config
 from atoll.executor.optim.build import build_optimizer, optimizer_step
 from atoll.ids import FragmentId, OuterStep
@@ -24,11 +26,22 @@ from atoll.store.versions import MergeInputs, Version
 from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
 from atoll.tensors.merge import mean, merge, merge_buffers
-from atoll.tensors.norms import outlier_norm
+from atoll.tensors.norms import block_leaves, may_overflow, outlier_norm, tree_sum
 from atoll.tensors.outer import OuterRule, OuterState, outer_rule, outer_step
 from atoll.tensors.robust import ROBUST
 
 PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
+
+
+def packet_norm(packet: Packet) -> float:
+    """The norm of what a packet decodes to. With a scale for each block the codes' squares add up to exact integers, so that the
+    packet need not be decoded; unless a product could exceed the largest float, which decodes to Inf."""
+    by = codec(packet.codec)
+    squares = by.block_squares(packet) if isinstance(by, Scaled) else None
+    if squares is None or may_overflow(squares[1]):
+        return outlier_norm(by.decode(packet))
+    sums, factors = (tensor.cpu().numpy() for tensor in squares)
+    return math.sqrt(tree_sum(block_leaves(sums, factors)))
 
 
 class Merged(NamedTuple):
@@ -81,7 +94,7 @@ class FragmentMerger:
 
     def norm(self, packet: Packet) -> float:
         norm = self._fused.norm(packet) if self._fused is not None and not packet.codes.is_cuda else None
-        return outlier_norm(codec(packet.codec).decode(packet)) if norm is None else norm
+        return packet_norm(packet) if norm is None else norm
 
     def again(self, p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor]) -> Version:
         """A merge that was `repeatable`."""

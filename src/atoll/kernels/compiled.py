@@ -18,6 +18,19 @@ import numpy as np
 from numba import njit, types
 from numba.extending import intrinsic
 
+from atoll.kernels.vectors import (
+    add_moved_nibbles,
+    add_nibbles,
+    difference_block,
+    int8_block,
+    leaf_squares,
+    moved_nibbles,
+    nibble_squares,
+    nibbles,
+    share_of_moved_nibbles,
+    share_of_nibbles,
+)
+
 FP32: Final = 0
 BF16: Final = 1
 INT8: Final = 2
@@ -29,6 +42,8 @@ NESTEROV: Final = 2
 BLOCK: Final = 256
 LEAF: Final = 1024
 UNIT: Final = 4 * LEAF
+HALF: Final = BLOCK // 2
+"""Bytes of a block of four bits an element."""
 
 _TINY = np.float32(2.0**-115)
 _ZERO = np.float32(0.0)
@@ -86,7 +101,7 @@ def decode(kind, codes, factors, numel, first, out):  # type: ignore[no-untyped-
             _times(codes[left:right], factor, out[left - first : right - first])
             continue
         half = (width + 1) // 2  # byte j has element j in its low bits and element j + half in its high ones
-        at, middle = block * (BLOCK // 2) - start, start + half
+        at, middle = block * HALF - start, start + half
         low, high = min(right, middle), max(left, middle)
         if low > left:
             _low_nibbles(kind, codes[at + left : at + low], factor, out[left - first : low - first])
@@ -139,65 +154,161 @@ def _high_nibbles(kind, codes, factor, out):  # type: ignore[no-untyped-def]
 @_compiled
 def square_leaves(x, leaves):  # type: ignore[no-untyped-def]
     """The sum of squares of each 1,024 elements."""
-    wide = np.empty(LEAF, np.float64)
     for leaf in range(leaves.shape[0]):
-        part = x[leaf * LEAF : min(x.shape[0], (leaf + 1) * LEAF)]
-        for i in range(part.shape[0]):
-            value = np.float64(part[i])
-            wide[i] = value * value
-        wide[part.shape[0] :] = 0.0
-        half = LEAF // 2
-        while half:
-            upper = wide[half : 2 * half]
-            for i in range(upper.shape[0]):
-                wide[i] += upper[i]
-            half //= 2
-        leaves[leaf] = wide[0]
+        start = leaf * LEAF
+        if start + LEAF <= x.shape[0]:
+            leaves[leaf] = leaf_squares(x, start)  # type: ignore[call-arg]
+        else:
+            leaves[leaf] = _short_leaf(x[start:])
+
+
+@_compiled
+def _short_leaf(part):  # type: ignore[no-untyped-def]
+    wide = np.zeros(LEAF, np.float64)
+    for i in range(part.shape[0]):
+        value = np.float64(part[i])
+        wide[i] = value * value
+    half = LEAF // 2
+    while half:
+        lower, upper = wide[:half], wide[half : 2 * half]
+        for i in range(half):
+            lower[i] += upper[i]
+        half //= 2
+    return wide[0]
+
+
+@_compiled
+def block_squares(kind, codes, numel, sums):  # type: ignore[no-untyped-def]
+    """The sum of squares of each block's codes, which are integers up to 128: exact in any order."""
+    for block in range(sums.shape[0]):
+        width = min(BLOCK, numel - block * BLOCK)
+        if kind == INT8:
+            sums[block] = _integer_squares(codes[block * BLOCK : block * BLOCK + width])
+            continue
+        half, at = (width + 1) // 2, block * HALF
+        if kind == INT4 and width == BLOCK:
+            sums[block] = 256 * nibble_squares(codes, at)  # type: ignore[call-arg]
+        elif kind == INT4:
+            sums[block] = _nibble_squares(codes[at : at + half])
+        else:
+            sums[block] = _field_squares(codes[at : at + half])
+        if width % 2:  # the last byte's high bits are no element, and may be anything
+            over = np.int32(codes[at + half - 1]) & np.int32(-16)
+            field = np.int32(_FIELDS[np.uint8(codes[at + half - 1]) >> np.uint8(4)])
+            sums[block] -= over * over if kind == INT4 else field * field
+
+
+@_compiled
+def _integer_squares(codes):  # type: ignore[no-untyped-def]
+    total = np.int32(0)
+    for i in range(codes.shape[0]):
+        total += np.int32(codes[i]) * np.int32(codes[i])
+    return total
+
+
+@_compiled
+def _nibble_squares(codes):  # type: ignore[no-untyped-def]
+    total = np.int32(0)
+    for i in range(codes.shape[0]):
+        high = np.int32(codes[i]) & np.int32(-16)
+        raised = np.int32(np.int32(codes[i]) << np.int32(28)) >> np.int32(24)
+        total += high * high + raised * raised
+    return total
+
+
+@_compiled
+def _field_squares(codes):  # type: ignore[no-untyped-def]
+    total = np.int32(0)
+    for i in range(codes.shape[0]):
+        low = np.int32(_FIELDS[np.uint8(codes[i]) & np.uint8(15)])
+        high = np.int32(_FIELDS[np.uint8(codes[i]) >> np.uint8(4)])
+        total += low * low + high * high
+    return total
 
 
 @_compiled
 def gradient(kind, codes, factors, numel, first, drift, out):  # type: ignore[no-untyped-def]
     """A contribution's outer gradient: decoded, and with `drift` if that is as long."""
-    decode(kind, codes, factors, numel, first, out)
-    if drift.shape[0]:
-        for i in range(out.shape[0]):
+    head, tail = _whole_blocks(kind, first, out.shape[0])
+    _gradient_part(kind, codes, factors, numel, first, drift[:head], out[:head])
+    for at in range(head, tail, BLOCK):
+        block = (first + at) // BLOCK
+        if drift.shape[0]:
+            moved_nibbles(codes, block * HALF, factors[block], drift, at, _ONE, out, at)
+        else:
+            nibbles(codes, block * HALF, factors[block], drift, 0, _ONE, out, at)
+    _gradient_part(kind, codes, factors, numel, first + tail, drift[tail:], out[tail:])
+
+
+@_compiled
+def _whole_blocks(kind, first, count):  # type: ignore[no-untyped-def]
+    """Which of the elements from `first` on are whole int4 blocks: from where to where, counted from `first`."""
+    if kind != INT4:
+        return 0, 0
+    head = min(count, -first % BLOCK)
+    return head, head + (count - head) // BLOCK * BLOCK
+
+
+@_compiled
+def _gradient_part(kind, codes, factors, numel, first, drift, out):  # type: ignore[no-untyped-def]
+    if out.shape[0]:
+        decode(kind, codes, factors, numel, first, out)
+        for i in range(drift.shape[0]):
             out[i] += drift[i]
+
+
+@_compiled
+def gradient_leaves(kind, codes, factors, numel, first, last, drift, leaves):  # type: ignore[no-untyped-def]
+    """The sums of squares of a contribution's outer gradient, which stays in the cache."""
+    scratch = np.empty(UNIT, np.float32)
+    for left in range(first, last, UNIT):
+        right = min(last, left + UNIT)
+        x, at = scratch[: right - left], left - first
+        gradient(kind, codes, factors, numel, left, drift[at : at + x.shape[0]], x)
+        square_leaves(x, leaves[at // LEAF : (at + x.shape[0] + LEAF - 1) // LEAF])
+
+
+@_compiled
+def add_gradient(kind, codes, factors, numel, first, drift, share, start_anew, total):  # type: ignore[no-untyped-def]
+    """total += share * gradient, each rounded, or = ..."""
+    count = total.shape[0]
+    head, tail = _whole_blocks(kind, first, count)
+    _add_part(kind, codes, factors, numel, first, drift[:head], share, start_anew, total[:head])
+    for at in range(head, tail, BLOCK):
+        block = (first + at) // BLOCK
+        if drift.shape[0]:
+            if start_anew:
+                share_of_moved_nibbles(codes, block * HALF, factors[block], drift, at, share, total, at)
+            else:
+                add_moved_nibbles(codes, block * HALF, factors[block], drift, at, share, total, at)
+        elif start_anew:
+            share_of_nibbles(codes, block * HALF, factors[block], drift, 0, share, total, at)
+        else:
+            add_nibbles(codes, block * HALF, factors[block], drift, 0, share, total, at)
+    _add_part(kind, codes, factors, numel, first + tail, drift[tail:], share, start_anew, total[tail:])
+
+
+@_compiled
+def _add_part(kind, codes, factors, numel, first, drift, share, start_anew, total):  # type: ignore[no-untyped-def]
+    if not total.shape[0]:
+        return
+    scratch = np.empty(UNIT, np.float32)
+    for at in range(0, total.shape[0], UNIT):
+        target = total[at : at + UNIT]
+        x = scratch[: target.shape[0]]
+        gradient(kind, codes, factors, numel, first + at, drift[at : at + x.shape[0]], x)
+        if start_anew:
+            for i in range(x.shape[0]):
+                target[i] = x[i] * share
+        else:
+            for i in range(x.shape[0]):
+                target[i] += x[i] * share
 
 
 @_compiled
 def subtract(a, b, out):  # type: ignore[no-untyped-def]
     for i in range(out.shape[0]):
         out[i] = a[i] - b[i]
-
-
-@_compiled
-def add_direction(x, divisor, share, start_anew, total):  # type: ignore[no-untyped-def]
-    """total += share * (x / divisor), or = ..."""
-    if share != _ONE:
-        for i in range(x.shape[0]):
-            x[i] = x[i] / divisor * share
-    else:
-        for i in range(x.shape[0]):
-            x[i] = x[i] / divisor
-    _add(x, start_anew, total)
-
-
-@_compiled
-def add_weighted(x, share, start_anew, total):  # type: ignore[no-untyped-def]
-    if share != _ONE:
-        for i in range(x.shape[0]):
-            x[i] = x[i] * share
-    _add(x, start_anew, total)
-
-
-@_compiled
-def _add(x, start_anew, total):  # type: ignore[no-untyped-def]
-    if start_anew:
-        for i in range(x.shape[0]):
-            total[i] = x[i]
-    else:
-        for i in range(x.shape[0]):
-            total[i] += x[i]
 
 
 @_compiled
@@ -247,32 +358,44 @@ def outer(rule, first_step, rate, mu, x, momentum, theta, next_momentum, next_th
 @_compiled
 def announce_int8(theta, announced, next_announced, codes, scales, difference, grid):  # type: ignore[no-untyped-def]
     """Codes and scales of theta - announced, block by block, and what learners will hold. The last two are scratch memory."""
-    subtract(theta, announced, difference)
-    words, bits = grid.view(np.int32), difference.view(np.int32)
+    words = grid.view(np.int32)
     for block in range(scales.shape[0]):
-        start, end = block * BLOCK, min(difference.shape[0], (block + 1) * BLOCK)
-        scale = _quantise(difference[start:end], bits[start:end], grid, words, codes[start:end])
+        start, end = block * BLOCK, min(theta.shape[0], (block + 1) * BLOCK)
+        whole = end - start == BLOCK
+        if whole:
+            words[0] = difference_block(theta, announced, start, difference)  # type: ignore[call-arg]
+        else:
+            words[0] = _differences(theta[start:end], announced[start:end], difference)
+        inverse, scale = _int8_scale(grid[0])
         scales[block] = scale
-        _add_codes(codes[start:end], scale, announced[start:end], next_announced[start:end])
+        if whole:
+            quarter = scale * np.float32(0.25)
+            int8_block(difference, inverse, _MAGIC, quarter, codes, announced, next_announced, start)  # type: ignore[call-arg]
+        else:
+            x, target = difference[: end - start], codes[start:end]
+            for i in range(x.shape[0]):
+                grid[i] = x[i] * inverse + _MAGIC
+            for i in range(x.shape[0]):
+                target[i] = np.int8(words[i])
+            _add_codes(target, scale, announced[start:end], next_announced[start:end])
 
 
 @_compiled
-def _quantise(x, bits, grid, words, codes):  # type: ignore[no-untyped-def]
-    """One block's codes; returns its scale."""
-    top = np.int32(0)
-    for i in range(bits.shape[0]):
-        top = max(top, np.int32(bits[i] & np.int32(0x7FFFFFFF)))  # magnitudes order as their bits do
-    words[0] = top
-    absmax = grid[0]
-    inverse, scale = _ZERO, _ZERO
+def _int8_scale(absmax):  # type: ignore[no-untyped-def]
     if absmax > _TINY:
-        inverse = _INT8_TOP / absmax
-        scale = min(absmax / _INT8_MAX, _STEP_MAX)
-    for i in range(x.shape[0]):
-        grid[i] = x[i] * inverse + _MAGIC
-    for i in range(x.shape[0]):
-        codes[i] = np.int8(words[i])
-    return scale
+        return _INT8_TOP / absmax, min(absmax / _INT8_MAX, _STEP_MAX)
+    return _ZERO, _ZERO
+
+
+@_compiled
+def _differences(a, b, out):  # type: ignore[no-untyped-def]
+    """As `difference_block`, of fewer elements."""
+    top, bits = np.int32(0), out.view(np.int32)
+    for i in range(a.shape[0]):
+        out[i] = a[i] - b[i]
+    for i in range(a.shape[0]):
+        top = max(top, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
+    return top
 
 
 @_compiled

@@ -28,8 +28,8 @@ from atoll.codecs.layout import block_count
 from atoll.config import Config
 from atoll.errors import UserError
 from atoll.tensors.layout import Fragment, Slot
-from atoll.tensors.merge import CANCELLED, voters_of
-from atoll.tensors.norms import LEAF, tree_sum
+from atoll.tensors.merge import CANCELLED, direction_factor, voters_of
+from atoll.tensors.norms import LEAF, block_leaves, may_overflow, tree_sum
 from atoll.tensors.outer import OuterRule, OuterState
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -178,17 +178,17 @@ class Fused:
     # ------------------------------------------------------------ inspection
 
     def norm(self, packet: Packet) -> float | None:
-        """`outlier_norm` of the decoded packet, in one pass; None if there is no loop for its codec. In the caller's thread:
-        several contributions are inspected at once."""
+        """`packet_norm`, in one pass; None if there is no loop for its codec. In the caller's thread: several contributions are
+        inspected at once."""
         if packet.codec not in KINDS or packet.numel == 0:
             return None
         source = self._source(packet, NOTHING)
+        if packet.codec in UNITS and not may_overflow(torch.from_numpy(source.factors)):
+            sums = np.empty(len(source.factors), np.int32)
+            self._loops.block_squares(source.kind, source.codes, source.numel, sums)
+            return math.sqrt(tree_sum(block_leaves(sums, source.factors)))
         leaves = np.empty(-(-packet.numel // LEAF))
-        scratch = self._scratch(0)
-        for left in range(0, packet.numel, CHUNK):
-            x = scratch[: min(CHUNK, packet.numel - left)]
-            self._loops.decode(source.kind, source.codes, source.factors, source.numel, left, x)
-            self._loops.square_leaves(x, leaves[left // LEAF : -(-(left + len(x)) // LEAF)])
+        self._loops.gradient_leaves(source.kind, source.codes, source.factors, source.numel, 0, source.numel, NOTHING, leaves)
         return math.sqrt(tree_sum(leaves))
 
     # ------------------------------------------------------------ merging
@@ -215,11 +215,9 @@ class Fused:
         total, single = np.float32(sum(shares)), len(voters) == 1
 
         def work(left: int, right: int) -> None:
-            target = _array(out)[left:right]
-            for index, x in enumerate(self._gradients(theta, voters, left, right)):
-                self._loops.add_weighted(x, np.float32(1.0 if single else shares[index]), index == 0, target)
+            self._add(theta, voters, [1.0] if single else shares, _array(out)[left:right], left)
             if not single:
-                self._loops.divide(target, total)
+                self._loops.divide(_array(out)[left:right], total)
 
         self._spread(work, slot.offset, slot.numel)
 
@@ -230,19 +228,18 @@ class Fused:
 
         def measure(left: int, right: int) -> None:
             part = slice((left - slot.offset) // LEAF, -(-(right - slot.offset) // LEAF))
-            for index, x in enumerate(self._gradients(theta, voters, left, right)):
-                self._loops.square_leaves(x, leaves[index, part])
+            for index, (source, drift) in enumerate(self._with_drifts(theta, voters, left, right)):
+                kind, codes, factors, numel, _ = source
+                self._loops.gradient_leaves(kind, codes, factors, numel, left, right, drift, leaves[index, part])
 
         self._spread(measure, slot.offset, slot.numel)
         norms = [math.sqrt(tree_sum(row)) for row in leaves]
-        divisors = [np.float32(norm if norm else 1.0) for norm in norms]
+        directions = [direction_factor(norm, share) for norm, share in zip(norms, shares, strict=True)]
 
         def add(left: int, right: int) -> None:
             part = slice((left - slot.offset) // LEAF, -(-(right - slot.offset) // LEAF))
-            target = _array(out)[left:right]
-            for index, x in enumerate(self._gradients(theta, voters, left, right)):
-                self._loops.add_direction(x, divisors[index], np.float32(shares[index]), index == 0, target)
-            self._loops.square_leaves(target, length[part])
+            self._add(theta, voters, directions, _array(out)[left:right], left)
+            self._loops.square_leaves(_array(out)[left:right], length[part])
 
         self._spread(add, slot.offset, slot.numel)
         total, long = sum(shares), math.sqrt(tree_sum(length))
@@ -254,19 +251,24 @@ class Fused:
             magnitude += norm * share
         return np.float32((magnitude / total) / long)
 
-    def _gradients(self, theta: Floats, voters: Sequence[_Source], left: int, right: int) -> Iterator[Floats]:
-        """The outer gradients of a range, one after the other in the same memory. Theta's drift since a version is the same for
-        all learners at that version."""
-        x, drift, drifts = self._scratch(0)[: right - left], self._scratch(1)[: right - left], None
+    def _add(self, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], total: Floats, left: int) -> None:
+        """The sum of the outer gradients of a range, each times its share."""
+        given = self._with_drifts(theta, voters, left, left + len(total))
+        for index, ((source, drift), share) in enumerate(zip(given, shares, strict=True)):
+            kind, codes, factors, numel, _ = source
+            self._loops.add_gradient(kind, codes, factors, numel, left, drift, np.float32(share), index == 0, total)
+
+    def _with_drifts(
+        self, theta: Floats, voters: Sequence[_Source], left: int, right: int
+    ) -> Iterator[tuple[_Source, Floats]]:
+        """Theta's drift since a version is the same for all learners at that version, so it is computed once for each run of
+        them; in memory of this thread, which the next one overwrites."""
+        drift, drifts = self._scratch()[: right - left], NOTHING
         for source in voters:
-            moved = NOTHING
-            if source.base.size:
-                if drifts is not source.base:
-                    self._loops.subtract(theta[left:right], source.base[left:right], drift)
-                    drifts = source.base
-                moved = drift
-            self._loops.gradient(source.kind, source.codes, source.factors, source.numel, left, moved, x)
-            yield x
+            if source.base.size and drifts is not source.base:
+                self._loops.subtract(theta[left:right], source.base[left:right], drift)
+                drifts = source.base
+            yield source, drift if source.base.size else NOTHING
 
     def _source(self, packet: Packet, base: Floats) -> _Source:
         kind, unit = KINDS.get(packet.codec), UNITS.get(packet.codec)
@@ -326,12 +328,12 @@ class Fused:
         for done in [self._pool.submit(_each, work, part) for part in parts]:
             done.result()
 
-    def _scratch(self, index: int) -> Floats:
+    def _scratch(self) -> Floats:
         """Memory of this thread, for one chunk."""
-        found: list[Floats] | None = getattr(self._local, "scratch", None)
+        found: Floats | None = getattr(self._local, "scratch", None)
         if found is None:
-            found = self._local.scratch = [np.empty(CHUNK, np.float32) for _ in range(2)]
-        return found[index]
+            found = self._local.scratch = np.empty(CHUNK, np.float32)
+        return found
 
 
 def _each(work: Callable[[int, int], None], chunks: Sequence[tuple[int, int]]) -> None:

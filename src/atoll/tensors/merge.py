@@ -4,7 +4,7 @@ ones (`robust.py`).
 Every function depends only on the values and the order of its arguments; the caller sorts by LearnerId. On the CPU results are
 the same for any number of threads: elementwise arithmetic multiplies and adds in separately rounded steps, and norms add up in
 float64 over a tree of fixed shape (`norms.py`). A GPU may differ from a CPU in the last bit (it multiplies by a reciprocal
-where a CPU divides), so one run merges on one kind of device.
+where a CPU divides by a number), so one run merges on one kind of device.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def _by_registered(name: str, deltas: Sequence[Tensor], weights: Sequence[float]
     return merged.reshape(-1)
 
 
+FACTOR_MAX = torch.finfo(torch.float32).max
 CANCELLED = 1e-6
 """Directions cancel if their weighted average is no longer than this (unit vectors average to a length of 0 to 1, orthogonal
 ones to 1/sqrt(M)). Directions are fp32, so opposite ones leave a residue of about 1e-7, which is only rounding error. Without
@@ -153,11 +154,7 @@ def _rda_rows(blocks: Sequence[Tensor], shares: Sequence[float], out: Tensor) ->
     for index, (block, share) in enumerate(zip(blocks, shares, strict=True)):
         norms = squared_norms(block).sqrt_()
         magnitude += norms * share
-        # phi(0) = 0: a zero row is divided by one.
-        divisor = norms.masked_fill(norms == 0, 1.0).to(out.dtype).unsqueeze(1)
-        direction = torch.div(block, divisor, out=scratch if index else out)
-        if share != 1.0:
-            direction.mul_(share)
+        torch.mul(block, _direction_factors(norms, share).to(out.dtype).unsqueeze(1), out=scratch if index else out)
         if index:
             out.add_(scratch)
     total = sum(shares)
@@ -167,6 +164,16 @@ def _rda_rows(blocks: Sequence[Tensor], shares: Sequence[float], out: Tensor) ->
     out.mul_(scale.to(out.dtype).unsqueeze(1))
     if bool(cancelled.any()):
         out[cancelled] = mean([block[cancelled] for block in blocks], shares)
+
+
+def direction_factor(norm: float, share: float) -> float:
+    """What makes a vector of this norm a direction times its share. phi(0) = 0: zeros times anything. A vector whose norm has no
+    inverse in fp32 keeps less than its share. NaN stays NaN."""
+    return min(share / norm, FACTOR_MAX) if norm != 0 else share
+
+
+def _direction_factors(norms: Tensor, share: float) -> Tensor:
+    return (share / norms.masked_fill(norms == 0, 1.0)).clamp_(max=FACTOR_MAX)
 
 
 def _rda_joint(voters: Sequence[Tensor], shares: Sequence[float], runs: list[tuple[int, int]], out: Tensor) -> None:

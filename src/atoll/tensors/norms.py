@@ -13,11 +13,25 @@ LEAF: Final = 1024
 """Elements that are summed first. Sums are over halves: element i and element i + n/2, until one is left. Zeros fill the elements
 up to a power of two and change no sum of squares."""
 _BATCH: Final = 1 << 20
+FACTOR_MAX: Final = float(np.finfo(np.float32).max) / 128
+Array = np.ndarray[Any, Any]
 
 
 def outlier_norm(delta: Tensor) -> float:
     """The L2 norm in float64. NaN or Inf in `delta` gives NaN or Inf, so refuse with `not norm <= limit`."""
     return math.sqrt(squared_norms(delta.reshape(1, -1)).item())
+
+
+def may_overflow(factors: Tensor) -> bool:
+    """Whether 128 times a factor may be Inf, or is NaN."""
+    return not bool((factors.abs() <= FACTOR_MAX).all())
+
+
+def block_leaves(sums: Array, factors: Array) -> Array:
+    """Squares of values from those of codes, block by block."""
+    wide = factors.astype(np.float64)
+    leaves: Array = sums.astype(np.float64) * (wide * wide)
+    return leaves
 
 
 def squared_norms(rows: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from atoll.codecs import Packet, codec
 from atoll.config import Config, load
 from atoll.errors import UserError
+from atoll.executor.merging import packet_norm
 from atoll.executor.syncer import TensorSyncer
 from atoll.kernels import fused
 from atoll.protocol.interface import Payload
@@ -138,7 +140,7 @@ def test_inspected_norm_is_that_of_the_decoded_packet(up: str) -> None:
     packet = codec(up).encode(numbers(5, 1e-3))
     found = syncer.inspect(Contribution(1, 0, 4, 0, 4, 10, 1, 10), Payload("packet", packet.nbytes, (packet, torch.empty(0))))
     assert found.measure is not None
-    assert found.measure.norm == outlier_norm(codec(up).decode(packet))
+    assert found.measure.norm == packet_norm(packet) == pytest.approx(outlier_norm(codec(up).decode(packet)), rel=1e-7)
     assert found.measure.weights == outlier_norm(first_version(settings, 1).announced)
 
 
@@ -165,7 +167,27 @@ def test_hostile_codes_decode_as_by_torch() -> None:
     for name in ("int4", "e3m0"):
         packet = Packet(name, 1024, codes, torch.full((4,), 0.37))
         loops = fused.Fused(config(), 1)
-        assert loops.norm(packet) == outlier_norm(codec(name).decode(packet))
+        assert loops.norm(packet) == packet_norm(packet) == pytest.approx(outlier_norm(codec(name).decode(packet)), rel=1e-7)
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 1e38, 3e38])
+@pytest.mark.parametrize("name", ["int4", "int8", "e3m0"])
+def test_scales_that_decode_to_no_number_are_found(name: str, scale: float) -> None:
+    packet = codec(name).encode(numbers(5, 1e-3))
+    assert packet.scales is not None
+    packet.scales[7] = scale
+    packet.codes.view(-1, 1)[: 300].fill_(127 if name == "int8" else 0x77)
+    decoded = outlier_norm(codec(name).decode(packet))
+    for norm in (fused.Fused(config(), 1).norm(packet), packet_norm(packet)):
+        assert norm is not None and math.isfinite(norm) == math.isfinite(decoded)
+
+
+def test_high_bits_of_an_odd_last_byte_are_no_element() -> None:
+    for name in ("int4", "e3m0"):
+        packet = codec(name).encode(torch.ones(3))
+        packet.codes[1] = 0x77
+        expected = pytest.approx(outlier_norm(codec(name).decode(packet)), rel=1e-7)
+        assert fused.Fused(config(), 1).norm(packet) == packet_norm(packet) == expected
 
 
 def test_arrays_are_used_again_only_when_nobody_holds_them() -> None:
