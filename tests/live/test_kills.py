@@ -36,6 +36,7 @@ def test_learner_killed_while_it_trains_comes_back_through_a_peer(tmp_path: Path
     assert len(back) == 2 and back[-1] in (0, 2) and rounds > 40
     summary = verdict(config, tmp_path)
     assert summary.waited_seconds == 0 and summary.kernels == "torch", "the fragments are small"
+    assert all(summary.stages[name] > 0 for name in ("gather", "merge", "store", "between_commits")), summary.stages
     assert summary.loss_final is not None and summary.loss_first is not None
     assert summary.loss_final < 0.8 * summary.loss_first
     retrain(tmp_path, whole=False)

@@ -76,6 +76,8 @@ class Stored(Word, frozen=True):
     digest: str
     jumps: tuple[float, ...] = ()
     """How far each fragment moved (L2), in the order of `Store.fragments`."""
+    spans: tuple[Nanos, ...] = ()
+    """How long the merge took, and the storing; empty where nobody measures it. No decision depends on it."""
 
 
 class MergeRejected(Word, frozen=True):

@@ -35,6 +35,7 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 from atoll.tape.format import Missing, Record
 from atoll.tape.heldout import HeldoutPoint
+from atoll.views.stages import RoundClock
 
 
 class Recovery(msgspec.Struct, frozen=True):
@@ -87,6 +88,7 @@ class RunView:
         self._stepping: list[tuple[Nanos, Nanos]] = []
         self._stepped_before: Nanos = 0
         self._merging: dict[OuterStep, int] = {}
+        self.rounds = RoundClock()
         self._since_hello: Counter[LearnerId] = Counter()
         self._loaded_bytes: dict[LearnerId, int] = {}
 
@@ -99,6 +101,7 @@ class RunView:
         self.now = max(self.now, now)
         self.records += 1
         if worker == SYNCER:
+            self.rounds(now, worker, event, effects)
             self._syncer(now, event, effects)
         else:
             self._learner(now, worker, event, effects)
@@ -284,6 +287,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Precision and compilation of the inner steps as each learner resolved them, by learner; `all` in virtual time."""
     kernels: str = ""
     """What computed a live run's merges: numba, torch, or both."""
+    stages: dict[str, float] = {}
+    """Of the syncer's rounds, medians in seconds: `gather`, `queue`, `merge`, `store`, and `between_commits`."""
     token_shares: dict[str, float] = {}
     """What became of them, as shares: see `token_shares`."""
     traffic: list[LearnerTraffic] = []
@@ -336,5 +341,5 @@ def summarise(
         refused=view.refused, expelled={str(m): why for m, why in sorted(view.expelled.items())},
         rejected_merges=view.rejected, rollbacks=view.rollbacks,
         faults=list(faults), accuracy=accuracy, heldout=list(points), missing=list(missing), compute=dict(compute or {}),
-        kernels=kernels,
+        kernels=kernels, stages=view.rounds.medians(),
     )  # fmt: skip

@@ -29,6 +29,7 @@ def _times(s: Summary) -> Rows:
     rows = [
         ("steps", f"{s.total_steps:,} (one is an inner step of every learner that keeps pace)"),
         ("rounds that merged", _rounds(s)),
+        *_stages(s),
         ("training time", f"{s.seconds:,.1f} s {training}"),
     ]
     if s.command_seconds:
@@ -45,6 +46,15 @@ def _times(s: Summary) -> Rows:
         ("uptime", f"{s.uptime:.1%} of the time at least one learner was stepping"),
         ("waited", waited),
     ]
+
+
+def _stages(s: Summary) -> Rows:
+    """Virtual runs take no time to merge."""
+    if not s.stages or s.clock == "virtual":
+        return []
+    between = s.stages["between_commits"]
+    parts = ", ".join(f"{name} {1e3 * value:,.1f} ms" for name, value in s.stages.items() if name != "between_commits")
+    return [("  of the syncer", f"{parts}; {1e3 * between:,.1f} ms between commits (medians)")]
 
 
 def _rounds(s: Summary) -> str:

@@ -58,6 +58,7 @@ from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.places import PROTOCOL, Caller, JoinRequest, Placement, peer_log
 from atoll.runtime.syncer.progress import SyncerProgress, membership_line, refusals_line
 from atoll.runtime.syncer.rollback import RollbackRequests
+from atoll.runtime.syncer.stages import StageTimes
 from atoll.runtime.syncer.uploads import ModelUploads
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.weights import THETA_FILE
@@ -96,6 +97,7 @@ class SyncerProcess:
         """What each learner showed when it connected last."""
         self._payloads: OrderedDict[tuple[int, OuterStep, bool], Buffers | None] = OrderedDict()
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
+        self._stages = StageTimes()
         limits = LinkLimits(assembling_max=4 + 2 * self._config.protocol.overlap)
         self._server = Server(self, self._admit, limits, credentials, bulk_port=bulk_port)
         directory.places.certified = credentials is not None
@@ -419,7 +421,7 @@ class SyncerProcess:
         """In the disk's thread, in order."""
         executor = self._directory.executor
         assert executor is not None
-        for event in self._until_stored(lambda: executor.execute(effect, payload)) or ():
+        for event in self._until_stored(lambda: self._stages.timed(effect, lambda: executor.execute(effect, payload))) or ():
             self._loop.call_soon_threadsafe(self._driver.dispatch, event)
 
     def _until_stored(self, work: Callable[[], Sequence[Any]]) -> Sequence[Any] | None:
