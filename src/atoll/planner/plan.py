@@ -218,6 +218,8 @@ def plan_warnings(cluster: ClusterDescription, best: Scored, spent: Costs) -> li
                 f"the syncer needs {need.gbit:.3g} Gbit/s of its own, and {need.site} has links of {max(lines):g}: place it "
                 f"where it has them (syncer.site), or say what it has (syncer.gbit)"
             )
+    if any(s.price_per_chip_hour for s in cluster.sites) and not any(s.price_per_gb for s in cluster.sites):
+        found.append("price_per_chip_hour changes nothing without price_per_gb: it is what bytes are weighed against")
     if need is not None and need.shards > 1:
         found.append(f"{need.shards} shards of a syncer are simulation only: a live syncer is one process so far")
     if best.score < 0.3:

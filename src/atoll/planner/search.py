@@ -348,11 +348,17 @@ def bytes_a_step(s: Scored) -> float:
 
 
 def neighbours(judge: Judge, candidate: Candidate) -> list[Candidate]:
-    """Candidates that differ by one step of one knob or of the number of learners."""
+    """Candidates that differ by one step of one knob or of the number of learners, and the nearest of each other preset. All that
+    satisfy the same limits: one that waits for all is none where that is refused."""
     grids = all_axes(judge)
     mine = next(a for a in grids if (a.preset, a.learners) == (candidate.preset, candidate.learners))
     found = list(mine.neighbours(candidate))
     same = sorted((a for a in grids if a.preset == candidate.preset), key=lambda a: a.learners)
     at = same.index(mine)
     found += [axes.nearest(candidate) for axes in (*same[max(0, at - 1) : at], *same[at + 1 : at + 2])]
+    several = min((a.learners for a in grids if a.learners > 1), default=1)
+    alike = (1, candidate.learners if candidate.learners > 1 else several)
+    found += [axes.nearest(candidate) for axes in grids if axes.preset != candidate.preset and axes.learners in alike]
+    if waiting_is_refused(judge.cluster):
+        found = [c for c in found if not c.synchronous]
     return [c for c in found if costs.fits(c, judge)]
