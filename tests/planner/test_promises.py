@@ -9,13 +9,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from clusters import twenty
-from promises import POINTS, Planned, planned, shown
+from promises import POINTS, Planned, planned, shown, startup
 
 from atoll.planner.candidate import Candidate
 from atoll.planner.costs import costs
 from atoll.planner.score import Judge
 from atoll.planner.search import neighbours, search, waiting_is_refused
 from atoll.planner.site import ClusterDescription, Fixed
+from atoll.planner.virtual import shortened
 
 CLUSTERS = twenty()
 QUICK = ("shared_line", "uneven_spot", "two_continents")
@@ -49,6 +50,25 @@ def test_the_recipe_keeps_the_promised_utilisation_and_goodput(name: str) -> Non
     steps = max(steps, min(LEARNER_STEPS // config.learners, round(absences)))
     kept = [shown(config, steps, failures=True, seed=seed) for seed in (101, 102)]
     assert sum(kept) / len(kept) == pytest.approx(best.utilisation * best.goodput, abs=POINTS), best
+
+
+@each
+def test_start_up_is_that_of_the_recipe(name: str) -> None:
+    """The promise is that of the slow learners, so where speeds differ it may be a step too long."""
+    plan = plan_of(name)
+    best, cluster = plan.found.best, plan.config.cluster
+    if best.candidate.learners == 1:
+        assert best.startup_seconds == 0
+        return
+    late = cluster.step_seconds * (cluster.slow_factor if cluster.slow_share else 0.0)
+    assert startup(plan.config) <= 1.01 * best.startup_seconds <= 1.02 * startup(plan.config) + late
+
+
+def test_start_up_is_of_the_whole_model_though_a_part_of_a_long_interval_is_run() -> None:
+    judge, c = Judge(CLUSTERS["far_and_thin"]), Candidate("decoupled", 2, 144, 36, 2, 1, "int4", "bf16")
+    whole = judge.settings(c)
+    assert shortened(c, whole).cluster.parameters < whole.cluster.parameters
+    assert judge.score(c).startup_seconds == pytest.approx(startup(whole), rel=0.01)
 
 
 @each
