@@ -11,6 +11,7 @@ import pytest
 from clusters import twenty
 from promises import POINTS, Planned, planned, shown, startup
 
+from atoll.errors import ConfigError
 from atoll.planner.candidate import Candidate
 from atoll.planner.costs import costs
 from atoll.planner.score import Judge
@@ -130,8 +131,11 @@ def test_bytes_with_a_price_or_a_limit_are_spared() -> None:
 
     def sent(cluster: ClusterDescription) -> float:
         found = search(cluster)
+        assert cluster is free or found.best.candidate.codec_down in ("int8", "int4")
         return max(t.sent_gb_day for t in costs(found.best, Judge(cluster)).traffic)
 
     usual = sent(free)
     assert sent(with_sites(price_per_gb=0.5, price_per_chip_hour=1.0)) < 0.7 * usual
-    assert sent(with_sites(gb_per_day_max=0.3 * usual)) <= 0.3 * usual
+    assert sent(with_sites(gb_per_day_max=0.03 * usual)) <= 0.03 * usual
+    with pytest.raises(ConfigError, match=r"sites\.gb_per_day_max = 5 of a: streaming with 2 learners and H 1000 sends"):
+        search(with_sites(gb_per_day_max=5.0))

@@ -22,6 +22,7 @@ from atoll.planner import costs
 from atoll.planner.candidate import Candidate
 from atoll.planner.score import GOODPUT_PRECISION, ROUGH_PRECISION, Judge, Scored, SimulatorCache
 from atoll.planner.site import ClusterDescription, Fixed
+from atoll.planner.traffic import over_limit
 
 TOLERANCE = 0.01
 HANDICAP = 0.002
@@ -191,9 +192,21 @@ def search(
             scored[start] = judge.score(start)
         ceiling = _climb(judge, axes, start, ceiling, scored)
     if not scored:
-        undemanding = max((c for axes in grids for c in axes.candidates()), key=lambda c: (-c.learners, c.interval))
-        raise ConfigError(f"{costs.shortage(undemanding, judge)}, and no candidate of the grid needs less")
+        raise ConfigError(f"{costs.shortage(_undemanding(judge, grids), judge)}, and no candidate of the grid needs less")
     return _found(scored, cluster)
+
+
+def _undemanding(judge: Judge, grids: list[Axes]) -> Candidate:
+    """The candidate that needs least: few learners, a long interval, few bits. Data-parallel has one learner and no syncer, but
+    sends most between sites: where their bytes are its shortage, others need less."""
+    def demand(c: Candidate) -> tuple[int, int, float]:
+        return c.learners, -c.interval, wire_bits(c.codec_up) + wire_bits(c.codec_down)
+
+    every = [c for axes in grids for c in axes.candidates()]
+    least = min(every, key=demand)
+    if least.learners == 1 and over_limit(least, judge.cluster, judge.divisions[1]) is not None:
+        return min((c for c in every if c.learners > 1), key=demand, default=least)
+    return least
 
 
 def _synchronous(
