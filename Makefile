@@ -63,6 +63,7 @@ bench: $(INSTALLED)
 	$(BIN)/python bench/wire.py
 	$(BIN)/python bench/syncer_load.py
 	$(BIN)/python bench/simulators.py
+	$(BIN)/python bench/plan.py
 	$(BIN)/python bench/synthetic_tape.py
 	$(BIN)/python bench/agreement.py
 

@@ -87,6 +87,16 @@ def newest(paths: Sequence[Path]) -> dict[str, list[Line]]:
     return {name: list(by_seed.values()) for name, by_seed in found.items()}
 
 
+def config_of(line: Line) -> Config:
+    """Without the keys that older lines have and no config has any more: nothing here depends on them."""
+    known = msgspec.to_builtins(Config())
+    raw = {name: value for name, value in line["config"].items() if name in known}
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            raw[name] = {key: each for key, each in value.items() if key in known[name]}
+    return from_builtins(raw)
+
+
 def loss_of(line: Line) -> float:
     return float(line["loss_replica" if line["method"] == DATA_PARALLEL else "loss_final"])
 
@@ -102,7 +112,7 @@ def bytes_share(line: Line) -> float:
 def peak_gbit(line: Line, step_seconds: float) -> float:
     if line["method"] == DATA_PARALLEL:
         return float(line["parameters"]) * BF16_BITS / step_seconds / 1e9
-    config = from_builtins(line["config"])
+    config = config_of(line)
     ways = codec(config.protocol.codec_up), codec(config.protocol.codec_down)
     sizes = [max(way.nbytes(numel) for way in ways) for numel in line["fragment_sizes"]]
     rounds_a_step = line["total_steps"] * config.cluster.step_seconds / line["seconds"]
@@ -122,7 +132,7 @@ def _busiest(config: Config, sizes: Sequence[int], rounds_a_step: float) -> floa
 
 
 def hours(line: Line, step_seconds: float, gbit: float = 1.0) -> float:
-    config = from_builtins(line["config"])
+    config = config_of(line)
     if config.preset.startswith("decoupled"):
         used = _by_the_machines(config, line["parameters"], step_seconds, gbit)
     else:

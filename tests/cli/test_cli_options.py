@@ -39,6 +39,7 @@ RATE = "bandwidth --layers 12 --parameters 1e9 --targets 80 --json --method dilo
 CHIPS = "goodput --chips 2048 --learners 2 --mtbi 10 --days 20 --json"
 RIGID = "goodput --chips 2048 --learners 1 --no-elastic --mtbi 10 --days 20 --json"
 NIGHT = "scavenge --extra 1 --learners 2 --day 0.2 --cycles 1 --json"
+SLOW = "uneven --learners 3 --interval 8 --steps 40 --slow-share 0.34 --json"
 TAPE = "tape --learners 2 --chips 1024 --mtbi 0.05 --return 1 --set total_steps=60 --json"
 PLAN = f"plan {PLANS / 'one_datacentre.toml'} --no-what-if"
 FLOPS = "--chips 64 --flops-per-chip 1e15 --mfu 0.4 --batch-tokens 1e6"
@@ -147,6 +148,28 @@ SCAVENGE = [
     Case("--seed", NIGHT, "--seed 5", DIFFERS),
     Case("--json", NIGHT.replace(" --json", ""), "--json", DIFFERS),
 ]
+UNEVEN = [
+    Case("--learners", SLOW, "--learners 4", DIFFERS),
+    Case("--learners", SLOW, "--learners 1", REFUSED),
+    Case("--slow-share", SLOW, "--slow-share 0.67", DIFFERS),
+    Case("--slow-share", SLOW, "--slow-share 1.5", REFUSED),
+    Case("--slow-factor", SLOW, "--slow-factor 1.5", DIFFERS),
+    Case("--slow-factor", SLOW, "--slow-factor 0.5", REFUSED),
+    Case("--step-noise", SLOW, "--step-noise 0.3", DIFFERS),
+    Case("--step-noise", SLOW, "--step-noise 1", REFUSED),
+    Case("--interval", SLOW, "--interval 12", DIFFERS),
+    Case("--interval", SLOW, "--interval 1", REFUSED),
+    Case("--overlap", SLOW, "--overlap 1", DIFFERS),
+    Case("--overlap", SLOW, "--overlap 8", REFUSED),
+    Case("--lead", SLOW, "--lead 0", DIFFERS),
+    Case("--lead", SLOW, "--lead -1", REFUSED),
+    Case("--latency", SLOW, "--latency 0.4", DIFFERS),
+    Case("--latency", SLOW, "--latency -1", REFUSED),
+    Case("--steps", SLOW, "--steps 60", DIFFERS),
+    Case("--steps", SLOW, "--steps 4", REFUSED),
+    Case("--seed", SLOW, "--seed 5", DIFFERS),
+    Case("--json", SLOW.replace(" --json", ""), "--json", DIFFERS),
+]
 TAPES = [
     Case("recipe", TAPE, "RECIPE.toml", DIFFERS),
     Case("--chips", TAPE, "--chips 2048", DIFFERS),
@@ -175,7 +198,7 @@ PLANNED = [
     Case("--json", PLAN, "--json", DIFFERS),
     Case("--allow-plugin", PLAN, "--allow-plugin nowhere.py", REFUSED),
 ]
-CASES = {"bandwidth": BANDWIDTH, "goodput": GOODPUT, "scavenge": SCAVENGE, "tape": TAPES, "plan": PLANNED}
+CASES = {"bandwidth": BANDWIDTH, "goodput": GOODPUT, "scavenge": SCAVENGE, "uneven": UNEVEN, "tape": TAPES, "plan": PLANNED}
 UNREPEATABLE = ("tape", "run_dir", "command_seconds")
 """Of a summary: they differ between two runs of the same command."""
 

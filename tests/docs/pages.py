@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -50,6 +51,20 @@ def anchors_of(text: str) -> set[str]:
         name = given or slug(title)
         names.append(name if name not in names else f"{name}_{names.count(name)}")
     return set(names)
+
+
+def tables_of(text: str) -> list[list[dict[str, str]]]:
+    """Every table of a page, as rows by the head's words, without backquotes."""
+    found, lines = list[list[dict[str, str]]](), _FENCE.sub("", text).splitlines()
+    for at, line in enumerate(lines):
+        if line.startswith("|") and re.fullmatch(r"[|\s-]+", lines[at + 1] if at + 1 < len(lines) else ""):
+            rows = list(itertools.takewhile(lambda each: each.startswith("|"), lines[at + 2 :]))
+            found.append([dict(zip(_cells(line), _cells(row), strict=True)) for row in rows])
+    return found
+
+
+def _cells(line: str) -> list[str]:
+    return [cell.strip().replace("`", "") for cell in line.strip().strip("|").split("|")]
 
 
 def slug(title: str) -> str:

@@ -103,6 +103,16 @@ def shown(config: Config, steps: int, *, failures: bool, seed: int) -> float:
     return view.goodput_after_startup + luck
 
 
+def startup(config: Config) -> float:
+    """Seconds from the start to the first round, while nothing fails."""
+    steps = 2 + config.protocol.local_steps_per_round // max(1, config.protocol.fragments)
+    config = changed(config, overrides={"total_steps": steps, "cluster": {"chips": 0, "mtbf_seconds": 0.0}})
+    view = RunView(config.learners)
+    VirtualCluster(config, observers=[view]).run()
+    assert view.first_round is not None
+    return view.first_round / 1e9
+
+
 def _mean_absence(config: Config) -> float:
     c = config.cluster
     if c.chips:

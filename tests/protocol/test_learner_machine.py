@@ -356,6 +356,14 @@ def test_bounded_lead_on_arrival_makes_a_learner_wait_when_it_is_that_far_ahead(
     assert of(stage.steps(), Wait) == [Wait(Reason(Why.VERSION_AWAITED, "outer step 1 of fragment 1 is not back"))]
 
 
+def test_lead_of_none_on_arrival_is_a_barrier_at_every_step() -> None:
+    stage = LearnerStage(arrival(quorum="all", lead=0, fragments=2, interval=2, overlap=1))
+    stage.enters()
+    assert of(stage.steps(), Wait) == [Wait(Reason(Why.VERSION_AWAITED, "outer step 1 of fragment 1 is not back"))]
+    assert of(stage.announced(1, 1), InnerStep)
+    assert of(stage.steps(), Wait) == [Wait(Reason(Why.VERSION_AWAITED, "outer step 2 of fragment 0 is not back"))]
+
+
 def test_exact_pull_of_a_state_that_is_not_there_is_declined() -> None:
     stage = waiting()
     assert sent(stage.hears(Pull(4, (0,)))) == [Decline(4, Reason(Why.OUT_OF_STEP, "stands at outer step 1"))]

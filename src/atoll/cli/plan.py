@@ -82,7 +82,8 @@ def as_builtins(answer: Plan) -> dict[str, object]:
         "preset": c.preset, "learners": c.learners, "interval": c.interval, "fragments": c.fragments, "overlap": c.overlap,
         "quorum": c.quorum or "all", "codec_up": c.codec_up, "codec_down": c.codec_down, "division": answer.division,
         "chips_per_learner": answer.chips_per_learner, "score": s.score, "utilisation": s.utilisation, "inside": s.inside,
-        "goodput": s.goodput, "startup_seconds": s.startup_seconds, "price": s.price, "link_load": answer.costs.link_load,
+        "goodput": s.goodput, "startup_seconds": s.startup_seconds,
+        "startup_if_away_seconds": answer.startup_if_away, "price": s.price, "link_load": answer.costs.link_load,
         "pace": s.pace, "token_efficiency": s.tokens, "loss_percent": s.loss_percent, "interval_kept": s.interval_kept,
         "staleness_steps": s.staleness, "staleness_seconds": answer.costs.staleness_seconds,
         "traffic": answer.costs.traffic, "memory": answer.costs.memory, "syncer": answer.costs.syncer,
@@ -162,7 +163,7 @@ def _expectations(answer: Plan) -> Table:
         ("x pace", f"{100 * s.pace:.1f} %" + ("" if s.pace > 0.999 else " (learners of uneven speed)")),
         ("x token efficiency", _tokens(answer)),
         *([] if s.price == 1 else [("x price", f"{100 * s.price:.1f} % of the money pays for chips, the rest for bytes")]),
-        *_start(s.startup_seconds), *_slack(costs),
+        *_start(s.startup_seconds, answer.startup_if_away), *_slack(costs),
         ("staleness", f"{s.staleness:.1f} inner steps, {costs.staleness_seconds:.3g} s"),
         ("a learner's device memory", f"{m.device_gb:,.1f} GB without activations; {m.device_gb_chip:,.2f} GB a chip if sharded"),
     ]  # fmt: skip
@@ -186,8 +187,9 @@ def _tokens(answer: Plan) -> str:
     return f"{100 * s.tokens:.1f} % ({100 * least:.0f} to {100 * most:.0f}): {loss}"
 
 
-def _start(seconds: float) -> list[tuple[str, str]]:
-    return [("start-up", f"{seconds:,.3g} s until the first round, apart from the above")] if seconds else []
+def _start(seconds: float, if_away: float) -> list[tuple[str, str]]:
+    away = f" ({if_away:,.3g} s if a learner is away then)" if if_away > seconds else ""
+    return [("start-up", f"{seconds:,.3g} s until the first round{away}, apart from the above")] if seconds else []
 
 
 def _slack(costs: Costs) -> list[tuple[str, str]]:

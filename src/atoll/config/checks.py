@@ -48,8 +48,6 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
         (p.ramp > 0 and p.adopt != "arrival",
          f"key protocol.ramp = {p.ramp}: is for adopt = 'arrival'; this run is synchronous already, so use 0"),
         (p.fragments > 1 and p.fragmentation == "whole", "key protocol.fragments: fragmentation = 'whole' has one fragment"),
-        (p.lead == 0 and p.adopt == "arrival",
-         "key protocol.lead = 0: would make adoption on arrival wait at every step; use -1, or at least 1"),
         (p.lead >= 0 and p.adopt == "exact" and p.lead != p.overlap,
          f"key protocol.lead = {p.lead}: exact adoption leads by overlap = {p.overlap}; leave it at -1"),
         (p.error_feedback and up.lossless, f"key protocol.error_feedback = true: {p.codec_up} leaves no error to feed back"),
@@ -118,6 +116,8 @@ def warnings(c: Config) -> list[str]:
         )
     if p.quorum == 1 and c.learners > 1 and p.grace == "none" and p.pace == 0:
         found.append("quorum = 1 without grace and with pace 0 merges about one learner per round, which costs quality")
+    if p.lead == 0 and p.adopt == "arrival":
+        found.append("protocol.lead = 0 is a barrier: every learner waits for each round that is due, as in data-parallel")
     if p.overlap > 5 and p.anchor != "round_start":
         found.append(f"protocol.overlap = {p.overlap}: above 5 gains no utilisation and costs quality")
     if p.freeze_not_due:

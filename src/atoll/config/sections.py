@@ -78,7 +78,8 @@ class Protocol(_Section, frozen=True):
     """When a learner adopts a new version. `exact`: tau inner steps after the pull; it waits if necessary. `arrival`: at the
     first step boundary after the version arrives; it never waits."""
     lead: Annotated[int, Meta(ge=-1)] = -1
-    """Local steps that a learner may take past its last due adoption. -1: tau if `quorum` is "all", else unlimited."""
+    """Local steps that a learner may take past its last due adoption. 0: none, a barrier at every step in which a fragment is
+    due. -1: tau if `quorum` is "all", else unlimited."""
     codec_up: CodecName = "int4"
     """Codec of contributions, learner to syncer."""
     codec_down: CodecName = "bf16"

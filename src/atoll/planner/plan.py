@@ -44,6 +44,8 @@ class Plan:
     token_band: tuple[float, float]
     simulated: int
     """Simulated runs of the protocol's machines."""
+    startup_if_away: float
+    """Seconds until the first round if a learner is away at the start: so long the others wait for it. 0: none is lost whole."""
 
 
 def plan(cluster: ClusterDescription, *, what_if: bool = True, runners: int = 3, progress: Progress | None = None) -> Plan:
@@ -63,8 +65,15 @@ def plan(cluster: ClusterDescription, *, what_if: bool = True, runners: int = 3,
         best.candidate, division.name, min(kind.chips for kind in division.kinds), best, spent,
         tuple(choices(cluster, judge, found)), tuple(changes(cluster, found, cache, progress)) if what_if else (),
         tuple(plan_warnings(cluster, best, spent)), tuple(_runners(found, runners)), cluster.quality, (low, high),
-        tokens, cache.asked,
+        tokens, cache.asked, _startup_if_away(judge, best),
     )  # fmt: skip
+
+
+def _startup_if_away(judge: Judge, best: Scored) -> float:
+    c = best.candidate
+    if c.learners == 1 or not judge.loses_learners(c):
+        return 0.0
+    return max(best.startup_seconds, judge.settings(c).limits.start_wait_seconds)
 
 
 def _runners(found: SearchResult, number: int) -> list[Runner]:
@@ -218,6 +227,8 @@ def plan_warnings(cluster: ClusterDescription, best: Scored, spent: Costs) -> li
                 f"the syncer needs {need.gbit:.3g} Gbit/s of its own, and {need.site} has links of {max(lines):g}: place it "
                 f"where it has them (syncer.site), or say what it has (syncer.gbit)"
             )
+    if any(s.price_per_chip_hour for s in cluster.sites) and not any(s.price_per_gb for s in cluster.sites):
+        found.append("price_per_chip_hour changes nothing without price_per_gb: it is what bytes are weighed against")
     if need is not None and need.shards > 1:
         found.append(f"{need.shards} shards of a syncer are simulation only: a live syncer is one process so far")
     if best.score < 0.3:

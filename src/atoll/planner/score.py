@@ -165,17 +165,19 @@ class Judge:
         if not candidate.synchronous and self._carried(candidate) > HOPELESS * candidate.interval:
             carried = self._carried(candidate)
             return _Measured(1.0, 1.0, carried, carried)
-        short = virtual.shortened(candidate, self.settings(candidate))
+        whole = self.settings(candidate)
+        short = virtual.shortened(candidate, whole)
         run = self.cache.steady(short)
+        startup = run.startup_seconds + virtual.left_out_seconds(whole, short)
         loss = NO_COST
-        if self._loses_learners(candidate):
+        if self.loses_learners(candidate):
             loss = self.cache.loss(short, run) or LossCost(0.0, self._state_seconds(candidate))
         if not candidate.synchronous:
             return _Measured(1.0, 1.0, max(candidate.interval, run.interval_kept * candidate.interval
-                             / short.protocol.local_steps_per_round), run.staleness, run.startup_seconds, loss)  # fmt: skip
+                             / short.protocol.local_steps_per_round), run.staleness, startup, loss)  # fmt: skip
         late = self.paces(candidate.learners).slow_share
         mean = late * run.shares[0] + (1 - late) * run.shares[-1]
-        return _Measured(mean, run.shares[0], candidate.interval, float(candidate.overlap), run.startup_seconds, loss)
+        return _Measured(mean, run.shares[0], candidate.interval, float(candidate.overlap), startup, loss)
 
     def _scored(self, candidate: Candidate, m: _Measured) -> Scored:
         division = self.divisions[candidate.learners]
@@ -239,7 +241,8 @@ class Judge:
         chips = self.cluster.chips / learners
         return chips / model.mtbi_seconds if model.slice_chips >= chips else 0.0
 
-    def _loses_learners(self, c: Candidate) -> bool:
+    def loses_learners(self, c: Candidate) -> bool:
+        """Whole ones, so often that it matters."""
         return c.learners * self._loss_rate(c.learners) * 3600 > LOSS_MATTERS
 
     def _loss_factor(self, c: Candidate, cost: LossCost) -> float:

@@ -22,6 +22,7 @@ from atoll.planner import costs
 from atoll.planner.candidate import Candidate
 from atoll.planner.score import GOODPUT_PRECISION, ROUGH_PRECISION, Judge, Scored, SimulatorCache
 from atoll.planner.site import ClusterDescription, Fixed
+from atoll.planner.traffic import over_limit
 
 TOLERANCE = 0.01
 HANDICAP = 0.002
@@ -191,9 +192,21 @@ def search(
             scored[start] = judge.score(start)
         ceiling = _climb(judge, axes, start, ceiling, scored)
     if not scored:
-        undemanding = max((c for axes in grids for c in axes.candidates()), key=lambda c: (-c.learners, c.interval))
-        raise ConfigError(f"{costs.shortage(undemanding, judge)}, and no candidate of the grid needs less")
+        raise ConfigError(f"{costs.shortage(_undemanding(judge, grids), judge)}, and no candidate of the grid needs less")
     return _found(scored, cluster)
+
+
+def _undemanding(judge: Judge, grids: list[Axes]) -> Candidate:
+    """The candidate that needs least: few learners, a long interval, few bits. Data-parallel has one learner and no syncer, but
+    sends most between sites: where their bytes are its shortage, others need less."""
+    def demand(c: Candidate) -> tuple[int, int, float]:
+        return c.learners, -c.interval, wire_bits(c.codec_up) + wire_bits(c.codec_down)
+
+    every = [c for axes in grids for c in axes.candidates()]
+    least = min(every, key=demand)
+    if least.learners == 1 and over_limit(least, judge.cluster, judge.divisions[1]) is not None:
+        return min((c for c in every if c.learners > 1), key=demand, default=least)
+    return least
 
 
 def _synchronous(
@@ -348,11 +361,17 @@ def bytes_a_step(s: Scored) -> float:
 
 
 def neighbours(judge: Judge, candidate: Candidate) -> list[Candidate]:
-    """Candidates that differ by one step of one knob or of the number of learners."""
+    """Candidates that differ by one step of one knob or of the number of learners, and the nearest of each other preset. All that
+    satisfy the same limits: one that waits for all is none where that is refused."""
     grids = all_axes(judge)
     mine = next(a for a in grids if (a.preset, a.learners) == (candidate.preset, candidate.learners))
     found = list(mine.neighbours(candidate))
     same = sorted((a for a in grids if a.preset == candidate.preset), key=lambda a: a.learners)
     at = same.index(mine)
     found += [axes.nearest(candidate) for axes in (*same[max(0, at - 1) : at], *same[at + 1 : at + 2])]
+    several = min((a.learners for a in grids if a.learners > 1), default=1)
+    alike = (1, candidate.learners if candidate.learners > 1 else several)
+    found += [axes.nearest(candidate) for axes in grids if axes.preset != candidate.preset and axes.learners in alike]
+    if waiting_is_refused(judge.cluster):
+        found = [c for c in found if not c.synchronous]
     return [c for c in found if costs.fits(c, judge)]

@@ -247,6 +247,9 @@ def _known_keys(raw: Mapping[str, Any]) -> None:
             raise ConfigError(f"key {key} = {value!r}: {right}")
         for number, row in enumerate(rows):
             where = f"{key}[{number}]." if key in _LISTS else f"{key}."
+            if key == "sites" and "away_minutes" in row and "preemptions_per_day" not in row:
+                raise ConfigError(f"key {where}away_minutes = {row['away_minutes']!r}: is how long a preempted site stays away; "
+                                  f"give preemptions_per_day too, or leave it out")  # fmt: skip
             for name, inner in row.items():
                 _known(name, [f for f in _TABLES[key].__struct_fields__ if f != "between" or key == "links"], where, inner)
                 if isinstance(inner, float) and not math.isfinite(inner):

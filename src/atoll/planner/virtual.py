@@ -29,6 +29,8 @@ WHOLE_MODEL_STEPS = 8
 """Steps in a simulated interval of a whole-model preset: between two exchanges nothing but time passes."""
 SLOWER = 1.05
 """A learner that takes this many times as long as the fastest counts as slow."""
+JOIN_BITS = 32
+"""Of a parameter that a learner gets when it joins: fp32."""
 GRADIENT_BITS = 32
 """Of a virtual data-parallel run."""
 WAIT_SECONDS = 60.0
@@ -138,7 +140,7 @@ def layers_per_fragment(fragments: int, layers: int) -> int | None:
 def _waits(c: Candidate, cluster: ClusterDescription, gbit: float, paces: Paces) -> dict[str, Any]:
     """The model crosses the link when a learner joins, and a peer's state when it recovers: on a slow link that is no failure."""
     n, interval = cluster.model.parameters, c.interval * paces.slow_seconds
-    joins, recovers = (2 * n * bits / (gbit * 1e9) for bits in (32, 8 * STATE_BYTES))
+    joins, recovers = (2 * n * bits / (gbit * 1e9) for bits in (JOIN_BITS, 8 * STATE_BYTES))
     found: dict[str, Any] = {}
     if joins > WAIT_SECONDS:
         found |= {"start_wait_seconds": math.ceil(joins), "first_pull_seconds": math.ceil(joins)}
@@ -174,6 +176,11 @@ def shortened(c: Candidate, settings: Config) -> Config:
     cluster = msgspec.structs.replace(cluster, chips=0)
     waits = msgspec.structs.replace(settings.limits, start_wait_seconds=1e9, first_pull_seconds=1e9, recovery_intervals=1e9)
     return msgspec.structs.replace(settings, learners=few, protocol=protocol, cluster=cluster, limits=waits)
+
+
+def left_out_seconds(whole: Config, short: Config) -> float:
+    """How much longer the model needs to cross the link when a learner joins than the part of it that the shortened run has."""
+    return (whole.cluster.parameters - short.cluster.parameters) * JOIN_BITS / (whole.cluster.down_gbit * 1e9)
 
 
 def _part(c: Candidate) -> int:

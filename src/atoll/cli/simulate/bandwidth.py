@@ -96,6 +96,8 @@ def bandwidth(
         _draw(rows, figure)
     if as_json:
         print_json(_objects(rows, sought))
+        for line in _simulation_only(asked):
+            err.print(line, soft_wrap=True)
     else:
         _show(rows, sought, axis)
 
