@@ -53,14 +53,33 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
         (p.lead >= 0 and p.adopt == "exact" and p.lead != p.overlap,
          f"key protocol.lead = {p.lead}: exact adoption leads by overlap = {p.overlap}; leave it at -1"),
         (p.error_feedback and up.lossless, f"key protocol.error_feedback = true: {p.codec_up} leaves no error to feed back"),
+        (p.feedback_decay < 1 and not p.error_feedback,
+         f"key protocol.feedback_decay = {p.feedback_decay}: is for protocol.error_feedback = true; leave it at 1"),
         (p.stochastic_rounding and not up.stochastic,
          f"key protocol.stochastic_rounding = true: needs {rounds} as codec_up, not {p.codec_up!r}"),
         (c.learners > c.limits.members_max, f"key learners = {c.learners}: above limits.members_max = {c.limits.members_max}"),
         (c.model.name in ("decoder", "vlm") and context < c.data.seq_len,
          f"key model.numbers.context = {context}: must be at least data.seq_len = {c.data.seq_len}"),
+        *_methods(c),
         *_whole_tensors(c),
         *_text_keys_for_images(c),
         *_slices(c),
+    ]  # fmt: skip
+
+
+def _methods(c: Config) -> list[tuple[bool, str]]:
+    """What a published method is defined by. Without it the run would be another method under this name."""
+    p, o = c.protocol, c.outer
+    return [
+        (c.preset == "muloco" and c.inner.optimizer != "Muon",
+         f"key inner.optimizer = {c.inner.optimizer!r}: preset 'muloco' is DiLoCo with Muon inside; with another optimiser use "
+         f"preset 'diloco'"),
+        (c.preset == "sparseloco" and not p.error_feedback,
+         "key protocol.error_feedback = false: is what preset 'sparseloco' has in place of outer momentum; for dropped values "
+         "without it use preset 'diloco'"),
+        (c.preset == "sparseloco" and o.outer_optimizer != "sgd",
+         f"key outer.outer_optimizer = {o.outer_optimizer!r}: preset 'sparseloco' has error feedback in place of outer momentum; "
+         f"use 'sgd', or preset 'diloco'"),
     ]  # fmt: skip
 
 
@@ -122,7 +141,7 @@ def warnings(c: Config) -> list[str]:
         found.append(f"protocol.overlap = {p.overlap}: above 5 gains no utilisation and costs quality")
     if p.freeze_not_due:
         found.append("protocol.freeze_not_due = true trains only the fragments due next (FedPart): known to be far worse")
-    if codec_spec(p.codec_up).kind == "sparse":
+    if codec_spec(p.codec_up).selects and not p.error_feedback:
         found.append(f"protocol.codec_up = {p.codec_up!r} drops values: an ablation, known to be worse than int4")
     if p.contribution == "weights" and c.inner.optimizer == "SGD" and p.local_steps_per_round > 1:
         found.append("inner.optimizer = 'SGD': DiLoCo is defined with AdamW inside")

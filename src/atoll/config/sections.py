@@ -85,6 +85,8 @@ class Protocol(_Section, frozen=True):
     """Codec of announced versions, syncer to learner. A lossy codec sends the difference to the previous announcement."""
     error_feedback: bool = False
     """A learner adds what `codec_up` rounded away to its next contribution of the same fragment."""
+    feedback_decay: From0To1 = 1.0
+    """What `error_feedback` adds is multiplied by this first. Below 1 old errors fade, and the sum is like a momentum."""
     stochastic_rounding: bool = False
     """`codec_up` rounds up or down at random, without bias, instead of to the nearest value."""
     freeze_not_due: bool = False

@@ -65,6 +65,11 @@ TABLE: dict[str, dict[str, Any]] = {
         "error_feedback": False, "stochastic_rounding": False, "freeze_not_due": False,
     },
     "decoupled_ramp": {"fragments": 24, "local_steps_per_round": 24, "overlap": 2, "quorum": 1, "adopt": "arrival", "ramp": 0.1},
+    "muloco": {"fragments": 1, "local_steps_per_round": 30, "outer_optimizer": "nesterov", "codec_up": "fp32", "quorum": ALL},
+    "sparseloco": {
+        "fragments": 1, "local_steps_per_round": 30, "quorum": ALL, "codec_up": "chunk_top_k:0.02", "codec_down": "bf16",
+        "error_feedback": True, "feedback_decay": 0.95, "outer_optimizer": "sgd", "outer_learning_rate": 1.0,
+    },
 }  # fmt: skip
 
 
