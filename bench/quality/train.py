@@ -46,6 +46,7 @@ from atoll.sim.cluster import ExecutorFor, VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.run import HeldoutObserver, learners_expected
 from atoll.sim.slices import SliceHardware
+from atoll.store.versions import average_of
 from atoll.tape.heldout import HeldoutPoint
 from atoll.tasks.task import Task, language_task
 from atoll.views.run import RunView, summarise
@@ -260,8 +261,10 @@ def train(chosen: argparse.Namespace) -> dict[str, object] | None:
     final = on_device.evaluate_theta(*executor.disk.theta())
     executor.fleet.synchronize(0)
     replica = on_device.evaluate(executor.learners[0].model)
-    points, first = going.points.taken, going.loss_first
-    summary = summarise(config, view, cluster.syncer.fates(), loss_first=first, loss_final=final, points=points)
+    points, first, average = going.points.taken, going.loss_first, average_of(executor.disk.newest())
+    loss_average = None if average is None else on_device.evaluate_theta(*average)
+    summary = summarise(config, view, cluster.syncer.fates(), loss_first=first, loss_final=final, points=points,
+                        loss_average=loss_average)  # fmt: skip
     sizes = [fragment.numel for fragment in task.layout.fragments]
     keys: dict[str, object] = msgspec.to_builtins(summary)
     return {

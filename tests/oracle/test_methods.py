@@ -21,12 +21,15 @@ from task import (
     configured,
     loss,
     relative,
+    task_module,
     theta,
 )
 from torch import Tensor
 
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.rules import learning_rate
+from atoll.sim.cluster import VirtualCluster
+from atoll.store.versions import Version, average_of
 
 STEPS, INTERVAL, LEARNERS = 24, 6, 3
 ROUNDS = {"local_steps_per_round": INTERVAL}
@@ -67,3 +70,54 @@ def test_sparseloco_is_the_published_loop_bit_for_bit(share: float) -> None:
     center, models = sparse_loop.train(make_optimizer=adamw, share=share, decay=0.95, **COMMON)
     assert_same_bits(theta(executor), center.state_dict())
     assert_learners_hold(executor, models)
+
+
+def test_pier_gathers_its_momentum_then_applies_and_lowers_it_bit_for_bit() -> None:
+    """12 rounds: 3 that gather, then 0.9, from the sixth on 0.5 and from the ninth on half the rate."""
+    outer = {"outer_momentum": 0.9, "momentum_warmup": 0.25, "momentum_schedule": [[0.5, 0.5]], "rate_schedule": [[0.75, 0.5]]}
+    executor = atoll_run(configured("pier", total_steps=STEPS, protocol={"local_steps_per_round": 2}, outer=outer))
+    center, _ = diloco_loop.train(make_optimizer=adamw, make_outer=PierOuter, **COMMON | {"interval": 2})
+    assert_same_bits(theta(executor), center.state_dict())
+
+
+class PierOuter:
+    """Nesterov as written; in the first rounds the momentum grows, and Theta takes the outer gradient alone."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        self.params, self.round = params, 0
+        self.buffers: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.round += 1
+        momentum, rate = 0.5 if self.round >= 6 else 0.9, 0.35 if self.round >= 9 else 0.7
+        gradients = [p.grad for p in self.params if p.grad is not None]
+        if self.round == 1:
+            self.buffers = [g.clone() for g in gradients]
+        else:
+            self.buffers = [b * momentum + g for b, g in zip(self.buffers, gradients, strict=True)]
+        for p, g, b in zip(self.params, gradients, self.buffers, strict=True):
+            p.sub_(g) if self.round <= 3 else p.add_(g.add(b, alpha=momentum), alpha=-rate)
+
+
+@pytest.mark.parametrize("ramp", [0.0, 0.3])
+def test_average_of_theta_over_time_is_the_plain_recursion_over_stored_versions(ramp: float) -> None:
+    protocol = {"fragments": 3, "local_steps_per_round": 3, "fragmentation": "tensor", "ramp": ramp, "codec_down": "int8"}
+    config = configured("decoupled", total_steps=STEPS, protocol=protocol, outer={"average_decay": 0.8})
+    executor = TensorExecutor(task_module(config))
+    stored: list[list[Tensor]] = [[] for _ in range(3)]
+    put = executor.disk.put
+
+    def noted(t: int, versions: dict[int, Version], inputs: object = None) -> None:
+        for p, version in versions.items():
+            stored[p].append(version.theta)
+        put(t, versions, None)
+
+    executor.disk.put = noted  # type: ignore[method-assign, assignment]
+    VirtualCluster(config, executor_for=executor).run(until_seconds=2_000.0)
+    averages, _ = average_of(executor.disk.newest()) or ([], [])
+    for found, thetas in zip(averages, stored, strict=True):
+        expected = thetas[0]
+        for value in thetas[1:]:
+            expected = expected * 0.8 + value * (1.0 - 0.8)
+        assert len(thetas) > 3 and torch.equal(found, expected)

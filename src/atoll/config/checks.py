@@ -60,10 +60,29 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
         (c.learners > c.limits.members_max, f"key learners = {c.learners}: above limits.members_max = {c.limits.members_max}"),
         (c.model.name in ("decoder", "vlm") and context < c.data.seq_len,
          f"key model.numbers.context = {context}: must be at least data.seq_len = {c.data.seq_len}"),
+        *_outer_over_time(c),
         *_methods(c),
         *_whole_tensors(c),
         *_text_keys_for_images(c),
         *_slices(c),
+    ]  # fmt: skip
+
+
+def _outer_over_time(c: Config) -> list[tuple[bool, str]]:
+    o, moving = c.outer, c.outer.outer_optimizer in ("momentum", "nesterov")
+    given = [key for key in ("momentum_warmup", "momentum_schedule", "rate_schedule") if getattr(o, key)]
+    falling = any(list(stages) != sorted(stages) for stages in (o.momentum_schedule, o.rate_schedule))
+    return [
+        (falling, f"key outer.momentum_schedule = {o.momentum_schedule}, rate_schedule = {o.rate_schedule}: shares must rise"),
+        (any(momentum >= 1 for _, momentum in o.momentum_schedule),
+         f"key outer.momentum_schedule = {o.momentum_schedule}: each momentum must be below 1"),
+        (bool(o.momentum_warmup or o.momentum_schedule) and not moving,
+         f"key outer.{given[0] if given else ''}: is for outer_optimizer 'momentum' or 'nesterov', not {o.outer_optimizer!r}"),
+        (bool(given) and (o.outer_optimizer == "inner" or c.protocol.ramp > 0),
+         f"key outer.{given[0] if given else ''}: counts a fragment's own outer steps, which a ramp and outer_optimizer 'inner' "
+         f"do not take; leave it out"),
+        (o.average_decay > 0 and o.outer_optimizer == "inner",
+         f"key outer.average_decay = {o.average_decay}: is part of an outer state, which preset 'ddp' does not have; use 0"),
     ]  # fmt: skip
 
 
@@ -80,6 +99,9 @@ def _methods(c: Config) -> list[tuple[bool, str]]:
         (c.preset == "sparseloco" and o.outer_optimizer != "sgd",
          f"key outer.outer_optimizer = {o.outer_optimizer!r}: preset 'sparseloco' has error feedback in place of outer momentum; "
          f"use 'sgd', or preset 'diloco'"),
+        (c.preset == "pier" and not (o.momentum_warmup and o.momentum_schedule),
+         "key outer.momentum_warmup, momentum_schedule: preset 'pier' is DiLoCo with both; for a constant momentum use preset "
+         "'diloco'"),
     ]  # fmt: skip
 
 

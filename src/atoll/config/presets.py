@@ -78,9 +78,15 @@ def sparseloco() -> Config:
     return Config(preset="sparseloco", protocol=protocol, outer=Outer(outer_optimizer="sgd", outer_learning_rate=1.0))
 
 
+def pier() -> Config:
+    """DiLoCo whose outer momentum is gathered before it is applied, and lowered in steps."""
+    outer = Outer(outer_momentum=0.99, momentum_warmup=0.1, momentum_schedule=((0.15, 0.95), (0.2, 0.9)))
+    return Config(preset="pier", total_steps=1000, protocol=_whole(local_steps_per_round=50), outer=outer)
+
+
 PRESETS: dict[str, Callable[[], Config]] = {
     f.__name__: f for f in (ddp, fedavg, diloco, async_diloco, streaming, decoupled, decoupled_ramp)
-} | {f.__name__: f for f in (muloco, sparseloco)}
+} | {f.__name__: f for f in (muloco, sparseloco, pier)}
 """The family, then methods of others."""
 
 

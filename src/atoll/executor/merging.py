@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
 from atoll.tensors.merge import mean, merge, merge_buffers
 from atoll.tensors.norms import outlier_norm
-from atoll.tensors.outer import OuterRule, OuterState, outer_rule, outer_step
+from atoll.tensors.outer import OuterRule, OuterState, averaged, outer_rule, outer_step
 from atoll.tensors.robust import ROBUST
 
 PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
@@ -92,24 +93,36 @@ class FragmentMerger:
     ) -> Merged:
         """`announced`: the vector that each contribution is a difference to. `t` counts for the inner schedule, which only
         data-parallel has here."""
+        merged, decay = self._stepped(t, p, inputs, previous, announced), self._config.outer.average_decay
+        outer = merged.version.outer
+        if not decay or outer is None:
+            return merged
+        before = None if previous.outer is None else previous.outer.average
+        outer = replace(outer, average=averaged(before, merged.version.theta, decay))
+        return merged._replace(version=replace(merged.version, outer=outer))
+
+    def _stepped(
+        self, t: OuterStep, p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor]
+    ) -> Merged:
         fragment, weights = self._fragments[p], list(inputs.weights)
-        if self._fused is not None and self._rule is not None and not previous.theta.is_cuda:
-            rule = PLAIN if inputs.plain_average else self._rule
+        own = self._rule.at(previous.outer.count) if self._rule is not None and previous.outer is not None else None
+        if self._fused is not None and own is not None and not previous.theta.is_cuda:
+            rule = PLAIN if inputs.plain_average else own
             if self._fused.steps(rule):
                 return self._merge_fused(self._fused, fragment, inputs, previous, announced, rule)
         deltas = self._outer_gradients(fragment, previous, inputs.packets, announced)
         robust = self._config.protocol.merge in ROBUST
         buffers = merge_buffers(list(inputs.buffers), weights, fragment, robust=robust)
-        plain = inputs.plain_average or self._rule is None
+        plain = inputs.plain_average or own is None
         delta = mean(deltas, weights) if plain and not robust else self._merged_delta(fragment, deltas, weights)
-        if self._rule is None:
+        if own is None:
             theta, inner = self._inner_step(fragment, previous, delta, t)
             return Merged(self._announced(previous, theta, buffers, None, inner))
         if inputs.plain_average:
             theta, _ = outer_step(previous.theta, delta, OuterState(None, None, 0), PLAIN)
             return Merged(self._announced(previous, theta, buffers, previous.outer, None))
         assert previous.outer is not None
-        theta, outer = outer_step(previous.theta, delta, previous.outer, self._rule)
+        theta, outer = outer_step(previous.theta, delta, previous.outer, own)
         return Merged(self._announced(previous, theta, buffers, outer, None))
 
     def _merge_fused(

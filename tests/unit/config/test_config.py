@@ -66,6 +66,10 @@ TABLE: dict[str, dict[str, Any]] = {
     },
     "decoupled_ramp": {"fragments": 24, "local_steps_per_round": 24, "overlap": 2, "quorum": 1, "adopt": "arrival", "ramp": 0.1},
     "muloco": {"fragments": 1, "local_steps_per_round": 30, "outer_optimizer": "nesterov", "codec_up": "fp32", "quorum": ALL},
+    "pier": {
+        "fragments": 1, "local_steps_per_round": 50, "outer_optimizer": "nesterov", "outer_momentum": 0.99,
+        "momentum_warmup": 0.1, "momentum_schedule": ((0.15, 0.95), (0.2, 0.9)),
+    },
     "sparseloco": {
         "fragments": 1, "local_steps_per_round": 30, "quorum": ALL, "codec_up": "chunk_top_k:0.02", "codec_down": "bf16",
         "error_feedback": True, "feedback_decay": 0.95, "outer_optimizer": "sgd", "outer_learning_rate": 1.0,

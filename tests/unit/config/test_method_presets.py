@@ -13,6 +13,12 @@ REFUSED = [
     ("sparseloco", "outer.outer_optimizer=nesterov", "preset 'sparseloco' has error feedback in place of outer momentum"),
     ("sparseloco", "protocol.codec_up=fp32", "fp32 leaves no error to feed back"),
     ("sparseloco", "protocol.stochastic_rounding=true", "needs int8 or int4"),
+    ("pier", "outer.momentum_warmup=0", "preset 'pier' is DiLoCo with both"),
+    ("pier", "outer.outer_optimizer=sgd", "is for outer_optimizer 'momentum' or 'nesterov', not 'sgd'"),
+    ("pier", "outer.momentum_schedule=[[0.2, 0.9], [0.1, 0.8]]", "shares must rise"),
+    ("pier", "outer.momentum_schedule=[[0.2, 1.0]]", "each momentum must be below 1"),
+    ("decoupled_ramp", "outer.rate_schedule=[[0.5, 0.5]]", "counts a fragment's own outer steps"),
+    ("ddp", "outer.average_decay=0.9", "which preset 'ddp' does not have"),
     ("diloco", "protocol.feedback_decay=0.5", "is for protocol.error_feedback = true"),
     ("diloco", "protocol.codec_up=chunk_top_k", "must be fp32, bf16"),
 ]
