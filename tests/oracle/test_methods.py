@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import diloco_loop
+import heloco_loop
 import pytest
 import sparse_loop
 import torch
@@ -121,3 +122,13 @@ def test_average_of_theta_over_time_is_the_plain_recursion_over_stored_versions(
         for value in thetas[1:]:
             expected = expected * 0.8 + value * (1.0 - 0.8)
         assert len(thetas) > 3 and torch.equal(found, expected)
+
+
+def test_heloco_turns_what_departs_from_the_momentum_as_the_plain_loop_does() -> None:
+    # Up to rounding: the loop corrects in float64. Rounds are made synchronous here, and the arithmetic is the same in any.
+    together = {"quorum": "all", "adopt": "exact", "grace": "none", "pace": 0.0, "overlap": 0, "anchor": "adopted"}
+    whole = {"fragmentation": "whole", "codec_up": "fp32", "codec_down": "fp32", "aggregation_weighting": "uniform"}
+    executor = atoll_run(configured("heloco", total_steps=STEPS, protocol={"local_steps_per_round": 3} | together | whole))
+    center, cases = heloco_loop.train(make_optimizer=adamw, rate=0.7, momentum=0.9, **COMMON | {"interval": 3})
+    assert all(cases.values()), f"every case of the correction occurs: {cases}"
+    assert relative(theta(executor), center.state_dict()) < 1e-5

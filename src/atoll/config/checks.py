@@ -81,6 +81,9 @@ def _outer_over_time(c: Config) -> list[tuple[bool, str]]:
         (bool(given) and (o.outer_optimizer == "inner" or c.protocol.ramp > 0),
          f"key outer.{given[0] if given else ''}: counts a fragment's own outer steps, which a ramp and outer_optimizer 'inner' "
          f"do not take; leave it out"),
+        *((merge_spec(name).by_momentum and o.outer_optimizer in ("sgd", "inner"),
+           f"key protocol.{key} = {name!r}: compares with the outer momentum, which outer_optimizer {o.outer_optimizer!r} does "
+           f"not have") for key, name in (("merge", c.protocol.merge), ("embedding_merge", c.protocol.embedding_merge))),
         (o.average_decay > 0 and o.outer_optimizer == "inner",
          f"key outer.average_decay = {o.average_decay}: is part of an outer state, which preset 'ddp' does not have; use 0"),
     ]  # fmt: skip
@@ -99,6 +102,9 @@ def _methods(c: Config) -> list[tuple[bool, str]]:
         (c.preset == "sparseloco" and o.outer_optimizer != "sgd",
          f"key outer.outer_optimizer = {o.outer_optimizer!r}: preset 'sparseloco' has error feedback in place of outer momentum; "
          f"use 'sgd', or preset 'diloco'"),
+        (c.preset == "heloco" and p.merge != "aligned",
+         f"key protocol.merge = {p.merge!r}: preset 'heloco' is decoupled training with the merge 'aligned'; use preset "
+         f"'decoupled'"),
         (c.preset == "pier" and not (o.momentum_warmup and o.momentum_schedule),
          "key outer.momentum_warmup, momentum_schedule: preset 'pier' is DiLoCo with both; for a constant momentum use preset "
          "'diloco'"),

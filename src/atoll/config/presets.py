@@ -78,6 +78,11 @@ def sparseloco() -> Config:
     return Config(preset="sparseloco", protocol=protocol, outer=Outer(outer_optimizer="sgd", outer_learning_rate=1.0))
 
 
+def heloco() -> Config:
+    """Decoupled training whose merge turns what points away from the outer momentum towards it."""
+    return Config(preset="heloco", protocol=Protocol(merge="aligned", embedding_merge="aligned"))
+
+
 def pier() -> Config:
     """DiLoCo whose outer momentum is gathered before it is applied, and lowered in steps."""
     outer = Outer(outer_momentum=0.99, momentum_warmup=0.1, momentum_schedule=((0.15, 0.95), (0.2, 0.9)))
@@ -86,7 +91,7 @@ def pier() -> Config:
 
 PRESETS: dict[str, Callable[[], Config]] = {
     f.__name__: f for f in (ddp, fedavg, diloco, async_diloco, streaming, decoupled, decoupled_ramp)
-} | {f.__name__: f for f in (muloco, sparseloco, pier)}
+} | {f.__name__: f for f in (muloco, sparseloco, pier, heloco)}
 """The family, then methods of others."""
 
 

@@ -114,7 +114,7 @@ class FragmentMerger:
         robust = self._config.protocol.merge in ROBUST
         buffers = merge_buffers(list(inputs.buffers), weights, fragment, robust=robust)
         plain = inputs.plain_average or own is None
-        delta = mean(deltas, weights) if plain and not robust else self._merged_delta(fragment, deltas, weights)
+        delta = mean(deltas, weights) if plain and not robust else self._merged_delta(fragment, deltas, weights, previous)
         if own is None:
             theta, inner = self._inner_step(fragment, previous, delta, t)
             return Merged(self._announced(previous, theta, buffers, None, inner))
@@ -139,7 +139,7 @@ class FragmentMerger:
             delta, factors = fused.merged(fragment, previous.theta, given, weights, plain=inputs.plain_average)
         else:
             deltas = self._outer_gradients(fragment, previous, inputs.packets, announced)
-            delta = self._merged_delta(fragment, deltas, weights)
+            delta = self._merged_delta(fragment, deltas, weights, previous)
             factors = np.ones(len(fragment.params), np.float32)
         before = OuterState(None, None, 0) if inputs.plain_average else previous.outer
         assert before is not None
@@ -159,9 +159,13 @@ class FragmentMerger:
         base = cast_like(fragment, announced)
         return None if base is present.theta else base
 
-    def _merged_delta(self, fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        c = self._config.protocol
-        return merge(deltas, weights, fragment, method=c.merge, embedding_method=c.embedding_merge, norm=c.merge_norm)
+    def _merged_delta(
+        self, fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float], previous: Version
+    ) -> Tensor:
+        c, momentum = self._config.protocol, None if previous.outer is None else previous.outer.momentum
+        return merge(
+            deltas, weights, fragment, method=c.merge, embedding_method=c.embedding_merge, norm=c.merge_norm, momentum=momentum
+        )
 
     def _outer_gradients(
         self, fragment: Fragment, present: Version, packets: Sequence[Packet], announced: Sequence[Tensor]
