@@ -192,7 +192,7 @@ def preset_table() -> str:
         section, _, name = key.rpartition(".")
         page = "config.md"
         lines.append(f"| [`{name}`]({page}#{key}) | " + " | ".join(values[preset].strip('"') for preset in names) + " |")
-        assert section in ("", "protocol", "outer"), f"presets differ in {key}: the table's text speaks of [protocol] and [outer]"
+        assert section in ("", "protocol", "outer", "inner"), f"presets differ in {key}: the table's text names other sections"
     return "\n".join(lines)
 
 
@@ -203,8 +203,8 @@ def codec_table() -> str:
     """The rows of config/codecs.py."""
     lines = ["| codec | bits an element, with scales | block | lossless | stochastic rounding |", "|---|---|---|---|---|"]
     for spec in CODECS.values():
-        sparse = spec.kind == "sparse"
-        name, bits = (f"{spec.name}:SHARE", f"{spec.bits:g} x SHARE") if sparse else (spec.name, f"{wire_bits(spec.name):g}")
+        part = spec.selects
+        name, bits = (f"{spec.name}:SHARE", f"{spec.bits:g} x SHARE") if part else (spec.name, f"{wire_bits(spec.name):g}")
         lines.append(f"| `{name}` | {bits} | {spec.block or ''} | {_yes(spec.lossless)} | {_yes(spec.stochastic)} |")
     return "\n".join(lines)
 

@@ -11,6 +11,7 @@ to train.py: `-- --device cpu --corpus stdlib --heldout= --tokenizer bytes`.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import signal
@@ -26,6 +27,8 @@ from typing import Any, NamedTuple
 
 TRAIN = Path(__file__).with_name("train.py")
 DATA_PARALLEL = "data_parallel"
+STOPPED, STOPPED_WORDS = 75, "stopped, and can go on"
+"""What train.py ends with where it was asked to stop."""
 CHIPS = 1_200_000
 
 SETTINGS: dict[str, Any] = {
@@ -243,11 +246,18 @@ class Job:
 
 
 class JobRunner:
-    """Starts jobs, prints their progress and appends their lines. One thread per job; `until` is on the monotonic clock."""
+    """Starts jobs, prints their progress and appends their lines. One thread per job; `until` is on the monotonic clock. With
+    `states` a job keeps its state in that folder, and is asked to stop `grace` seconds before the end. `notes` go into every
+    line."""
 
-    def __init__(self, common: Sequence[str], until: float) -> None:
+    def __init__(
+        self, common: Sequence[str], until: float, *, states: Path | None = None, grace: float = 0.0,
+        notes: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self._common, self._until, self._lock = list(common), until, threading.Lock()
+        self._states, self._grace, self._notes = states, grace, dict(notes or {})
         self.failures: dict[str, str] = {}
+        self.stopped: list[str] = []
 
     def __call__(self, job: Job) -> None:
         if time.monotonic() >= self._until:
@@ -256,26 +266,33 @@ class JobRunner:
             job.beside(".line").unlink(missing_ok=True)
             why = self._carry_out(job)
         with self._lock:
-            if why:
+            if why == STOPPED_WORDS:
+                self.stopped.append(job.name)
+            elif why:
                 self.failures[job.name] = why
                 print(f"{job.name}: {why}", flush=True)
             else:
-                append(job)
+                append(job, self._notes)
 
     def _carry_out(self, job: Job) -> str:
         own = ["--name", job.run.name, "--seed", str(job.seed), "--out", str(job.beside(".line"))]
+        own += ["--state", str(state_of(self._states, job))] if self._states is not None else []
         words = [sys.executable, str(TRAIN), *job.run.arguments, *self._common, *own]
         with subprocess.Popen(
             words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         ) as process, job.beside(".log").open("w", encoding="utf8") as log:  # fmt: skip
             ending = threading.Timer(self._until - time.monotonic(), end, [process])
-            ending.daemon = True
-            ending.start()
+            asking = threading.Timer(max(0.0, self._until - self._grace - time.monotonic()), process.terminate)
+            timers = [ending, *([asking] if self._states is not None else [])]
+            for timer in timers:
+                timer.daemon = True
+                timer.start()
             last = self._listen(job, process, log)
             code = process.wait()
-            ending.cancel()
-        if code == 0:
-            return ""
+            for timer in timers:
+                timer.cancel()
+        if code in (0, STOPPED):
+            return STOPPED_WORDS if code else ""
         return "ended, the time is up" if time.monotonic() >= self._until else f"exit {code}, {last} (see {job.beside('.log')})"
 
     def _listen(self, job: Job, process: subprocess.Popen[str], log: Any) -> str:
@@ -292,15 +309,21 @@ class JobRunner:
         return last
 
 
+def state_of(folder: Path, job: Job) -> Path:
+    """Its name has what is trained: the state of another run under the same name is not gone on from."""
+    digest = hashlib.sha256(json.dumps(job.settings).encode()).hexdigest()[:12]
+    return folder / f"{job.name}.{digest}.kept"
+
+
 def end(process: subprocess.Popen[str]) -> None:
     """With its children: the process has its own session."""
     os.killpg(process.pid, signal.SIGKILL)
 
 
-def append(job: Job) -> None:
+def append(job: Job, notes: Mapping[str, str]) -> None:
     line = json.loads(job.beside(".line").read_text(encoding="utf8"))
     with job.out.open("a", encoding="utf8") as file:
-        file.write(json.dumps(line | {"arguments": list(job.settings)}) + "\n")
+        file.write(json.dumps(line | {"arguments": list(job.settings)} | notes) + "\n")
     job.beside(".line").unlink()
 
 

@@ -9,20 +9,27 @@ some steps ahead, and `trained_tokens` has the exact number. A line of JSON is a
 --json`, the name, the config, the files and the text's fingerprint, and times. data_parallel is one learner with the whole
 batch, whose merges change nothing (outer SGD, rate 1); its last steps, fewer than eight, are in no merge, so its loss is
 `loss_replica`. To try it without files: `--corpus stdlib --heldout "" --tokenizer bytes`.
+
+With `--state FILE` a run that gets SIGTERM is written to that file (`kept.py`) and ends with exit code 75; every `--save-minutes`
+it is written too. The same command goes on from there, to the same bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
 
+import kept
 import msgspec
 import torch
 
@@ -39,8 +46,9 @@ from atoll.sim.cluster import ExecutorFor, VirtualCluster
 from atoll.sim.estimates.failures import FailureModel
 from atoll.sim.run import HeldoutObserver, learners_expected
 from atoll.sim.slices import SliceHardware
+from atoll.store.versions import average_of
 from atoll.tape.heldout import HeldoutPoint
-from atoll.tasks.task import language_task
+from atoll.tasks.task import Task, language_task
 from atoll.views.run import RunView, summarise
 
 TRAIN = "wiki-train.jsonl.xz,gutenberg-train-0*.jsonl.xz"
@@ -54,6 +62,8 @@ OWN_SIZES: dict[str, dict[str, int | float | bool]] = {
 }
 REHEARSALS = 6
 NEAR = 1e-3
+STOPPED = 75
+"""Exit code of a run that was stopped and can go on (EX_TEMPFAIL)."""
 
 
 def settings(chosen: argparse.Namespace, total_steps: int) -> Config:
@@ -104,8 +114,9 @@ def cluster_for(
     return VirtualCluster(config, plan=plan_for(chosen, config), executor_for=executor, observers=observers, hardware=slices)
 
 
-def run(cluster: VirtualCluster) -> None:
-    cluster.run(until_seconds=100 * cluster.config.total_steps * cluster.config.cluster.step_seconds)
+def run(cluster: VirtualCluster, pause: Stopper | None = None) -> bool:
+    limit = 100 * cluster.config.total_steps * cluster.config.cluster.step_seconds
+    return cluster.run(until_seconds=limit, pause=pause)
 
 
 def trained_tokens(cluster: VirtualCluster) -> int:
@@ -172,36 +183,103 @@ class Steps:
         }  # fmt: skip
 
 
-def train(chosen: argparse.Namespace) -> dict[str, object]:
-    """`inner_steps` are those of all learners, `steps` the most of one learner."""
-    device, begun = torch.device(chosen.device), time.time()
+class Stopper:
+    """Whether a run is to pause: for good after SIGTERM, and for a moment where its state is due to be written. It is asked after
+    every event, and looks at the clock at every hundredth."""
+
+    def __init__(self, save_minutes: float) -> None:
+        self._every, self._asked, self._written = 60 * save_minutes, 0, time.monotonic()
+        self.stopped = False
+
+    def on_signal(self, number: int, frame: object) -> None:
+        self.stopped = True
+
+    def __call__(self) -> bool:
+        self._asked += 1
+        return self.stopped or (self._asked % 100 == 0 and time.monotonic() > self._written + self._every)
+
+    def wrote(self) -> None:
+        self._written = time.monotonic()
+
+
+@dataclass
+class UnderWay:
+    """A run, and everything that is kept of it where it stops."""
+
+    executor: FleetExecutor
+    view: RunView
+    steps: Steps
+    points: HeldoutObserver
+    cluster: VirtualCluster
+    loss_first: float
+    seconds: float = 0.0
+    """What it has trained for, in earlier processes too."""
+
+
+def begun(chosen: argparse.Namespace, config: Config, task: Task) -> UnderWay:
+    device = torch.device(chosen.device)
+    total = learners_expected(config, plan_for(chosen, config))
+    compute = ComputeMode("bf16" if device.type == "cuda" else "fp32", chosen.compiled)
+    executor = FleetExecutor(task, device, learners=total, compute=compute)
+    view, steps = RunView(total), Steps()
+    points = HeldoutObserver(task, executor, None, partial(print_point, chosen.name))
+    cluster = cluster_for(chosen, config, executor, [view, steps, points, Pace(chosen.name, config)])
+    return UnderWay(executor, view, steps, points, cluster, task.evaluate_theta(*executor.disk.theta()))
+
+
+def carried_out(chosen: argparse.Namespace, going: UnderWay) -> bool:
+    """Whether it came to its end. What was computed on the device since the last write is lost with the process."""
+    stopper = Stopper(chosen.save_minutes if chosen.state is not None else float("inf"))
+    before = signal.signal(signal.SIGTERM, stopper.on_signal) if chosen.state is not None else None
+    try:
+        earlier, since = going.seconds, time.monotonic()
+        while not run(going.cluster, stopper):
+            going.seconds = earlier + time.monotonic() - since
+            kept.write(chosen.state, going)
+            stopper.wrote()
+            if stopper.stopped:
+                return False
+        going.seconds = earlier + time.monotonic() - since
+        return True
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def train(chosen: argparse.Namespace) -> dict[str, object] | None:
+    """`inner_steps` are those of all learners, `steps` the most of one learner. None: the run was stopped, and can go on."""
+    device, started = torch.device(chosen.device), time.time()
     config = at_equal_tokens(chosen)
     task = language_task(config)
     on_device = evaluated_on(task, device)
-    total = learners_expected(config, plan_for(chosen, config))
-    compute = ComputeMode("bf16" if device.type == "cuda" else "fp32", chosen.compiled)
-    executor = FleetExecutor(on_device, device, learners=total, compute=compute)
+    goes_on = chosen.state is not None and chosen.state.exists()
+    going = kept.read(chosen.state, on_device) if goes_on else begun(chosen, config, on_device)
     prepared = time.time()
-    view, steps = RunView(total), Steps()
-    first = on_device.evaluate_theta(*executor.disk.theta())
-    points = HeldoutObserver(on_device, executor, None, lambda point: print_point(chosen.name, point))
-    cluster = cluster_for(chosen, config, executor, [view, steps, points, Pace(chosen.name, config)])
-    run(cluster)
-    trained = time.time()
+    if not carried_out(chosen, going):
+        return None
+    executor, view, cluster = going.executor, going.view, going.cluster
     final = on_device.evaluate_theta(*executor.disk.theta())
     executor.fleet.synchronize(0)
     replica = on_device.evaluate(executor.learners[0].model)
-    summary = summarise(config, view, cluster.syncer.fates(), loss_first=first, loss_final=final, points=points.taken)
+    points, first, average = going.points.taken, going.loss_first, average_of(executor.disk.newest())
+    loss_average = None if average is None else on_device.evaluate_theta(*average)
+    summary = summarise(config, view, cluster.syncer.fates(), loss_first=first, loss_final=final, points=points,
+                        loss_average=loss_average)  # fmt: skip
     sizes = [fragment.numel for fragment in task.layout.fragments]
     keys: dict[str, object] = msgspec.to_builtins(summary)
     return {
         "name": chosen.name, "method": chosen.preset, "size": chosen.size, "settings": chosen.set, "chips": chosen.chips,
         "scavenge": chosen.scavenge, "trained_tokens": trained_tokens(cluster), "loss_replica": replica,
-        "parameters": sum(sizes), "fragment_sizes": sizes, "wall_seconds": round(time.time() - begun, 1),
-        "rehearsal_seconds": round(prepared - begun, 1), "train_seconds": round(trained - prepared, 1),
+        "parameters": sum(sizes), "fragment_sizes": sizes, "wall_seconds": round(prepared - started + going.seconds, 1),
+        "rehearsal_seconds": round(prepared - started, 1), "train_seconds": round(going.seconds, 1),
+        "device": device_name(device),
         "bytes_between_learners": view.bytes_between_learners, "config": without_folder(chosen, config),
         "corpus_files": corpus_files(chosen), "data_fingerprint": task.fingerprint,
-    } | steps.figures() | keys  # fmt: skip
+    } | going.steps.figures() | keys  # fmt: skip
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def without_folder(chosen: argparse.Namespace, config: Config) -> dict[str, Any]:
@@ -243,6 +321,8 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--state", type=Path, help="go on from this file if it is there, and stop into it")
+    parser.add_argument("--save-minutes", type=float, default=15.0)
     return parser
 
 
@@ -251,8 +331,13 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(chosen.threads)
     line = train(chosen)
+    if line is None:
+        print(f"{chosen.name}: stopped", flush=True)
+        sys.exit(STOPPED)
     with chosen.out.open("a", encoding="utf8") as file:
         file.write(json.dumps(line) + "\n")
+    if chosen.state is not None:
+        chosen.state.unlink(missing_ok=True)
     print(f"{chosen.name}: held-out loss {line['loss_final']:.4f} in {line['wall_seconds']} s", file=sys.stderr)
 
 

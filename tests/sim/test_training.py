@@ -51,6 +51,10 @@ CASES = {
     "streaming": {"local_steps_per_round": 6, "error_feedback": True, "stochastic_rounding": True},
     "decoupled": {"fragments": 8, "local_steps_per_round": 8, "error_feedback": True},
     "decoupled_ramp": {"fragments": 6, "local_steps_per_round": 6, "ramp": 0.3, "codec_down": "int8"},
+    "muloco": {"local_steps_per_round": 4},
+    "heloco": {"fragments": 8, "local_steps_per_round": 8},
+    "pier": {"local_steps_per_round": 2},
+    "sparseloco": {"local_steps_per_round": 4, "codec_up": "chunk_top_k:0.1"},
 }
 FAULTS = ChaosPlan((
     Kill(4.3, 1, 5.0), Pause(6.0, 0, 2.0), KillSyncer(10.5, 1.5), Partition(14.0, 2, -1, 5.0), Kill(16.2, 0, 2.0),

@@ -101,7 +101,7 @@ def readable_tape(directory: Path) -> Iterator[None]:
 def virtual_summary(settings: Config, view: RunView, done: Outputs, directory: Path, began: float) -> Summary:
     """`began`: when the command did, by the monotonic clock."""
     summary = summarise(
-        settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final,
+        settings, view, done.fates, loss_first=done.loss_first, loss_final=done.loss_final, loss_average=done.loss_average,
         theta_sha256=done.theta_sha256, tape=str(done.tape), run_dir=str(directory), accuracy=done.accuracy,
         points=done.points, theta=str(done.theta) if done.theta is not None else None,
         compute={"all": done.compute} if done.compute else {},

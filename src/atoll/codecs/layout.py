@@ -9,6 +9,7 @@
     int1         eight elements per byte      one per block
     top_k:s      kept x int32 (indices)       kept x fp32 (values)
     random_drop:s   the same                  the same
+    chunk_top_k:s   kept x 12 bits (indices), kept x 2 bits   two per chunk of 4,096
     registered   bytes of their own           in these bytes
 
 A block is 256 elements; the last one may be shorter and then takes only the bytes it needs. A wire format must not change by
@@ -55,6 +56,10 @@ def layout(name: str, numel: int) -> CodeLayout:
     if spec.kind == "sparse":
         kept = kept_count(numel, share_kept(name))
         return CodeLayout(torch.int32, kept, kept)
+    if spec.kind == "chunks":
+        full, rest = divmod(numel, spec.block)
+        kept = full * kept_count(spec.block, share_kept(name)) + kept_count(rest, share_kept(name))
+        return CodeLayout(torch.uint8, -(-kept * 12 // 8) + -(-kept // 4), spec.scales * -(-numel // spec.block))
     if spec.kind == "bytes":
         return CodeLayout(torch.uint8, packed_bytes(spec, numel), None)
     per_byte = 8 // int(spec.bits)

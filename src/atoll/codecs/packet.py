@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs.layout import CodeLayout, layout
+from atoll.codecs.short_indices import indices_rise
 from atoll.config.codecs import codec_spec
 from atoll.errors import ConfigError, DataError
 
@@ -126,6 +127,8 @@ def _refuse_bad_content(name: str, numel: int, codes: Tensor, scales: Tensor | N
             low, high = torch.aminmax(part)
             if not (torch.isfinite(low) and torch.isfinite(high)):
                 raise DataError(f"packet of {name} holds NaN or Inf")
+    if codec_spec(name).kind == "chunks" and not indices_rise(name, numel, codes):
+        raise DataError(f"packet of {name} holds indices that are not rising inside their chunks")
     if codec_spec(name).kind == "sparse" and codes.numel():
         # Strictly rising also excludes a repeated index, which would add one element twice.
         rising = codes.numel() == 1 or bool((codes[1:] > codes[:-1]).all())

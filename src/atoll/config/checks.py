@@ -51,14 +51,61 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
         (p.lead >= 0 and p.adopt == "exact" and p.lead != p.overlap,
          f"key protocol.lead = {p.lead}: exact adoption leads by overlap = {p.overlap}; leave it at -1"),
         (p.error_feedback and up.lossless, f"key protocol.error_feedback = true: {p.codec_up} leaves no error to feed back"),
+        (p.feedback_decay < 1 and not p.error_feedback,
+         f"key protocol.feedback_decay = {p.feedback_decay}: is for protocol.error_feedback = true; leave it at 1"),
         (p.stochastic_rounding and not up.stochastic,
          f"key protocol.stochastic_rounding = true: needs {rounds} as codec_up, not {p.codec_up!r}"),
         (c.learners > c.limits.members_max, f"key learners = {c.learners}: above limits.members_max = {c.limits.members_max}"),
         (c.model.name in ("decoder", "vlm") and context < c.data.seq_len,
          f"key model.numbers.context = {context}: must be at least data.seq_len = {c.data.seq_len}"),
+        *_outer_over_time(c),
+        *_methods(c),
         *_whole_tensors(c),
         *_text_keys_for_images(c),
         *_slices(c),
+    ]  # fmt: skip
+
+
+def _outer_over_time(c: Config) -> list[tuple[bool, str]]:
+    o, moving = c.outer, c.outer.outer_optimizer in ("momentum", "nesterov")
+    given = [key for key in ("momentum_warmup", "momentum_schedule", "rate_schedule") if getattr(o, key)]
+    falling = any(list(stages) != sorted(stages) for stages in (o.momentum_schedule, o.rate_schedule))
+    return [
+        (falling, f"key outer.momentum_schedule = {o.momentum_schedule}, rate_schedule = {o.rate_schedule}: shares must rise"),
+        (any(momentum >= 1 for _, momentum in o.momentum_schedule),
+         f"key outer.momentum_schedule = {o.momentum_schedule}: each momentum must be below 1"),
+        (bool(o.momentum_warmup or o.momentum_schedule) and not moving,
+         f"key outer.{given[0] if given else ''}: is for outer_optimizer 'momentum' or 'nesterov', not {o.outer_optimizer!r}"),
+        (bool(given) and (o.outer_optimizer == "inner" or c.protocol.ramp > 0),
+         f"key outer.{given[0] if given else ''}: counts a fragment's own outer steps, which a ramp and outer_optimizer 'inner' "
+         f"do not take; leave it out"),
+        *((merge_spec(name).by_momentum and o.outer_optimizer in ("sgd", "inner"),
+           f"key protocol.{key} = {name!r}: compares with the outer momentum, which outer_optimizer {o.outer_optimizer!r} does "
+           f"not have") for key, name in (("merge", c.protocol.merge), ("embedding_merge", c.protocol.embedding_merge))),
+        (o.average_decay > 0 and o.outer_optimizer == "inner",
+         f"key outer.average_decay = {o.average_decay}: is part of an outer state, which preset 'ddp' does not have; use 0"),
+    ]  # fmt: skip
+
+
+def _methods(c: Config) -> list[tuple[bool, str]]:
+    """What a published method is defined by. Without it the run would be another method under this name."""
+    p, o = c.protocol, c.outer
+    return [
+        (c.preset == "muloco" and c.inner.optimizer != "Muon",
+         f"key inner.optimizer = {c.inner.optimizer!r}: preset 'muloco' is DiLoCo with Muon inside; with another optimiser use "
+         f"preset 'diloco'"),
+        (c.preset == "sparseloco" and not p.error_feedback,
+         "key protocol.error_feedback = false: is what preset 'sparseloco' has in place of outer momentum; for dropped values "
+         "without it use preset 'diloco'"),
+        (c.preset == "sparseloco" and o.outer_optimizer != "sgd",
+         f"key outer.outer_optimizer = {o.outer_optimizer!r}: preset 'sparseloco' has error feedback in place of outer momentum; "
+         f"use 'sgd', or preset 'diloco'"),
+        (c.preset == "heloco" and p.merge != "aligned",
+         f"key protocol.merge = {p.merge!r}: preset 'heloco' is decoupled training with the merge 'aligned'; use preset "
+         f"'decoupled'"),
+        (c.preset == "pier" and not (o.momentum_warmup and o.momentum_schedule),
+         "key outer.momentum_warmup, momentum_schedule: preset 'pier' is DiLoCo with both; for a constant momentum use preset "
+         "'diloco'"),
     ]  # fmt: skip
 
 
@@ -122,7 +169,7 @@ def warnings(c: Config) -> list[str]:
         found.append(f"protocol.overlap = {p.overlap}: above 5 gains no utilisation and costs quality")
     if p.freeze_not_due:
         found.append("protocol.freeze_not_due = true trains only the fragments due next (FedPart): known to be far worse")
-    if codec_spec(p.codec_up).kind == "sparse":
+    if codec_spec(p.codec_up).selects and not p.error_feedback:
         found.append(f"protocol.codec_up = {p.codec_up!r} drops values: an ablation, known to be worse than int4")
     if p.contribution == "weights" and c.inner.optimizer == "SGD" and p.local_steps_per_round > 1:
         found.append("inner.optimizer = 'SGD': DiLoCo is defined with AdamW inside")

@@ -22,13 +22,15 @@ SCALE_BITS = 32
 
 class CodecSpec(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    kind: Literal["plain", "blocks", "sparse", "bytes"] = "bytes"
-    """The layout of its packet: elements of a dtype, codes in blocks that share a scale, indices and values, or bytes that only
-    the codec understands. A registered codec is of kind `bytes`."""
+    kind: Literal["plain", "blocks", "sparse", "chunks", "bytes"] = "bytes"
+    """The layout of its packet: elements of a dtype, codes in blocks that share a scale, indices and values, short indices and
+    codes in chunks, or bytes that only the codec understands. A registered codec is of kind `bytes`."""
     bits: float
     """Bits of one element's code, without its block's scale."""
     block: int = 0
-    """Elements that share one fp32 scale; 0: no scales."""
+    """Elements that share fp32 scales; 0: no scales."""
+    scales: int = 1
+    """Scales of a block."""
     lossless: bool = False
     stochastic: bool = False
     """It can round stochastically."""
@@ -42,6 +44,11 @@ class CodecSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the planner's `quality.four_bit_percent` that is added."""
     made_by: str = ""
     """`module:function` that makes the codec from its full name; empty for a registered codec."""
+
+    @property
+    def selects(self) -> bool:
+        """It sends a share of the elements, which its full name has after a colon."""
+        return self.kind in ("sparse", "chunks")
 
 
 _BLOCK = 256
@@ -63,8 +70,10 @@ CODECS: dict[str, CodecSpec] = {spec.name: spec for spec in (
     CodecSpec(name="top_k", kind="sparse", bits=64, loss_percent=10.0, made_by="atoll.codecs.sparse:SparseCodec"),
     CodecSpec(name="random_drop", kind="sparse", bits=64, random=True, loss_percent=10.0,
               made_by="atoll.codecs.sparse:SparseCodec"),
+    CodecSpec(name="chunk_top_k", kind="chunks", bits=14, block=4096, scales=2, made_by="atoll.codecs.chunked:ChunkedCodec"),
 )}  # fmt: skip
-"""By name. The losses of int2 and int1 are from Decoupled DiLoCo, table 10; those of the sparse codecs are our estimates."""
+"""By name. The losses of int2 and int1 are from Decoupled DiLoCo, table 10; those of the sparse codecs are our estimates, and
+none is known of `chunk_top_k`."""
 
 
 def codec_spec(name: str) -> CodecSpec:
@@ -77,25 +86,25 @@ def codec_spec(name: str) -> CodecSpec:
 def is_codec(name: str) -> bool:
     family, colon, share = name.partition(":")
     spec = CODECS.get(family)
-    if spec is None or (spec.kind == "sparse") != bool(colon):
+    if spec is None or spec.selects != bool(colon):
         return False
     return not colon or SHARE.fullmatch(share) is not None
 
 
 def known_codecs() -> str:
-    names = [f"{spec.name}:SHARE with a share up to 1" if spec.kind == "sparse" else spec.name for spec in CODECS.values()]
+    names = [f"{spec.name}:SHARE with a share up to 1" if spec.selects else spec.name for spec in CODECS.values()]
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def share_kept(name: str) -> float:
-    """The share of elements that are sent: 1 except for sparse codecs."""
+    """The share of elements that are sent: 1 except for codecs that select."""
     return float(name.partition(":")[2] or 1.0)
 
 
 def wire_bits(name: str) -> float:
-    """Bits per parameter on the wire: its code, and its share of the block's scale."""
+    """Bits per parameter on the wire: its code, and its share of the block's scales."""
     spec = codec_spec(name)
-    return spec.bits * share_kept(name) + (SCALE_BITS / spec.block if spec.block else 0.0)
+    return spec.bits * share_kept(name) + (SCALE_BITS * spec.scales / spec.block if spec.block else 0.0)
 
 
 def packed_bytes(spec: CodecSpec, numel: int) -> int:

@@ -18,6 +18,8 @@ class MergeSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence for people."""
     robust: bool = False
     """It bounds what one learner of three or more can do."""
+    by_momentum: bool = False
+    """It compares contributions with the outer momentum, so there must be one."""
 
 
 MERGES: dict[str, MergeSpec] = {spec.name: spec for spec in (
@@ -26,6 +28,8 @@ MERGES: dict[str, MergeSpec] = {spec.name: spec for spec in (
     MergeSpec(name="clipped_mean", robust=True, summary="the mean of contributions, each tensor clipped to its median norm"),
     MergeSpec(name="trimmed_mean", robust=True, summary="the mean of each coordinate without its extreme values"),
     MergeSpec(name="geometric_median", robust=True, summary="the point closest to all contributions, tensor by tensor"),
+    MergeSpec(name="aligned", by_momentum=True,
+              summary="the mean of contributions, each turned towards the outer momentum (HeLoCo)"),
 )}  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from atoll.config.sections import ALL, Config, Outer, Protocol
+from atoll.config.sections import ALL, Config, Inner, Outer, Protocol
 from atoll.errors import ConfigError
 
 
@@ -65,9 +65,34 @@ def decoupled_ramp() -> Config:
     return Config(preset="decoupled_ramp", protocol=Protocol(ramp=0.1), outer=RDA_OUTER)
 
 
+def muloco() -> Config:
+    """DiLoCo with Muon inside."""
+    return Config(preset="muloco", protocol=_whole(local_steps_per_round=30), inner=Inner(optimizer="Muon"))
+
+
+def sparseloco() -> Config:
+    """Few values go up; what was left out fades and is added to the next, in place of an outer momentum."""
+    protocol = _whole(
+        local_steps_per_round=30, codec_up="chunk_top_k:0.02", codec_down="bf16", error_feedback=True, feedback_decay=0.95
+    )  # fmt: skip
+    return Config(preset="sparseloco", protocol=protocol, outer=Outer(outer_optimizer="sgd", outer_learning_rate=1.0))
+
+
+def heloco() -> Config:
+    """Decoupled training whose merge turns what points away from the outer momentum towards it."""
+    return Config(preset="heloco", protocol=Protocol(merge="aligned", embedding_merge="aligned"))
+
+
+def pier() -> Config:
+    """DiLoCo whose outer momentum is gathered before it is applied, and lowered in steps."""
+    outer = Outer(outer_momentum=0.99, momentum_warmup=0.1, momentum_schedule=((0.15, 0.95), (0.2, 0.9)))
+    return Config(preset="pier", total_steps=1000, protocol=_whole(local_steps_per_round=50), outer=outer)
+
+
 PRESETS: dict[str, Callable[[], Config]] = {
     f.__name__: f for f in (ddp, fedavg, diloco, async_diloco, streaming, decoupled, decoupled_ramp)
-}
+} | {f.__name__: f for f in (muloco, sparseloco, pier, heloco)}
+"""The family, then methods of others."""
 
 
 def preset(name: str, optimizer: str = "AdamW") -> Config:

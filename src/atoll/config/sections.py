@@ -14,6 +14,7 @@ NonNegative = Annotated[float, Meta(ge=0.0, le=1e9)]
 Above0 = Annotated[float, Meta(gt=0.0, le=1e9)]
 Seconds = Annotated[float, Meta(gt=0.0, le=1e9)]
 Below1 = Annotated[float, Meta(ge=0.0, lt=1.0)]
+Stages = tuple[tuple[From0To1, Annotated[float, Meta(ge=0.0, le=10.0)]], ...]
 ALL: Literal["all"] = "all"
 CUSTOM = "custom"
 """A model whose code the syncer does not have: the first learner to join uploads its shapes and initial weights."""
@@ -86,6 +87,8 @@ class Protocol(_Section, frozen=True):
     """Codec of announced versions, syncer to learner. A lossy codec sends the difference to the previous announcement."""
     error_feedback: bool = False
     """A learner adds what `codec_up` rounded away to its next contribution of the same fragment."""
+    feedback_decay: From0To1 = 1.0
+    """What `error_feedback` adds is multiplied by this first. Below 1 old errors fade, and the sum is like a momentum."""
     stochastic_rounding: bool = False
     """`codec_up` rounds up or down at random, without bias, instead of to the nearest value."""
     freeze_not_due: bool = False
@@ -111,6 +114,15 @@ class Outer(_Section, frozen=True):
     """Momentum of the outer optimiser; `sgd` and `inner` do not use it."""
     delay: Positive = 1
     """N of delayed Nesterov: outer steps per update of the momentum."""
+    momentum_warmup: Below1 = 0.0
+    """Share of the run over which the momentum is gathered and not yet applied: Theta takes merged outer gradients at rate 1."""
+    momentum_schedule: Stages = ()
+    """Pairs of (share of the run, momentum): from that share on this is the momentum. Before the first pair: `outer_momentum`."""
+    rate_schedule: Stages = ()
+    """The same for `outer_learning_rate`, as factors of it."""
+    average_decay: Below1 = 0.0
+    """An average of Theta over time, for evaluation only: at each of its outer steps a fragment's average keeps this share and
+    takes the rest from Theta. 0: none. See `loss_average`, theta_average.safetensors."""
     apply_outer_optimizer_to: Literal["parameters", "all_floating"] = "parameters"
     """`parameters`: buffers are averaged without momentum. `all_floating`: floating buffers are stepped too, with a warning."""
 

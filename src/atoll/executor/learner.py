@@ -291,7 +291,8 @@ class TensorLearner:
         """Added to the next packet. A packet that was sent and not yet acknowledged is assumed merged, as nearly all are: on a
         slow downlink the next packet leaves before that version is adopted, and would otherwise carry the same values twice."""
         sent = self._uncommitted.get(p) if self._cuda is None else self._cuda.residual_sent(p)
-        return self._residuals.get(p) if sent is None else sent
+        residual, decay = self._residuals.get(p) if sent is None else sent, self._config.protocol.feedback_decay
+        return residual if residual is None or decay == 1.0 else residual * decay
 
     def _rounding(self, effect: Stage) -> torch.Generator | None:
         """Resident tensors use a generator of their device."""

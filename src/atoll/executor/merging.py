@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
 from atoll.tensors.merge import mean, merge, merge_buffers
 from atoll.tensors.norms import block_leaves, may_overflow, outlier_norm, tree_sum
-from atoll.tensors.outer import OuterRule, OuterState, outer_rule, outer_step
+from atoll.tensors.outer import OuterRule, OuterState, averaged, outer_rule, outer_step
 from atoll.tensors.robust import ROBUST
 
 PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
@@ -105,24 +106,36 @@ class FragmentMerger:
     ) -> Merged:
         """`announced`: the vector that each contribution is a difference to. `t` counts for the inner schedule, which only
         data-parallel has here."""
+        merged, decay = self._stepped(t, p, inputs, previous, announced), self._config.outer.average_decay
+        outer = merged.version.outer
+        if not decay or outer is None:
+            return merged
+        before = None if previous.outer is None else previous.outer.average
+        outer = replace(outer, average=averaged(before, merged.version.theta, decay))
+        return merged._replace(version=replace(merged.version, outer=outer))
+
+    def _stepped(
+        self, t: OuterStep, p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor]
+    ) -> Merged:
         fragment, weights = self._fragments[p], list(inputs.weights)
-        if self._fused is not None and self._rule is not None and not previous.theta.is_cuda:
-            rule = PLAIN if inputs.plain_average else self._rule
+        own = self._rule.at(previous.outer.count) if self._rule is not None and previous.outer is not None else None
+        if self._fused is not None and own is not None and not previous.theta.is_cuda:
+            rule = PLAIN if inputs.plain_average else own
             if self._fused.steps(rule):
                 return self._merge_fused(self._fused, fragment, inputs, previous, announced, rule)
         deltas = self._outer_gradients(fragment, previous, inputs.packets, announced)
         robust = self._config.protocol.merge in ROBUST
         buffers = merge_buffers(list(inputs.buffers), weights, fragment, robust=robust)
-        plain = inputs.plain_average or self._rule is None
-        delta = mean(deltas, weights) if plain and not robust else self._merged_delta(fragment, deltas, weights)
-        if self._rule is None:
+        plain = inputs.plain_average or own is None
+        delta = mean(deltas, weights) if plain and not robust else self._merged_delta(fragment, deltas, weights, previous)
+        if own is None:
             theta, inner = self._inner_step(fragment, previous, delta, t)
             return Merged(self._announced(previous, theta, buffers, None, inner))
         if inputs.plain_average:
             theta, _ = outer_step(previous.theta, delta, OuterState(None, None, 0), PLAIN)
             return Merged(self._announced(previous, theta, buffers, previous.outer, None))
         assert previous.outer is not None
-        theta, outer = outer_step(previous.theta, delta, previous.outer, self._rule)
+        theta, outer = outer_step(previous.theta, delta, previous.outer, own)
         return Merged(self._announced(previous, theta, buffers, outer, None))
 
     def _merge_fused(
@@ -139,7 +152,7 @@ class FragmentMerger:
             delta, factors = fused.merged(fragment, previous.theta, given, weights, plain=inputs.plain_average)
         else:
             deltas = self._outer_gradients(fragment, previous, inputs.packets, announced)
-            delta = self._merged_delta(fragment, deltas, weights)
+            delta = self._merged_delta(fragment, deltas, weights, previous)
             factors = np.ones(len(fragment.params), np.float32)
         before = OuterState(None, None, 0) if inputs.plain_average else previous.outer
         assert before is not None
@@ -159,9 +172,13 @@ class FragmentMerger:
         base = cast_like(fragment, announced)
         return None if base is present.theta else base
 
-    def _merged_delta(self, fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-        c = self._config.protocol
-        return merge(deltas, weights, fragment, method=c.merge, embedding_method=c.embedding_merge, norm=c.merge_norm)
+    def _merged_delta(
+        self, fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float], previous: Version
+    ) -> Tensor:
+        c, momentum = self._config.protocol, None if previous.outer is None else previous.outer.momentum
+        return merge(
+            deltas, weights, fragment, method=c.merge, embedding_method=c.embedding_merge, norm=c.merge_norm, momentum=momentum
+        )
 
     def _outer_gradients(
         self, fragment: Fragment, present: Version, packets: Sequence[Packet], announced: Sequence[Tensor]

@@ -137,6 +137,7 @@ def why_torch(config: Config) -> str:
     parts += [f"codec {p.codec_down} down"] if p.codec_down not in (*DOWN, "fp32") else []
     parts += [f"merge {p.merge}"] if not _merges(config) else []
     parts += [f"outer optimiser {o.outer_optimizer}"] if o.outer_optimizer not in RULES else []
+    parts += ["the outer momentum's warm-up"] if o.momentum_warmup else []
     return ", ".join(parts)
 
 

@@ -125,13 +125,17 @@ class VirtualCluster:
         for fault in self.plan.faults:
             self.world.at(nanos(fault.at), self.inject, fault)
 
-    def run(self, *, until_seconds: float = float("inf")) -> None:
-        """Run to the last outer step. RunFailed if virtual time passes `until_seconds` before that."""
-        self.start()
+    def run(self, *, until_seconds: float = float("inf"), pause: Callable[[], bool] | None = None) -> bool:
+        """Run to the last outer step, or until `pause`, which is asked between two events, says so; called again, it goes on.
+        Returns whether the run is at its end. RunFailed if virtual time passes `until_seconds` before that."""
+        if not self.events:
+            self.start()
         limit = nanos(until_seconds) if until_seconds != float("inf") else None
         step = self.world.step
         instant, since = self.world.now, self.events
         while not (self._workers[SYNCER].alive and self.syncer.finished):
+            if pause is not None and pause():
+                return False
             if not step():
                 raise RunFailed(f"no event is left at outer step {self.syncer.outer_step}")
             if self.world.now != instant:
@@ -142,6 +146,7 @@ class VirtualCluster:
                 reached = f"outer step {self.syncer.outer_step} of {self.config.total_steps}"
                 raise RunFailed(f"no more than {reached} after {until_seconds:.0f} virtual seconds{self._poisoned}")
         self._drain()
+        return True
 
     def _drain(self) -> None:
         """Until every live learner knows that the run has ended."""

@@ -24,7 +24,8 @@ from atoll.protocol.vocabulary import Effect, Event, Stored
 from atoll.sim.cluster import VirtualCluster
 from atoll.sim.slices import SliceHardware
 from atoll.store.tokenizer_file import write_tokenizer_file
-from atoll.store.weights import THETA_FILE, save_weights
+from atoll.store.versions import average_of
+from atoll.store.weights import AVERAGE_FILE, THETA_FILE, save_weights
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tape.heldout import HeldoutPoint, append_point
@@ -51,6 +52,8 @@ class Outputs:
     theta: Path | None = None
     """The file with the trained weights."""
     points: tuple[HeldoutPoint, ...] = ()
+    loss_average: float | None = None
+    """Of the average of Theta over time, where the run keeps one."""
     compute: str = ""
     """Precision and compilation of the inner steps."""
 
@@ -124,7 +127,7 @@ def run_virtual(
         executor.disk.theta_sha256() if executor else None,
         task.accuracy_of_theta(*executor.disk.theta()) if task and executor else None,
         directory / THETA_FILE if task and directory else None, tuple(points.taken) if points else (),
-        header.compute,
+        _average(directory, task, executor) if task and executor else None, header.compute,
     )  # fmt: skip
 
 
@@ -153,7 +156,7 @@ def train_on_tape(
     final, accuracy = task.evaluate_theta(*executor.disk.theta()), task.accuracy_of_theta(*executor.disk.theta())
     return Outputs(
         outcome.fates, directory / "run.tape", first, final, executor.disk.theta_sha256(), accuracy, directory / THETA_FILE,
-        tuple(points.taken), header.compute,
+        tuple(points.taken), _average(directory, task, executor), header.compute,
     )  # fmt: skip
 
 
@@ -201,6 +204,16 @@ def _open_tape(directory: Path, config: Config, plan: ChaosPlan, header: Header,
 def _save_theta(path: Path, task: Task, executor: TensorExecutor | FleetExecutor) -> None:
     model = task.model_of(*executor.disk.theta())
     save_weights(path, named_tensors(model))
+
+
+def _average(directory: Path | None, task: Task, executor: TensorExecutor | FleetExecutor) -> float | None:
+    """Saves the average of Theta over time, if there is one, and measures it."""
+    average = average_of(executor.disk.newest())
+    if average is None:
+        return None
+    if directory is not None:
+        save_weights(directory / AVERAGE_FILE, named_tensors(task.model_of(*average)))
+    return task.evaluate_theta(*average)
 
 
 def replay_mismatches(tape: TapeSource, task: Task | None) -> list[str]:

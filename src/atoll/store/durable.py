@@ -441,6 +441,7 @@ def _bytes_whole(version: Version) -> int:
     if version.announced is not version.theta:
         vectors.append(version.announced)
     if version.outer is not None:
-        vectors += [vector for vector in (version.outer.momentum, version.outer.pending) if vector is not None]
+        outer = version.outer
+        vectors += [vector for vector in (outer.momentum, outer.pending, outer.average) if vector is not None]
     packet = version.packet.nbytes if version.packet is not None else 0
     return packet + sum(vector.numel() * vector.element_size() for vector in vectors)

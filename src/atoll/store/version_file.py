@@ -4,7 +4,7 @@
 
     theta, buffers                    always
     announced                         where it is another tensor object than theta, even an equal one: a merge compares them
-    outer.momentum, outer.pending     where the outer optimiser has them
+    outer.momentum, outer.pending, outer.average   where the outer optimiser has them
     packet.codes, packet.scales       where announcements are differences
     inner/...                         the inner optimiser's tensors, data-parallel only
 
@@ -93,7 +93,8 @@ def encode_version(p: FragmentId, fragments: int, v: OuterStep, version: Version
         tensors["announced"] = version.announced
     outer, packet = version.outer, version.packet
     if outer is not None:
-        tensors |= {f"outer.{n}": t for n, t in (("momentum", outer.momentum), ("pending", outer.pending)) if t is not None}
+        kept = (("momentum", outer.momentum), ("pending", outer.pending), ("average", outer.average))
+        tensors |= {f"outer.{name}": tensor for name, tensor in kept if tensor is not None}
     if packet is not None:
         tensors |= {f"packet.{n}": t for n, t in (("codes", packet.codes), ("scales", packet.scales)) if t is not None}
     inner = None
@@ -204,7 +205,8 @@ def read_version(path: Path, *, packet: bool = True) -> Version:
     theta, buffers = _required(path, tensors, "theta"), _required(path, tensors, "buffers")
     outer = inner = None
     if metadata.outer_count is not None:
-        outer = OuterState(tensors.get("outer.momentum"), tensors.get("outer.pending"), metadata.outer_count)
+        momentum, pending, average = (tensors.get(f"outer.{name}") for name in ("momentum", "pending", "average"))
+        outer = OuterState(momentum, pending, metadata.outer_count, average)
     if metadata.inner is not None:
         inner = state.rebuild(state.from_base64(metadata.inner, str(path)), tensors, str(path))
     return Version(theta, buffers, outer, inner, tensors.get("announced", theta), _packet(metadata, tensors))

@@ -116,6 +116,16 @@ class MemoryVersions:
         return digest([v.theta.cpu() for v in self.newest()] + [v.buffers.cpu() for v in self.newest()])
 
 
+def average_of(newest: Sequence[Version]) -> tuple[list[Tensor], list[Tensor]] | None:
+    """The average of Theta over time, and its buffers; None where the run keeps none. A fragment that was never merged has its
+    Theta."""
+    averages = [None if version.outer is None else version.outer.average for version in newest]
+    if all(average is None for average in averages):
+        return None
+    pairs = zip(averages, newest, strict=True)
+    return [v.theta if average is None else average for average, v in pairs], [v.buffers for v in newest]
+
+
 def digest(tensors: Sequence[Tensor]) -> str:
     sha = hashlib.sha256()
     for tensor in tensors:

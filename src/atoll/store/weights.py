@@ -13,6 +13,8 @@ from atoll.store.tensor_files import PARTIAL, tensor_chunks
 
 THETA_FILE: Final = "theta.safetensors"
 """A run's trained weights, written when it is over: in its folder, or in a live run's syncer folder."""
+AVERAGE_FILE: Final = "theta_average.safetensors"
+"""Their average over time, beside them, where outer.average_decay asks for it."""
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:

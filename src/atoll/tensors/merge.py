@@ -18,6 +18,7 @@ from torch import Tensor
 
 from atoll.config.merges import MergeSpec, add_merge, merge_spec
 from atoll.errors import ConfigError
+from atoll.tensors.aligned import corrected
 from atoll.tensors.layout import Fragment, Slot
 from atoll.tensors.norms import squared_norms
 from atoll.tensors.robust import ROBUST
@@ -84,8 +85,10 @@ def merge(
     method: str,
     embedding_method: str,
     norm: str,
+    momentum: Tensor | None = None,
 ) -> Tensor:
-    """One outer gradient for the fragment; embedding slots have their own method.
+    """One outer gradient for the fragment; embedding slots have their own method. `momentum`: the outer optimiser's, for the
+    merges that compare with it.
 
     `norm` selects what RDA treats as one vector: each slot ("tensor"), each row along the last axis ("row"; a slot with one
     axis is one row), or all non-embedding slots together and all embedding slots together ("fragment").
@@ -107,6 +110,11 @@ def merge(
             for slot in slots:
                 part = slice(slot.offset, slot.offset + slot.numel)
                 out[part] = ROBUST[how]([voter[part] for voter in voters], shares)
+        elif merge_spec(how).by_momentum:
+            assert momentum is not None, f"merge {how!r} needs an outer momentum"
+            for slot in slots:
+                part = slice(slot.offset, slot.offset + slot.numel)
+                out[part] = mean([corrected(voter[part], momentum[part]) for voter in voters], shares)
         elif how in _registered:
             for slot in slots:
                 part = slice(slot.offset, slot.offset + slot.numel)

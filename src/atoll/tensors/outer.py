@@ -6,26 +6,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from atoll.config.sections import Config
 
-OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov")
+OPTIMIZERS = ("sgd", "momentum", "nesterov", "delayed_nesterov", "gather")
 
 
 @dataclass(frozen=True, slots=True)
 class OuterRule:
     optimizer: str
-    """"sgd", "momentum", "nesterov" or "delayed_nesterov"."""
+    """"sgd", "momentum", "nesterov" or "delayed_nesterov"; "gather" keeps a momentum and does not apply it."""
     learning_rate: float
     momentum: float = 0.9
     delay: int = 1
     """N of delayed Nesterov: outer gradients summed for one update of the momentum."""
     c: float = 0.0
     """Share of the momentum that delayed Nesterov applies in each of the steps in between."""
+    span: float = 0.0
+    """Share of the run that one outer step of a fragment stands for: H / T."""
+    warmup: float = 0.0
+    momenta: tuple[tuple[float, float], ...] = ()
+    rates: tuple[tuple[float, float], ...] = ()
+
+    def at(self, count: int) -> OuterRule:
+        """The rule of a fragment's outer step after `count` others. It counts and does not look at the outer step of the run: so
+        it is a function of the version before, and a merge that is repeated takes the same."""
+        now = (count + 1) * self.span
+        if now <= self.warmup + EDGE and self.warmup:
+            return OuterRule("gather", 1.0, _in_force(self.momenta, now, self.momentum))
+        if not (self.momenta or self.rates):
+            return self
+        rate = self.learning_rate * _in_force(self.rates, now, 1.0)
+        return replace(self, learning_rate=rate, momentum=_in_force(self.momenta, now, self.momentum))
+
+
+EDGE = 1e-9
+"""A share of the run that is a whole number of outer steps means those, whatever the division was rounded to."""
+
+
+def _in_force(schedule: tuple[tuple[float, float], ...], now: float, before: float) -> float:
+    at = bisect_right([start for start, _ in schedule], now + EDGE)
+    return schedule[at - 1][1] if at else before
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +61,8 @@ class OuterState:
     """The sum of the outer gradients since the last update of the momentum (delayed Nesterov only)."""
     count: int
     """Outer steps taken."""
+    average: Tensor | None = None
+    """Of Theta over time, where the run keeps one."""
 
 
 def initial_state(rule: OuterRule, numel: int, *, device: torch.device | None = None) -> OuterState:
@@ -56,6 +84,9 @@ def outer_step(theta: Tensor, delta: Tensor, state: OuterState, rule: OuterRule)
         case "momentum":
             velocity = _accelerated(state, delta, mu)
             return theta.add(velocity, alpha=-rate), OuterState(velocity, None, count)
+        case "gather":
+            velocity = _accelerated(state, delta, mu)
+            return theta.add(delta, alpha=-rate), OuterState(velocity, None, count)
         case "nesterov":
             velocity = _accelerated(state, delta, mu)
             return theta.add(delta.add(velocity, alpha=mu), alpha=-rate), OuterState(velocity, None, count)
@@ -71,6 +102,11 @@ def mix(local: Tensor, global_: Tensor, alpha: float) -> Tensor:
     if alpha == 1.0:
         return local.clone()
     return local.mul(alpha).add_(global_.mul(1.0 - alpha))
+
+
+def averaged(before: Tensor | None, theta: Tensor, decay: float) -> Tensor:
+    """The average after another outer step; it starts at the first Theta that was merged. Products and sum are each rounded."""
+    return theta.clone() if before is None else before.mul(decay).add_(theta.mul(1.0 - decay))
 
 
 def _accelerated(state: OuterState, delta: Tensor, mu: float) -> Tensor:
@@ -98,4 +134,8 @@ def outer_rule(config: Config) -> OuterRule | None:
     o = config.outer
     if o.outer_optimizer == "inner":
         return None
-    return OuterRule(optimizer=o.outer_optimizer, learning_rate=o.outer_learning_rate, momentum=o.outer_momentum, delay=o.delay)
+    return OuterRule(
+        optimizer=o.outer_optimizer, learning_rate=o.outer_learning_rate, momentum=o.outer_momentum, delay=o.delay,
+        span=config.protocol.local_steps_per_round / config.total_steps, warmup=o.momentum_warmup, momenta=o.momentum_schedule,
+        rates=o.rate_schedule,
+    )  # fmt: skip

@@ -261,6 +261,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """Held-out loss of the initial weights."""
     loss_final: float | None
     """Held-out loss of Theta at the end."""
+    loss_average: float | None = None
+    """Held-out loss of the average of Theta over time, where outer.average_decay asks for one."""
     theta_sha256: str | None
     """Digest of Theta's numbers; not of the file."""
     tape: str | None
@@ -317,7 +319,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 def summarise(
     config: Config, view: RunView, fates: Fates, *, loss_first: float | None = None, loss_final: float | None = None,
-    theta_sha256: str | None = None, theta: str | None = None, tape: str | None = None, run_dir: str | None = None,
+    loss_average: float | None = None, theta_sha256: str | None = None,
+    theta: str | None = None, tape: str | None = None, run_dir: str | None = None,
     clock: str = "virtual",
     faults: Sequence[str] = (), accuracy: float | None = None, points: Sequence[HeldoutPoint] = (),
     missing: Sequence[Missing] = (), compute: Mapping[str, str] | None = None,
@@ -333,7 +336,7 @@ def summarise(
         waited_seconds=round(seconds(view.waited), 6),
         participants={str(n): count for n, count in sorted(view.participants.items())}, tokens=tokens,
         recoveries=view.recoveries, bytes_up=view.bytes_up, bytes_down=view.bytes_down, loss_first=loss_first,
-        loss_final=loss_final, theta_sha256=theta_sha256, theta=theta, tape=tape, run_dir=run_dir,
+        loss_final=loss_final, loss_average=loss_average, theta_sha256=theta_sha256, theta=theta, tape=tape, run_dir=run_dir,
         clock=clock, seconds=round(seconds(view.lasted), 6), fragments=config.protocol.fragments, traffic=view.traffic(),
         rounds_merged=sum(count for n, count in view.participants.items() if n), token_shares=token_shares(tokens),
         tokens_trained=trained, tokens_unreported=done - trained,

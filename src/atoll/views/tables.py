@@ -104,6 +104,8 @@ def _losses(s: Summary) -> Rows:
     rows = []
     if s.loss_first is not None and s.loss_final is not None:
         rows.append(("held-out loss", f"{s.loss_first:.4f} at first, {s.loss_final:.4f} at the end"))
+    if s.loss_average is not None:
+        rows.append(("of the average over time", f"{s.loss_average:.4f}"))
     if s.heldout:
         rows.append(("  by step", _on_the_way(s)))
     if s.curve is not None:

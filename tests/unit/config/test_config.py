@@ -65,6 +65,19 @@ TABLE: dict[str, dict[str, Any]] = {
         "error_feedback": False, "stochastic_rounding": False, "freeze_not_due": False,
     },
     "decoupled_ramp": {"fragments": 24, "local_steps_per_round": 24, "overlap": 2, "quorum": 1, "adopt": "arrival", "ramp": 0.1},
+    "muloco": {"fragments": 1, "local_steps_per_round": 30, "outer_optimizer": "nesterov", "codec_up": "fp32", "quorum": ALL},
+    "heloco": {
+        "fragments": 24, "quorum": 1, "adopt": "arrival", "merge": "aligned", "embedding_merge": "aligned", "codec_up": "int4",
+        "outer_learning_rate": 0.7, "outer_momentum": 0.9,
+    },
+    "pier": {
+        "fragments": 1, "local_steps_per_round": 50, "outer_optimizer": "nesterov", "outer_momentum": 0.99,
+        "momentum_warmup": 0.1, "momentum_schedule": ((0.15, 0.95), (0.2, 0.9)),
+    },
+    "sparseloco": {
+        "fragments": 1, "local_steps_per_round": 30, "quorum": ALL, "codec_up": "chunk_top_k:0.02", "codec_down": "bf16",
+        "error_feedback": True, "feedback_decay": 0.95, "outer_optimizer": "sgd", "outer_learning_rate": 1.0,
+    },
 }  # fmt: skip
 
 
@@ -179,7 +192,7 @@ def test_unknown_preset_is_refused_with_the_presets_there_are() -> None:
         ("limits.versions_max=1", "key limits.versions_max = 1: expected `int` >= 2"),
         ("limits.upload_bytes_max=0", "key limits.upload_bytes_max = 0: expected `int` >= 1024"),
         ("protocol.merge=median", "key protocol.merge = 'median': must be one of mean, rda, clipped_mean, trimmed_mean, "
-         "geometric_median, or one that --allow-plugin FILE registers"),
+         "geometric_median, aligned, or one that --allow-plugin FILE registers"),
         ("protocol.adopt=late", "key protocol.adopt = 'late': must be one of 'exact', 'arrival'"),
         ("model.precision=fp16", "key model.precision = 'fp16': must be one of 'auto', 'fp32', 'tf32', 'bf16'"),
         ("inner.optimizer=Lion", "key inner.optimizer = 'Lion': must be one of 'AdamW', 'Adam', 'SGD', 'Muon'"),

@@ -80,7 +80,7 @@ def parts(version: Version) -> dict[str, Tensor | None]:
     return {
         "theta": version.theta, "announced": version.announced, "momentum": outer.momentum if outer else None,
         "pending": outer.pending if outer else None, "codes": packet.codes if packet else None,
-        "scales": packet.scales if packet else None,
+        "scales": packet.scales if packet else None, "average": outer.average if outer else None,
     }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def small_is_worthwhile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("weights", [[7.0], [1.0, 1.0, 1.0], [3.0, 1.0, 2.5]])
-@pytest.mark.parametrize("up", ["int4", "int8", "bf16", "fp32", "e3m0", "int2", "top_k:0.1"])
+@pytest.mark.parametrize("up", ["int4", "int8", "bf16", "fp32", "e3m0", "int2", "top_k:0.1", "chunk_top_k:0.1"])
 def test_merge_is_that_of_torch_for_every_codec_up(up: str, weights: list[float]) -> None:
     assert_same(config(protocol={"codec_up": up, "codec_down": "int8"}), weights)
 
@@ -118,10 +118,20 @@ def test_outer_step_is_that_of_torch_for_every_outer_optimiser(optimizer: str, c
     assert_same(config(outer={"outer_optimizer": optimizer}, protocol={"codec_down": "int8"}), [1.0, 1.0], count)
 
 
-@pytest.mark.parametrize("merge", ["mean", "rda", "trimmed_mean"])
+@pytest.mark.parametrize("merge", ["mean", "rda", "trimmed_mean", "aligned"])
 @pytest.mark.parametrize("norm", ["tensor", "fragment"])
 def test_merged_gradient_is_that_of_torch_for_every_merge(merge: str, norm: str) -> None:
     assert_same(config(protocol={"merge": merge, "merge_norm": norm}), [1.0, 2.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize("count", [0, 3])
+def test_outer_step_over_time_and_the_average_are_those_of_torch(count: int) -> None:
+    """Of 25 outer steps of the fragment the first is warm-up, and from the fourth on the rate and the momentum are lower."""
+    keys = {"momentum_warmup": 0.04, "momentum_schedule": [[0.16, 0.3]], "rate_schedule": [[0.16, 0.5]], "average_decay": 0.9}
+    settings = config(total_steps=100, outer=keys, protocol={"codec_down": "int8"})
+    assert_same(settings, [1.0, 2.0], count)
+    constant = config(total_steps=100, protocol={"codec_down": "int8"})
+    assert not torch.equal(merged(settings, [1.0, 2.0], count)[0].theta, merged(constant, [1.0, 2.0], count)[0].theta)
 
 
 def test_plain_average_is_that_of_torch() -> None:

@@ -85,7 +85,7 @@ def test_versions_come_back_bit_for_bit_from_memory_and_from_a_new_process(tmp_p
 
 def test_sgd_without_momentum_and_delayed_nesterov_keep_what_they_have(tmp_path: Path) -> None:
     a = replace(version(0), outer=OuterState(None, None, 5))
-    b = replace(version(1), outer=OuterState(torch.zeros(NUMEL), torch.ones(NUMEL), 6))
+    b = replace(version(1), outer=OuterState(torch.zeros(NUMEL), torch.ones(NUMEL), 6, torch.full((NUMEL,), 2.0)))
     DurableVersions.create(tmp_path, [a, b])
     disk = DurableVersions.open(tmp_path)
     assert equal([disk.at(0, 0), disk.at(1, 0)], [a, b])

@@ -21,7 +21,7 @@ from atoll.store.durable import DurableVersions, Remerge
 from atoll.store.memory_snapshots import MemorySnapshots
 from atoll.store.snapshots import load_learner_part
 from atoll.store.versions import MemoryVersions, digest
-from atoll.store.weights import THETA_FILE
+from atoll.store.weights import AVERAGE_FILE, THETA_FILE
 from atoll.tape.format import Record
 from atoll.tape.heldout import points_in
 from atoll.tape.replay import replay
@@ -48,10 +48,12 @@ def verdict(
     task = task or task_for(config)
     loss_first = first() if first else task.evaluate_theta(*_start(directory, task).theta())
     theta = _final_theta(directory / "syncer", task)
+    average = _final_average(directory / "syncer", task)
     points = [point for point in points_in(directory) if point.outer_step < config.total_steps]
     headers = open_run(directory).headers()
     return summarise(
         config, view, outcome.fates, loss_first=loss_first, loss_final=task.evaluate_theta(*theta),
+        loss_average=None if average is None else task.evaluate_theta(*average),
         theta_sha256=digest([*theta[0], *theta[1]]), tape=str(directory / "syncer" / "run.tape"), run_dir=str(directory),
         clock="wall", theta=str(directory / "syncer" / THETA_FILE), faults=faults, accuracy=task.accuracy_of_theta(*theta),
         points=points, missing=outcome.missing,
@@ -79,6 +81,13 @@ def _final_theta(home: Path, task: Task) -> tuple[list[Tensor], list[Tensor]]:
     if not same or not path.is_file():
         return DurableVersions.open(home, read_only=True, remerge=_remerge(task)).theta()
     tensors = load_file(path)
+    return [read_params(tensors, f) for f in fragments], [read_buffers(tensors, f) for f in fragments]
+
+
+def _final_average(home: Path, task: Task) -> tuple[list[Tensor], list[Tensor]] | None:
+    if not (home / AVERAGE_FILE).is_file():
+        return None
+    tensors, fragments = load_file(home / AVERAGE_FILE), task.layout.fragments
     return [read_params(tensors, f) for f in fragments], [read_buffers(tensors, f) for f in fragments]
 
 

@@ -44,8 +44,8 @@ from atoll.store.model_upload import named_tensors_of, read_model
 from atoll.store.snapshots import link_versions, load_syncer
 from atoll.store.tensor_files import publish_file, write_file
 from atoll.store.tokenizer_file import refuse_other_tokenizer, write_tokenizer_file
-from atoll.store.versions import Version
-from atoll.store.weights import THETA_FILE, save_weights
+from atoll.store.versions import Version, average_of
+from atoll.store.weights import AVERAGE_FILE, THETA_FILE, save_weights
 from atoll.tape.format import Tape, TapeWriter
 from atoll.tape.segments import settle
 from atoll.tasks.task import Task, initial_versions
@@ -335,6 +335,8 @@ class SyncerDirectory:
         self._background.shutdown(wait=True)
         if complete:
             if self.layout is not None:
+                if self.config.outer.average_decay and (average := average_of(self.disk.newest())) is not None:
+                    save_weights(self.directory / AVERAGE_FILE, named_tensors_of(self.layout, *average))
                 save_weights(self.directory / THETA_FILE, named_tensors_of(self.layout, *self.disk.theta()))
             self.tape.close()
         self.index.close(complete=complete)

@@ -1,0 +1,45 @@
+"""Presets of published methods: what makes each what it is, and the sentence with which anything else is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from atoll.config import load, warnings
+from atoll.errors import ConfigError
+
+REFUSED = [
+    ("muloco", "inner.optimizer=AdamW", "preset 'muloco' is DiLoCo with Muon inside"),
+    ("sparseloco", "protocol.error_feedback=false", "in place of outer momentum; for dropped values without it"),
+    ("sparseloco", "outer.outer_optimizer=nesterov", "preset 'sparseloco' has error feedback in place of outer momentum"),
+    ("sparseloco", "protocol.codec_up=fp32", "fp32 leaves no error to feed back"),
+    ("sparseloco", "protocol.stochastic_rounding=true", "needs int8 or int4"),
+    ("heloco", "protocol.merge=rda", "with the merge 'aligned'; use preset 'decoupled'"),
+    ("heloco", "outer.outer_optimizer=sgd", "compares with the outer momentum, which outer_optimizer 'sgd' does not have"),
+    ("pier", "outer.momentum_warmup=0", "preset 'pier' is DiLoCo with both"),
+    ("pier", "outer.outer_optimizer=sgd", "is for outer_optimizer 'momentum' or 'nesterov', not 'sgd'"),
+    ("pier", "outer.momentum_schedule=[[0.2, 0.9], [0.1, 0.8]]", "shares must rise"),
+    ("pier", "outer.momentum_schedule=[[0.2, 1.0]]", "each momentum must be below 1"),
+    ("decoupled_ramp", "outer.rate_schedule=[[0.5, 0.5]]", "counts a fragment's own outer steps"),
+    ("ddp", "outer.average_decay=0.9", "which preset 'ddp' does not have"),
+    ("diloco", "protocol.feedback_decay=0.5", "is for protocol.error_feedback = true"),
+    ("diloco", "protocol.codec_up=chunk_top_k", "must be fp32, bf16"),
+]
+
+
+@pytest.mark.parametrize(("preset", "assignment", "sentence"), REFUSED)
+def test_what_a_method_cannot_do_is_refused_with_a_sentence(preset: str, assignment: str, sentence: str) -> None:
+    assignments = [assignment, *(["protocol.feedback_decay=1"] if assignment == "protocol.error_feedback=false" else [])]
+    with pytest.raises(ConfigError, match=sentence):
+        load(preset_name=preset, assignments=assignments)
+
+
+def test_muloco_brings_muon_and_sparseloco_leaves_the_inner_optimiser_open() -> None:
+    assert load(preset_name="muloco").inner.optimizer == "Muon"
+    assert load(preset_name="sparseloco", assignments=["inner.optimizer=Muon"]).inner.optimizer == "Muon"
+
+
+def test_codec_that_drops_values_warns_only_without_error_feedback() -> None:
+    long = ["total_steps=30"]
+    assert warnings(load(preset_name="sparseloco", assignments=long)) == []
+    told = warnings(load(preset_name="fedavg", assignments=[*long, "protocol.codec_up=chunk_top_k:0.02"]))
+    assert len(told) == 1 and "drops values" in told[0]
