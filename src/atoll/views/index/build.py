@@ -13,6 +13,7 @@ from atoll.protocol.syncer import SyncerMachine
 from atoll.tape.format import Record, Tape
 from atoll.views.index.files import Complete, IndexWriter
 from atoll.views.index.fold import IndexFold
+from atoll.views.index.sums import state_behind
 
 EVERY = 2000
 """Records between two calls of `progress`."""
@@ -27,11 +28,11 @@ class IndexBuilder:
         except ConfigError as error:
             raise TapeError(f"tape {tape.path}: the config in its header is refused: {error}") from None
         self._machine = SyncerMachine(config)
-        begins = tape.begins_with()
+        begins, state = tape.begins_with(), None
         if begins is not None:  # older segments are not kept: the index begins where the tape does
-            thaw(begins[0], self._machine)
+            state = state_behind(thaw(begins[0], self._machine))
         self._writer = IndexWriter(directory, tape.header)
-        self._fold = IndexFold(self._machine, self._writer)
+        self._fold = IndexFold(self._machine, self._writer, state)
         self.total_steps = config.total_steps
         self.records = 0
 
