@@ -1,12 +1,16 @@
-"""`atoll up --on ray` on a cluster of four local nodes: nodes are killed, drained and added, the syncer's too."""
+"""`atoll up --on ray` on a cluster of four local nodes: nodes are killed, drained and added, the syncer's too; and what Ray's own
+views show of a run."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -85,6 +89,29 @@ class FourNodes:
         found = list_actors(address=self.dashboard, filters=[("name", "=", "run-keeper"), ("state", "=", "ALIVE")])
         return int(found[0].pid) if found else 0
 
+    def log_of(self, actor: str) -> str:
+        """As Ray's dashboard shows it."""
+        from ray.util.state import get_log, list_actors
+
+        (found,) = list_actors(address=self.dashboard, filters=[("name", "=", actor), ("state", "=", "ALIVE")])
+        return "".join(get_log(address=self.dashboard, actor_id=found.actor_id, tail=1000))
+
+    def metrics(self) -> str:
+        """What Prometheus scrapes by the file that Ray writes for it: the agent of every node."""
+        (folder,) = {node.get_session_dir_path() for node in self.cluster.list_all_nodes()}
+        targets = json.loads((Path(folder) / "prom_metrics_service_discovery.json").read_text())
+        pages = []
+        for target in {target for group in targets for target in group["targets"]}:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
+                pages.append(answer.read().decode())
+        return "\n".join(pages)
+
+    def arguments(self) -> str:
+        """All that Ray knows of the actors."""
+        from ray.util.state import list_actors, list_tasks
+
+        return repr(list_actors(address=self.dashboard, detail=True)) + repr(list_tasks(address=self.dashboard, detail=True))
+
     def one_with_learners(self, where: dict[str, str]) -> str:
         """A node of two, neither the syncer's nor the spare's."""
         others = {where["syncer"], where.get(SPARE, "")}
@@ -108,6 +135,7 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
 @pytest.fixture
 def four_nodes() -> Iterator[FourNodes]:
     os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
+    os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112 - Ray's spelling; a busy machine takes minutes for a node
     nodes = FourNodes()
     yield nodes
     nodes.cluster.shutdown()
@@ -222,6 +250,19 @@ def kill_the_node_of_the_syncer(nodes: FourNodes, run: Path) -> None:
     assert all(b - a == stride for a, b in pairwise(steps)), "it went on at the outer step that was stored, and repeated none"
 
 
+def logs_and_metrics_are_rays_and_secrets_are_not(nodes: FourNodes, run: Path) -> None:
+    assert "joining the run at" in nodes.log_of("run-learner-0")
+    for worker, name in (("syncer", "ray_atoll_outer_step"), ("learner-0", "ray_atoll_learner_local_step")):
+        shown = re.compile(rf'^{name}\{{[^}}]*worker="{worker}"[^}}]*\}} [1-9]', re.MULTILINE)
+        wait_until(lambda shown=shown: shown.search(nodes.metrics()), f"{name} of {worker} among Ray's metrics")
+    secrets = [path for path in (run / "keys").iterdir() if path.suffix == ".key" or path.name == "token"]
+    assert secrets and all(path.stat().st_mode & 0o077 == 0 for path in secrets)
+    known = nodes.arguments() + (run / "engine" / "ray.json").read_text()
+    for path in secrets:
+        body = path.read_bytes().strip()
+        assert body.hex() not in known and body[:40].decode("latin1") not in known.replace("\\n", "\n"), path.name
+
+
 def test_run_on_ray_survives_killed_drained_and_added_nodes(four_nodes: FourNodes, tmp_path: Path) -> None:
     recipe = write_recipe(tmp_path, placement=PLACEMENT.format(address=four_nodes.cluster.address))
     run = tmp_path / "run"
@@ -230,6 +271,7 @@ def test_run_on_ray_survives_killed_drained_and_added_nodes(four_nodes: FourNode
     try:
         wait_until(lambda: together(run, 0, COUNTED | {4}), "four learners, and a fifth where there was room", SECONDS)
         assert "is up already" in command(*up).stderr
+        logs_and_metrics_are_rays_and_secrets_are_not(four_nodes, run)
         kill_the_keeper(four_nodes, run)
         kill_a_node(four_nodes, run)
         add_a_node(four_nodes, run)
@@ -239,6 +281,29 @@ def test_run_on_ray_survives_killed_drained_and_added_nodes(four_nodes: FourNode
     finally:
         command("down", run)
     wait_until(lambda: processes_of(run) == {}, "the end of all processes", 30.0)
+    is_clean(run)
+    runs_to_its_end(four_nodes, tmp_path)
+
+
+def is_clean(run: Path) -> None:
     assert "healthy" in command("doctor", run).stdout
     outcome = replay(open_run(run))
     assert outcome.fates is not None and outcome.fates.add_up()
+
+
+def runs_to_its_end(nodes: FourNodes, tmp_path: Path) -> None:
+    """A short one: every process is done, the keeper too, and the weights are there."""
+    (tmp_path / "short").mkdir()
+    recipe = write_recipe(tmp_path / "short", steps=60, placement=PLACEMENT.format(address=nodes.cluster.address))
+    run = tmp_path / "short" / "ended"
+    command("up", recipe, "--on", "ray", "--out", run)
+
+    def over() -> bool:
+        return not json.loads(command("status", run, "--json").stdout)["is_up"]
+
+    wait_until(over, "the end of a short run", SECONDS)
+    states = {name: each["state"].partition(",")[0] for name, each in workers_of(run).items()}
+    assert states["syncer"] == "done" and set(states.values()) <= {"done", "ended"}, states
+    assert (run / "syncer" / "theta.safetensors").exists()
+    command("down", run)
+    is_clean(run)
