@@ -94,7 +94,7 @@ class FourNodes:
         from ray.util.state import get_log, list_actors
 
         (found,) = list_actors(address=self.dashboard, filters=[("name", "=", actor), ("state", "=", "ALIVE")])
-        return "".join(get_log(address=self.dashboard, actor_id=found.actor_id, tail=1000))
+        return "".join(get_log(address=self.cluster.address, actor_id=found.actor_id, tail=1000))
 
     def metrics(self) -> str:
         """What Prometheus scrapes by the file that Ray writes for it: the agent of every node."""

@@ -99,7 +99,7 @@ class Page {
       ["in sync", `${inSync} of ${s.settings?.learners ?? s.lanes.length}`, "sync"],
       ["training loss", s.loss === null ? "–" : s.loss.toFixed(4), "loss-now"],
       ["held-out loss", held && held.loss !== null ? held.loss.toFixed(4) : "–", "heldout-now"],
-      [s.epoch ? "time" : "virtual time", clock(s.ends), "time-now"],
+      [s.virtual ? "virtual time" : "time", clock(s.ends), "time-now"],
     ];
     by("figures").replaceChildren(...figures.map(([name, value, id]) => el("div", "", {}, el("dt", name), el("dd", value, { id: `f-${id}` }))));
     by("done").style.width = total ? `${(100 * s.last_step) / total}%` : "0";

@@ -108,6 +108,7 @@ export function showLinks(table: HTMLTableElement, bins: Bin[]): void {
   const took = Math.max(1e-9, (bins.at(-1)?.ends ?? 0) - (bins[0]?.begins ?? 0));
   const most = Math.max(1, ...[...sums.values()].map((s) => s.up));
   const down = [...sums.values()].some((s) => s.down > 0);
+  const counted = [...sums.values()].some((s) => s.up + s.down + s.announced > 0); // an all-reduce inside torch is not
   const right = { class: "number", scope: "col" };
   const head = el("tr", "", {}, el("th", "learner"), el("th", "up", right), el("th", ""), el("th", down ? "down" : "versions down", right),
     el("th", "up, per second", right), el("th", "merged in", right), el("th", "tokens", right));
@@ -115,8 +116,9 @@ export function showLinks(table: HTMLTableElement, bins: Bin[]): void {
     const meter = el("span", "", { class: "meter" });
     meter.style.width = `${Math.round((48 * s.up) / most)}px`;
     const cell = (text: string): HTMLElement => el("td", text, { class: "number" });
-    return el("tr", "", {}, el("td", String(learner)), cell(bytes(s.up)), el("td", "", {}, meter), cell(down ? bytes(s.down) : thousands(s.announced)),
-      cell(`${bytes(s.up / took)}/s`), cell(`${thousands(s.merged)} rounds`), cell(count(s.tokens)));
+    const known = (text: string): HTMLElement => cell(counted ? text : "–");
+    return el("tr", "", {}, el("td", String(learner)), known(bytes(s.up)), el("td", "", {}, meter), known(down ? bytes(s.down) : thousands(s.announced)),
+      known(`${bytes(s.up / took)}/s`), cell(`${thousands(s.merged)} rounds`), cell(count(s.tokens)));
   });
   table.replaceChildren(head, ...rows);
 }

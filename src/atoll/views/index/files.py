@@ -51,6 +51,8 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     """Of a live run: the wall-clock nanoseconds of time 0."""
     config: dict[str, Any]
+    steady: bool = True
+    """The run's time goes on as the wall clock does. Ranks of torch's stop theirs for a held-out loss."""
 
 
 class Complete(msgspec.Struct, frozen=True):
@@ -142,7 +144,7 @@ class IndexWriter:
 
     def __init__(self, directory: Path, header: Header, state: WriterState = NOTHING_WRITTEN) -> None:
         """`state`: of an index that is there, and goes on."""
-        manifest = IndexManifest(run=header.run, epoch=header.epoch, config=header.config)
+        manifest = IndexManifest(run=header.run, epoch=header.epoch, config=header.config, steady=header.derivable)
         directory.mkdir(parents=True, exist_ok=True)
         if manifest_in(directory) != manifest:
             _empty(directory)
