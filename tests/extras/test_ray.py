@@ -56,8 +56,8 @@ class FourNodes:
         from ray.cluster_utils import Cluster
 
         self._dashboard = free_port()
-        head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": self._dashboard, **SMALL}
-        self.cluster = Cluster(initialize_head=True, head_node_args=head)
+        self.cluster = Cluster()
+        self.add(0, include_dashboard=True, dashboard_port=self._dashboard)
         self.small = self.add(1).node_id
         self._nodes = [self.add() for _ in range(3)]
 
@@ -65,8 +65,14 @@ class FourNodes:
     def dashboard(self) -> str:
         return f"http://127.0.0.1:{self._dashboard}"
 
-    def add(self, cpus: int = 2) -> Any:
-        return self.cluster.add_node(num_cpus=cpus, **SMALL)
+    def add(self, cpus: int = 2, **more: Any) -> Any:
+        """Ray gives a node 30 s to come up, which a machine with other work exceeds now and then."""
+        for _ in range(3):
+            try:
+                return self.cluster.add_node(num_cpus=cpus, **SMALL, **more)
+            except Exception as error:  # it has no class of its own
+                late = error
+        raise late
 
     def node(self, shown: str) -> Any:
         """By the first letters of its id, as `atoll status` shows it."""
