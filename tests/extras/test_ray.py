@@ -45,7 +45,7 @@ address = "{address}"
 COUNTED = {0, 1, 2, 3}
 SPARE = "learner-4"
 SMALL: dict[str, Any] = {"object_store_memory": 80 * 1024 * 1024, "memory": 4 << 30}
-SECONDS = 200.0
+SECONDS = 400.0
 """Of patience with a learner that starts anew, on a machine that has other work."""
 
 
@@ -193,7 +193,7 @@ def nodes_of(run: Path) -> dict[str, str]:
         found = {name: each["where"].split()[1] for name, each in workers.items() if each["where"]}
         return found if len(found) == len(workers) else {}
 
-    where: dict[str, str] = wait_until(located, "the nodes of the syncer and of the learners")
+    where: dict[str, str] = wait_until(located, "the nodes of the syncer and of the learners", SECONDS)
     return where
 
 
@@ -211,7 +211,7 @@ def kill_the_keeper(nodes: FourNodes, run: Path) -> None:
     assert len(before) == 6, before
     keeper = nodes.keeper()
     os.kill(keeper, signal.SIGKILL)
-    wait_until(lambda: nodes.keeper() not in (0, keeper), "another keeper")
+    wait_until(lambda: nodes.keeper() not in (0, keeper), "another keeper", SECONDS)
     assert nodes_of(run) == where and commands_of(run) == before, "it finds what runs, and starts nothing"
     assert {each["state"] for each in workers_of(run).values()} == {"running"}, "and asks nobody to make room"
 
@@ -222,7 +222,7 @@ def kill_a_node(nodes: FourNodes, run: Path) -> None:
     lost = learners_on(victim, where)
     nodes.kill(victim)
     wait_until(lambda: returned(run, since, lost), f"learners {lost} of the killed node on others", SECONDS)
-    wait_until(lambda: SPARE not in nodes_of(run), "room for them, made by the spare")
+    wait_until(lambda: SPARE not in nodes_of(run), "room for them, made by the spare", SECONDS)
     assert not lost & left_politely(run, since), "nobody there had a notice"
 
 
@@ -237,7 +237,7 @@ def drain_a_node(nodes: FourNodes, run: Path) -> None:
     drained = nodes.one_with_learners(where)
     leaving = learners_on(drained, where)
     nodes.drain(drained)
-    wait_until(lambda: leaving <= left_politely(run, since), f"a polite leave of {leaving}, whose node is drained")
+    wait_until(lambda: leaving <= left_politely(run, since), f"a polite leave of {leaving}, whose node is drained", SECONDS)
     wait_until(lambda: returned(run, since, leaving), f"learners {leaving} of the drained node on others", SECONDS)
     assert drained not in nodes_of(run).values()
     nodes.kill(drained)
@@ -260,7 +260,7 @@ def logs_and_metrics_are_rays_and_secrets_are_not(nodes: FourNodes, run: Path) -
     assert "joining the run at" in nodes.log_of("run-learner-0")
     for worker, name in (("syncer", "ray_atoll_outer_step"), ("learner-0", "ray_atoll_learner_local_step")):
         shown = re.compile(rf'^{name}\{{[^}}]*worker="{worker}"[^}}]*\}} [1-9]', re.MULTILINE)
-        wait_until(lambda shown=shown: shown.search(nodes.metrics()), f"{name} of {worker} among Ray's metrics")
+        wait_until(lambda shown=shown: shown.search(nodes.metrics()), f"{name} of {worker} among Ray's metrics", SECONDS)
     secrets = [path for path in (run / "keys").iterdir() if path.suffix == ".key" or path.name == "token"]
     assert secrets and all(path.stat().st_mode & 0o077 == 0 for path in secrets)
     known = nodes.arguments() + (run / "engine" / "ray.json").read_text()

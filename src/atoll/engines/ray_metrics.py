@@ -34,11 +34,13 @@ class MetricsCopy:
         address_file.unlink(missing_ok=True)  # of a process before this one
 
     def follow(self, ended: threading.Event) -> None:
-        """Until the process has ended. What fails is in this actor's log, once; nothing waits for it."""
+        """Until the process has ended. A bug is in this actor's log, once; nothing waits for it."""
         complained = False
         while not ended.wait(EVERY_SECONDS):
             try:
                 self.copy()
+            except OSError:  # it is about to end, or has no time to answer
+                continue
             except Exception:  # a view of the run must not end it
                 if not complained:
                     traceback.print_exc()
