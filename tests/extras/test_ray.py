@@ -55,9 +55,9 @@ class FourNodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        self._dashboard = free_port()
         self.cluster = Cluster()
-        self.add(0, include_dashboard=True, dashboard_port=self._dashboard)
+        self._dashboard = 0
+        self.add(0)
         self.small = self.add(1).node_id
         self._nodes = [self.add() for _ in range(3)]
 
@@ -65,13 +65,19 @@ class FourNodes:
     def dashboard(self) -> str:
         return f"http://127.0.0.1:{self._dashboard}"
 
-    def add(self, cpus: int = 2, **more: Any) -> Any:
-        """Ray gives a node 30 s to come up, which a machine with other work exceeds now and then."""
+    def add(self, cpus: int = 2) -> Any:
+        """The first is the head. Ray gives a node 30 s to come up, which a machine with other work exceeds now and then; what is
+        left of such a node keeps its port."""
         for _ in range(3):
+            port = free_port()
+            head = {} if self._dashboard else {"include_dashboard": True, "dashboard_port": port}
             try:
-                return self.cluster.add_node(num_cpus=cpus, **SMALL, **more)
+                node = self.cluster.add_node(num_cpus=cpus, **SMALL, **head)
             except Exception as error:  # it has no class of its own
                 late = error
+                continue
+            self._dashboard = self._dashboard or port
+            return node
         raise late
 
     def node(self, shown: str) -> Any:
