@@ -148,6 +148,7 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
 def four_nodes() -> Iterator[FourNodes]:
     os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
     os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112 - Ray's spelling; a busy machine takes minutes for a node
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - or the run gets what other work leaves over
     nodes = FourNodes()
     yield nodes
     nodes.cluster.shutdown()
