@@ -27,6 +27,10 @@ from atoll.tape.replay import replay
 from atoll.tape.weave import open_run
 
 pytestmark = [pytest.mark.extras, pytest.mark.filterwarnings("ignore")]
+PATIENT = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_raylet_start_wait_time_s": "300", "RAY_worker_niceness": "5"}
+"""Ray reads them when it is imported. A busy machine takes minutes to bring a node up, and leaves workers of niceness 15, Ray's
+default, no time at all."""
+os.environ.update(PATIENT)
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 
 PLACEMENT = """
@@ -146,9 +150,6 @@ def command(*words: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def four_nodes() -> Iterator[FourNodes]:
-    os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
-    os.environ["RAY_raylet_start_wait_time_s"] = "300"  # noqa: SIM112 - Ray's spelling; a busy machine takes minutes for a node
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - or the run gets what other work leaves over
     nodes = FourNodes()
     yield nodes
     nodes.cluster.shutdown()

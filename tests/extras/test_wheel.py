@@ -124,7 +124,7 @@ def test_watch_shows_a_run_as_text_and_as_a_page(installed: Installed) -> None:
 
 
 def test_up_on_this_machine_follows_and_ends_a_run(installed: Installed) -> None:
-    up = installed.atoll("up", "tiny", "--on", "local", "--learners", "2", "--set", "total_steps=100000", "--out", "upped")
+    up = installed.atoll("up", "tiny", "--on", "local", "--set", "learners=2", "--set", "total_steps=100000", "--out", "upped")
     assert up.returncode == 0, up.stderr
     try:
         tape = installed.folder / "upped" / "syncer" / "run.tape"
