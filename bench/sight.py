@@ -11,8 +11,9 @@ machine meets both alike.
   every second; when off, nothing is folded here and nobody scrapes. (The syncer, another process, folds all the time; `fold`
   says what that costs it: the time of its fold over the time of its machine, on the run's tape.)
 * `pages`: `atoll watch` serves the run's page from a process of its own, as the launcher of `--dashboard` does. When on, three
-  windows of Debian's Chromium on this machine have it open; when off they are empty. Where the browser shares the cores with
-  the learner, its drawing is part of the clock's ratio. The index is appended by the syncer all the time.
+  windows of Debian's Chromium on this machine have it open; when off they are empty. The browser runs at the lowest priority
+  (niceness 19): a user's is on another machine, and drawing is not what the run pays. The index is appended by the syncer all
+  the time.
 * `all`: both.
 
 The first steps of each block do not count. A run's ratios are of the mean CPU time of the training thread, at most 1.01, and of
@@ -128,6 +129,7 @@ class OpenPages:
         for window in self._browser.window_handles:
             self._browser.switch_to.window(window)
             chrome.until(lambda: self._browser.execute_script(chrome.READY))
+        chrome.step_back(self._browser)
 
     def off(self) -> None:
         self._show("about:blank")
