@@ -1,17 +1,24 @@
 """What does it cost a learner to be looked at?
 
-    python bench/sight.py [--sight metrics] [--runs 5] [--pairs 8] [--block 40] [--milliseconds 50]
+    python bench/sight.py [--sight all|metrics|pages] [--runs 5] [--pairs 8] [--block 40] [--milliseconds 50]
                           [--out bench/results/sight.jsonl]
 
 A run has a syncer, a learner in this process, built as `atoll learner` builds it, and a scripted learner (bench/scripted.py).
 Blocks of steps with sight on and off alternate within the run, in the other order every second pair, so that other work on the
-machine meets both alike. `metrics`: when on, the learner folds its events into metrics and serves them, and a process scrapes
-the learner and the syncer every second; when off, nothing is folded here and nobody scrapes. (The syncer, another process, folds
-all the time; `fold` says what that costs it: the time of its fold over the time of its machine, on the run's tape.)
+machine meets both alike.
+
+* `metrics`: when on, the learner folds its events into metrics and serves them, and a process scrapes the learner and the syncer
+  every second; when off, nothing is folded here and nobody scrapes. (The syncer, another process, folds all the time; `fold`
+  says what that costs it: the time of its fold over the time of its machine, on the run's tape.)
+* `pages`: `atoll watch` serves the run's page from a process of its own, as the launcher of `--dashboard` does. When on, three
+  windows of Debian's Chromium on this machine have it open; when off they are empty. The browser runs at the lowest priority
+  (niceness 19): a user's is on another machine, and drawing is not what the run pays. The index is appended by the syncer all
+  the time.
+* `all`: both.
 
 The first steps of each block do not count. A run's ratios are of the mean CPU time of the training thread, at most 1.01, and of
 the median duration of a step, at most 1.02; the verdict is on the median of the runs. On a machine that others use, only the
-ratios mean something. Another sight (a dashboard) is another class with `on`, `off` and `close`, and a row of SIGHTS.
+ratios mean something.
 """
 
 from __future__ import annotations
@@ -24,9 +31,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "helpers"))
+
+import browser as chrome
 import torch
 from provenance import commit
 from scripted import Cluster, load_average
@@ -41,6 +52,7 @@ from atoll.tape.format import Tape
 from atoll.views.worker_metrics import LearnerMetrics, LinkTotals, SyncerMetrics
 
 CPU_MOST, CLOCK_MOST = 1.01, 1.02
+PAGES = 3
 SCRAPER = """
 import sys, threading, urllib.request
 on = threading.Event()
@@ -100,8 +112,59 @@ class ScrapedMetrics:
         self._server.close()
 
 
+class OpenPages:
+    """Three windows of a browser, with the run's page in each while it is on."""
+
+    def __init__(self, cluster: Cluster, metrics: SwitchedMetrics) -> None:
+        if why := chrome.missing():
+            raise SystemExit(f"--sight pages: {why}")
+        self._closing = ExitStack()
+        self._url, _ = self._closing.enter_context(chrome.page_of("watch", cluster.folder))
+        self._browser = self._closing.enter_context(chrome.chromium())
+        for _ in range(PAGES - 1):
+            self._browser.switch_to.new_window("window")
+
+    def on(self) -> None:
+        self._show(self._url)
+        for window in self._browser.window_handles:
+            self._browser.switch_to.window(window)
+            chrome.until(lambda: self._browser.execute_script(chrome.READY))
+        chrome.step_back(self._browser)
+
+    def off(self) -> None:
+        self._show("about:blank")
+
+    def _show(self, url: str) -> None:
+        for window in self._browser.window_handles:
+            self._browser.switch_to.window(window)
+            self._browser.get(url)
+
+    def close(self) -> None:
+        self._closing.close()
+
+
+class Both:
+    def __init__(self, cluster: Cluster, metrics: SwitchedMetrics) -> None:
+        self._parts: tuple[Sight, ...] = (OpenPages(cluster, metrics), ScrapedMetrics(cluster, metrics))
+
+    def on(self) -> None:
+        for part in self._parts:
+            part.on()
+
+    def off(self) -> None:
+        for part in self._parts:
+            part.off()
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+
+SERVED = ("--metrics-at", "127.0.0.1:0")
 SIGHTS: dict[str, tuple[Sequence[str], Callable[[Cluster, SwitchedMetrics], Sight]]] = {
-    "metrics": (("--metrics-at", "127.0.0.1:0"), ScrapedMetrics),
+    "all": (SERVED, Both),
+    "metrics": (SERVED, ScrapedMetrics),
+    "pages": ((), OpenPages),
 }
 """What the syncer is started with, and what looks."""
 
@@ -165,7 +228,7 @@ def fold_share(tape: Path) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sight", choices=SIGHTS, default="metrics")
+    parser.add_argument("--sight", choices=SIGHTS, default="all")
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--block", type=int, default=40)

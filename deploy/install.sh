@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs Atoll from this repository into a virtual environment: the only installing step of deploy/Containerfile.
-#   deploy/install.sh PREFIX [EXTRAS]      EXTRAS as pip takes them, such as "parquet,zst"
+#   deploy/install.sh PREFIX [EXTRAS]      EXTRAS as pip takes them, such as "parquet,vision"
 # ATOLL_CONSTRAINTS names another file of pins than constraints.txt; "none": no pins, so that an index of your own chooses torch.
 set -eu
 prefix=${1:?give the folder of the virtual environment}

@@ -124,14 +124,12 @@ PLAN = ["plan", str(Path(__file__).parents[2] / "examples" / "plans" / "one_data
 
 
 @pytest.mark.parametrize(
-    ("words", "shows"),
-    [(GOODPUT, (b"simulating", b"of 2 clusters")), (PLAN, (b"decoupled, ", b"what if: "))],
-    ids=["bars", "plan"],
+    ("words", "shown"), [(GOODPUT, ("simulating", "of 2 clusters")), (PLAN, ("searching", "what would change", "parts/s"))]
 )
-def test_command_draws_on_a_terminal_and_not_in_a_pipe(words: list[str], shows: tuple[bytes, ...], tmp_path: Path) -> None:
+def test_command_draws_on_a_terminal_and_not_in_a_pipe(words: list[str], shown: tuple[str, ...], tmp_path: Path) -> None:
     piped = atoll(*words, cwd=tmp_path)
-    assert piped.returncode == 0 and "\x1b" not in piped.stdout + piped.stderr and "clusters/s" not in piped.stderr
-    assert not any(word.decode() in piped.stderr for word in shows[1:])
+    assert piped.returncode == 0 and "\x1b" not in piped.stdout + piped.stderr
+    assert "clusters/s" not in piped.stderr and "parts/s" not in piped.stderr
     ours, theirs = pty.openpty()
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "160", "LINES": "50"}
     with subprocess.Popen(
@@ -142,7 +140,7 @@ def test_command_draws_on_a_terminal_and_not_in_a_pipe(words: list[str], shows: 
         while chunk := _read(ours):
             drawn += chunk
     os.close(ours)
-    assert command.returncode == 0 and all(word in drawn for word in shows)
+    assert command.returncode == 0 and all(each.encode() in drawn for each in shown), drawn[-2000:]
 
 
 def _read(terminal: int) -> bytes:

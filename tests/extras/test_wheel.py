@@ -5,20 +5,25 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
+import urllib.request
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from upped import processes_of, wait_until
 
 from atoll.version import __version__
 
 ROOT = Path(__file__).parents[2]
+BESIDE = (".git", ".venv", "runs", "build", "dist", "site", "shared", "node_modules", "__pycache__", ".*_cache")
 SMALL = ("--set", "total_steps=24", "--learners", "2")
 
 pytestmark = [
@@ -36,7 +41,7 @@ def clean() -> Mapping[str, str]:
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tree as a clone has it, without what this checkout has beside it; its dist folder."""
     tree = tmp_path_factory.mktemp("tree") / "atoll"
-    beside = shutil.ignore_patterns(".git", ".venv", "runs", "build", "dist", "site", "shared", "__pycache__", ".*_cache")
+    beside = shutil.ignore_patterns(*BESIDE)
     shutil.copytree(ROOT, tree, ignore=beside)
     subprocess.run([sys.executable, "-m", "build", "--quiet"], cwd=tree, env=clean(), check=True, timeout=300)
     return tree / "dist"
@@ -100,6 +105,36 @@ def test_default_run_ends_with_a_loss_below_its_first(installed: Installed) -> N
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout)
     assert summary["loss_final"] < summary["loss_first"]
+
+
+def test_watch_shows_a_run_as_text_and_as_a_page(installed: Installed) -> None:
+    done = installed.atoll("train", "tiny", "--virtual", *SMALL, "--out", "watched", "--json")
+    assert done.returncode == 0, done.stderr
+    told = installed.atoll("watch", "watched", "--text")
+    assert told.returncode == 0 and "finished: step 24 of 24" in told.stdout, told.stderr
+    words = [installed.bin / "python", "-u", "-m", "atoll", "watch", "watched"]
+    with subprocess.Popen(words, cwd=installed.folder, env=clean(), stdout=subprocess.PIPE, text=True) as serving:
+        assert serving.stdout is not None
+        address = re.search(r"http://\S+", serving.stdout.readline())
+        assert address is not None
+        page = urllib.request.urlopen(address[0], timeout=20).read().decode()
+        status = json.load(urllib.request.urlopen(address[0].replace("/?", "/api/status?"), timeout=20))
+        serving.send_signal(signal.SIGINT)
+    assert "<script" in page and status["last_step"] == 24
+
+
+def test_up_on_this_machine_follows_and_ends_a_run(installed: Installed) -> None:
+    up = installed.atoll("up", "tiny", "--on", "local", "--set", "learners=2", "--set", "total_steps=100000", "--out", "upped")
+    assert up.returncode == 0, up.stderr
+    try:
+        tape = installed.folder / "upped" / "syncer" / "run.tape"
+        wait_until(lambda: tape.exists() and b"FixParticipants" in tape.read_bytes(), "rounds", 300.0)
+        states = json.loads(installed.atoll("status", "upped", "--json").stdout)
+        assert states["is_up"] and set(states["workers"]) == {"syncer", "learner-0", "learner-1"}
+        assert "joining the run at" in installed.atoll("logs", "0", "--run", "upped").stdout
+    finally:
+        down = installed.atoll("down", "upped")
+    assert down.returncode == 0 and not processes_of(installed.folder / "upped"), down.stderr
 
 
 def test_recipe_that_is_not_there_is_refused_with_the_names_of_those_that_are(installed: Installed) -> None:

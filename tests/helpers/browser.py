@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,16 @@ def renderer_bytes(browser: Any) -> int:
         except (OSError, IndexError):
             continue
     return most
+
+
+def step_back(browser: Any) -> None:
+    """All threads of the browser take only what others leave of the cores, as if it were on another machine. It gives a page that
+    is opened its usual priority back, so this is for every page anew."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if _is_below(int(process.name), browser.service.process.pid):
+                for thread in (process / "task").iterdir():
+                    os.setpriority(os.PRIO_PROCESS, int(thread.name), 19)
 
 
 def _is_below(process: int, ancestor: int) -> bool:

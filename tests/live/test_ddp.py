@@ -23,11 +23,17 @@ from atoll.protocol.vocabulary import StepDone, Stored
 from atoll.runtime.ddp.launch import check_supported, run_ddp
 from atoll.runtime.ddp.report import DdpOutcome, RankReport, StepFold, Stepped, summary_of
 from atoll.runtime.doctor.examine import examine
+from atoll.runtime.watch.answers import RunState, Status
+from atoll.runtime.watch.source import WatchedRun
 from atoll.sim.run import Outputs, config_on_tape, run_virtual
+from atoll.tape.folder import RunFolder
 from atoll.tape.format import Tape
 from atoll.tape.heldout import HeldoutPoint
 from atoll.tape.replay import replay
 from atoll.tape.weave import open_run
+from atoll.views.index.build import build_index
+from atoll.views.index.files import IndexReader
+from atoll.views.index.rows import LaneState
 from atoll.views.run import RunView
 from atoll.views.strip import strip_lines
 
@@ -70,6 +76,7 @@ class Trained:
     points: list[HeldoutPoint]
     virtual: Outputs
     virtual_directory: Path
+    watched: list[Status]
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +85,17 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     config = tiny(data={"batch_size": 2, "seq_len": 16, "max_bytes": 400_000, "heldout_every": 3})
     steps: list[tuple[int, float | None]] = []
     points: list[HeldoutPoint] = []
-    outcome = run_ddp(
-        config, directory, threads=1, progress=lambda step, loss: steps.append((step, loss)), on_point=points.append
-    )
+    run = WatchedRun(RunFolder(directory, directory))
+    watched = [run.status()]
+
+    def progress(step: int, loss: float | None) -> None:
+        steps.append((step, loss))
+        watched.append(run.status())
+
+    outcome = run_ddp(config, directory, threads=1, progress=progress, on_point=points.append)
+    watched.append(run.status())
     return Trained(
-        config, directory, outcome, steps, points, run_virtual(config, ChaosPlan(), virtual, tensors=True), virtual
+        config, directory, outcome, steps, points, run_virtual(config, ChaosPlan(), virtual, tensors=True), virtual, watched
     )
 
 
@@ -175,6 +188,28 @@ def test_strip_and_doctor_read_the_tape_and_replay_says_why_it_does_not(trained:
         replay(open_run(trained.directory))
     with pytest.raises(UserError, match=r"is of torch's data-parallel training; --tape takes a virtual run's"):
         config_on_tape(Tape(trained.directory / "run.tape"), {}, [])
+
+
+def test_page_shows_it_live_and_after_its_end(trained: Trained) -> None:
+    before, *live, after = trained.watched
+    assert (before.state, after.state) == (RunState.STARTING, RunState.FINISHED)
+    assert [(status.state, status.rounds) for status in live] == [(RunState.LIVE, step) for step, _ in trained.steps]
+    assert [status.loss for status in live] == [pytest.approx(loss) for _, loss in trained.steps]
+    assert not after.virtual and [lane.state for lane in after.lanes] == [LaneState.TRAINING] * 2
+    index = IndexReader(trained.directory / "index")
+    rows = index.rows(0, index.rounds)
+    assert all(row.merged == (0, 1) and row.text == "all 2 ranks reduced their gradients" for row in rows)
+    assert rows[-1].fates.trained == rows[-1].fates.merged == trained.outcome.tokens
+    waited = sum(lane.nanos[LaneState.WAITING] for row in rows for lane in row.learners)
+    assert waited / 1e9 == pytest.approx(trained.outcome.waited_seconds, rel=0.05)
+
+
+def test_index_built_from_the_tape_is_the_one_that_was_appended(trained: Trained, tmp_path: Path) -> None:
+    build_index(Tape(trained.directory / "run.tape"), tmp_path)
+    appended = trained.directory / "index"
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        path.name: path.read_bytes() for path in appended.iterdir()
+    }
 
 
 def test_folder_holds_the_config_and_a_report_a_rank_and_is_not_used_twice(trained: Trained) -> None:

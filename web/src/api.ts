@@ -15,6 +15,7 @@ export interface Status {
   last_step: number;
   ends: number;
   epoch: number;
+  virtual: boolean;
   lanes: [learner: number, state: number, since: number, loss: number | null][];
   loss: number | null;
   heldout: number;

@@ -62,11 +62,9 @@ function placed(points: Point[], bins: Bin[]): { time: number; loss: number }[] 
   return found;
 }
 
-export function lossLegend(): Node[] {
-  return [
-    el("span", "", {}, swatch(() => ink().loss), "training loss, mean of the learners; shaded: least to most of a bin's rounds"),
-    el("span", "", {}, swatch(() => HELDOUT), "▲ held-out loss of Theta"),
-  ];
+export function lossLegend(heldout: boolean): Node[] {
+  const training = el("span", "", {}, swatch(() => ink().loss), "training loss, mean of the learners; shaded: least to most of a bin's rounds");
+  return heldout ? [training, el("span", "", {}, swatch(() => HELDOUT), "▲ held-out loss of Theta")] : [training];
 }
 
 export function drawRounds(canvas: HTMLCanvasElement, span: Span, bins: Bin[], learners: number, cursor: number): void {

@@ -41,6 +41,7 @@ export function percent(part: number, whole: number): string {
 }
 
 export const thousands = (value: number): string => value.toLocaleString("en");
+export const some = (n: number, what: string): string => `${thousands(n)} ${what}${n === 1 ? "" : "s"}`;
 
 export function ids(learners: readonly number[]): string {
   // 0, 1, 2, 5 as "0–2, 5"

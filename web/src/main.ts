@@ -3,7 +3,7 @@
 import * as api from "./api";
 import { el, timeOf, type Span } from "./charts";
 import { drawFates, drawLoss, drawOverview, drawRounds, lossLegend, roundsLegend } from "./curves";
-import { clock, thousands } from "./format";
+import { clock, some, thousands } from "./format";
 import { Lanes } from "./lanes";
 import { showEvents, showFates, showLinks, showRound } from "./panels";
 
@@ -38,7 +38,6 @@ class Page {
   private readonly lanes = new Lanes(by("lanes"), (c, event) => this.point(c, event, 2), (fault, learner) => void this.strike(fault, learner));
 
   async begin(): Promise<void> {
-    by("loss-legend").replaceChildren(...lossLegend());
     by("lanes-legend").replaceChildren(...this.lanes.legend());
     this.listen();
     await this.tell(await api.status());
@@ -90,7 +89,7 @@ class Page {
     const total = s.settings?.total_steps ?? 0;
     if (s.settings) {
       const { preset, learners, fragments, quorum, model, seed } = s.settings;
-      by("settings").textContent = `${preset} · ${model} · ${learners} learners · ${fragments} fragments · quorum ${quorum} · seed ${seed}`;
+      by("settings").textContent = `${preset} · ${model} · ${some(learners, "learner")} · ${some(fragments, "fragment")} · quorum ${quorum} · seed ${seed}`;
     }
     const held = this.points.at(-1);
     const inSync = s.lanes.filter((lane) => lane[1] === 0).length;
@@ -99,7 +98,7 @@ class Page {
       ["in sync", `${inSync} of ${s.settings?.learners ?? s.lanes.length}`, "sync"],
       ["training loss", s.loss === null ? "–" : s.loss.toFixed(4), "loss-now"],
       ["held-out loss", held && held.loss !== null ? held.loss.toFixed(4) : "–", "heldout-now"],
-      [s.epoch ? "time" : "virtual time", clock(s.ends), "time-now"],
+      [s.virtual ? "virtual time" : "time", clock(s.ends), "time-now"],
     ];
     by("figures").replaceChildren(...figures.map(([name, value, id]) => el("div", "", {}, el("dt", name), el("dd", value, { id: `f-${id}` }))));
     by("done").style.width = total ? `${(100 * s.last_step) / total}%` : "0";
@@ -125,6 +124,7 @@ class Page {
       [this.bins, this.events, this.all] = [bins, events, all];
       showEvents(by("events"), by("events-count"), events, (at) => this.go(at));
       showLinks(by<HTMLTableElement>("links"), bins);
+      by("loss-legend").replaceChildren(...lossLegend(this.points.length > 0));
       by("rounds-legend").replaceChildren(...roundsLegend(bins));
       this.draw();
     } catch (error) {

@@ -7,7 +7,7 @@ import { bytes, clock, count, ids, lasting, percent, thousands } from "./format"
 import { FATE_COLOURS, OTHER, STATE_MARKS } from "./palette";
 
 const CLOSED: Record<string, string> = {
-  all_reported: "It closed early: every learner in sync had reported.",
+  all_reported: "It closed because every learner in sync had reported.",
   window_closed: "It closed when its grace window did: the quorum was met, and nobody was waited for any longer.",
   rolled_back: "An operator rolled the run back: nothing was merged.",
 };
@@ -21,8 +21,8 @@ export function showRound(box: HTMLElement, title: HTMLElement, round: Round | n
   title.textContent = `Round ${thousands(round.outer_step)}`;
   const due = round.fragments.length ? `fragment${round.fragments.length > 1 ? "s" : ""} ${ids(round.fragments)}` : "no fragment was due";
   const parts: Node[] = [
-    el("p", `${CLOSED[round.why] ?? round.why} ${sentence(round.text)}`, { class: "sentence", id: "why" }),
-    el("p", `${due} · ${round.merged.length} merged of ${round.participants.length} that took part · at ${clock(round.closed)}`, { class: "quiet" }),
+    el("p", CLOSED[round.why] ?? round.why, { class: "sentence", id: "why" }),
+    el("p", `${round.text ? `${round.text} · ` : ""}${due} · ${round.merged.length} merged of ${round.participants.length} that took part · at ${clock(round.closed)}`, { class: "quiet" }),
     steps(round),
     chips(round),
   ];
@@ -31,8 +31,6 @@ export function showRound(box: HTMLElement, title: HTMLElement, round: Round | n
   if (round.refused) parts.push(el("p", `${thousands(round.refused)} messages were refused.`));
   box.replaceChildren(...parts);
 }
-
-const sentence = (text: string): string => (text ? `(${text}.)` : "");
 
 function steps(round: Round): HTMLElement {
   const phases: [string, number, number][] = [
@@ -108,15 +106,17 @@ export function showLinks(table: HTMLTableElement, bins: Bin[]): void {
   const took = Math.max(1e-9, (bins.at(-1)?.ends ?? 0) - (bins[0]?.begins ?? 0));
   const most = Math.max(1, ...[...sums.values()].map((s) => s.up));
   const down = [...sums.values()].some((s) => s.down > 0);
-  const right = { class: "number", scope: "col" };
-  const head = el("tr", "", {}, el("th", "learner"), el("th", "up", right), el("th", ""), el("th", down ? "down" : "versions down", right),
-    el("th", "up, per second", right), el("th", "merged in", right), el("th", "tokens", right));
+  const counted = [...sums.values()].some((s) => s.up + s.down + s.announced > 0); // an all-reduce inside torch is not
+  const right = { class: "number", scope: "col" }, wide = { class: "number wide", scope: "col" };
+  const head = el("tr", "", {}, el("th", "learner"), el("th", "up", right), el("th", "", { class: "wide" }), el("th", down ? "down" : "versions down", right),
+    el("th", "up, per second", wide), el("th", "merged in", wide), el("th", "tokens", right));
   const rows = [...sums].sort((a, b) => a[0] - b[0]).map(([learner, s]) => {
     const meter = el("span", "", { class: "meter" });
     meter.style.width = `${Math.round((48 * s.up) / most)}px`;
-    const cell = (text: string): HTMLElement => el("td", text, { class: "number" });
-    return el("tr", "", {}, el("td", String(learner)), cell(bytes(s.up)), el("td", "", {}, meter), cell(down ? bytes(s.down) : thousands(s.announced)),
-      cell(`${bytes(s.up / took)}/s`), cell(`${thousands(s.merged)} rounds`), cell(count(s.tokens)));
+    const cell = (text: string, kind = "number"): HTMLElement => el("td", text, { class: kind });
+    const known = (text: string, kind?: string): HTMLElement => cell(counted ? text : "–", kind);
+    return el("tr", "", {}, el("td", String(learner)), known(bytes(s.up)), el("td", "", { class: "wide" }, meter), known(down ? bytes(s.down) : thousands(s.announced)),
+      known(`${bytes(s.up / took)}/s`, "number wide"), cell(`${thousands(s.merged)} rounds`, "number wide"), cell(count(s.tokens)));
   });
   table.replaceChildren(head, ...rows);
 }

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Final
 
 import typer
 
 from atoll.chaos import Fault, Kill, Pause
 from atoll.errors import UserError
 from atoll.ids import LearnerId
-
-if TYPE_CHECKING:
-    from atoll.runtime.local.cluster import LocalCluster
+from atoll.tape.folder import RunFolder
 
 DashboardOption = Annotated[
     bool, typer.Option("--dashboard", help="Serve a page of the run on this machine while it trains, and print its address.")
@@ -45,25 +43,24 @@ class Dashboard:
         return Dashboard(("127.0.0.1", 0), allow_chaos) if wanted else NO_DASHBOARD
 
     @contextmanager
-    def shown(self, cluster: LocalCluster, say: Callable[[str], None]) -> Iterator[None]:
-        """The page is served in a thread of this process, which only starts and watches the run's processes."""
+    def shown(self, run: RunFolder, say: Callable[[str], None], ask: Callable[[Fault], None] | None = None) -> Iterator[None]:
+        """The page is served in a thread of this process, which only starts and watches the run's processes. `ask` strikes with
+        a fault; without it there are no buttons."""
         if self.listen is None:
             yield
             return
         from atoll.runtime.watch.server import PageThread
         from atoll.runtime.watch.source import WatchedRun
-        from atoll.tape.folder import RunFolder
 
         def strike(name: str, learner: LearnerId) -> str:
-            if name not in FAULTS:
+            if name not in FAULTS or ask is None:
                 raise UserError(f"fault {name!r}: must be one of {', '.join(FAULTS)}")
-            cluster.ask_fault(FAULTS[name](learner))
+            ask(FAULTS[name](learner))
             return f"{name} learner {learner}; it is back after {AWAY_SECONDS:.0f} s"
 
-        watched = WatchedRun(
-            RunFolder(cluster.directory, cluster.directory / "syncer"), chaos=tuple(FAULTS) if self.chaos else ()
-        )
-        page = PageThread(watched, host=self.listen[0], port=self.listen[1], strike=strike if self.chaos else None)
+        has_buttons = self.chaos and ask is not None
+        watched = WatchedRun(run, chaos=tuple(FAULTS) if has_buttons else ())
+        page = PageThread(watched, host=self.listen[0], port=self.listen[1], strike=strike if has_buttons else None)
         say(f"watch this run at {page.url}")
         try:
             yield

@@ -12,16 +12,19 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from atoll.cli.bars import Bars
 from atoll.cli.options import PluginOption
 from atoll.cli.shared import JsonOption, err, out, print_json
 from atoll.errors import UserError
 from atoll.planner import recipe, site
 from atoll.planner.candidate import Candidate
+from atoll.planner.changes import WHAT_IF
 from atoll.planner.costs import Costs
 from atoll.planner.plan import Plan, Runner
 from atoll.planner.plan import plan as make_plan
 from atoll.planner.quality import SUPPORT
 from atoll.planner.score import Judge
+from atoll.planner.search import SEARCHING
 
 BY_MACHINES = " (by the protocol's machines in virtual time)"
 
@@ -68,11 +71,14 @@ def _refuse_unwritable(path: Path) -> None:
 
 
 def _answer(cluster: site.ClusterDescription, what_if: bool, runners: int) -> Plan:
-    """With a status line on a terminal; elsewhere silent, for it takes seconds."""
-    if not err.is_terminal:
-        return make_plan(cluster, what_if=what_if, runners=runners)
-    with err.status("searching") as status:
-        return make_plan(cluster, what_if=what_if, runners=runners, progress=lambda text: status.update(text))
+    """With a bar on a terminal; elsewhere silent, for it takes seconds."""
+    with Bars(err) as bars:
+        answer = make_plan(
+            cluster, what_if=what_if, runners=runners, progress=lambda what, done, of: bars.update(what, done, of, "parts")
+        )
+        for what in (SEARCHING, WHAT_IF):
+            bars.end(what)
+    return answer
 
 
 def as_builtins(answer: Plan) -> dict[str, object]:

@@ -22,7 +22,7 @@ from atoll.cli.resume import _syncer_part, what_is_resumed
 from atoll.cli.shared import err, new_directory, write_summary
 from atoll.config import CUSTOM, Config
 from atoll.errors import UserError
-from atoll.tape.folder import find_run, refuse_used
+from atoll.tape.folder import RunFolder, find_run, refuse_used
 from atoll.views.run import RunView, Summary, summarise
 
 if TYPE_CHECKING:
@@ -185,8 +185,8 @@ def run_live(
     ddp = settings.preset == "ddp"
     if ddp and (plan.faults or resume is not None):
         raise UserError("--preset ddp: torch's DDP survives no faults and takes no snapshots; use --virtual, or another preset")
-    if ddp and dashboard.listen is not None:
-        raise UserError("--dashboard: torch's DDP leaves no tape to show; use another preset")
+    if ddp and dashboard.chaos:
+        raise UserError("--allow-chaos: torch's DDP survives no faults; leave it out, or use another preset")
     directory = directory or new_directory(settings.preset, settings.seed)
     refuse_used(directory)
     check_live(settings, device)
@@ -196,7 +196,8 @@ def run_live(
     with RunProgress(settings, view, quiet, "") as progress, logged_to(sight.log_to, directory, progress.say):
         try:
             if ddp:
-                summary = ddp_summary(settings, directory, threads, device, allowed, progress)
+                with dashboard.shown(RunFolder(directory, directory), progress.say):
+                    summary = ddp_summary(settings, directory, threads, device, allowed, progress)
             else:
                 summary = cluster_summary(
                     settings, plan, directory, threads, device, allowed, resume, view, progress, sight, dashboard
@@ -284,7 +285,8 @@ def cluster_summary(
         say=progress.say, on_point=progress.on_point, metrics=sight.metrics, metrics_token=sight.metrics_token,
     )  # fmt: skip
     there = evaluated_on(task, checked_device(device))
-    with dashboard.shown(cluster, progress.say), ThreadPoolExecutor(1, "first loss") as beside:
+    run = RunFolder(directory, directory / "syncer")
+    with dashboard.shown(run, progress.say, cluster.ask_fault), ThreadPoolExecutor(1, "first loss") as beside:
         # A large model takes seconds to build, and the end of a run should not. On the CPU it would take cores from learners.
         build = there.scratch if resume is None else None
         first = beside.submit(lambda: there.evaluate(build())) if build is not None else None

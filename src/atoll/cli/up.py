@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from atoll.cli.options import AllowOption, PluginOption
+from atoll.cli.recipes import complete_recipe, found_recipe
 from atoll.cli.shared import PresetOption, SeedOption, SetOption, err, out, settings_from
 from atoll.cli.status import show_status
 from atoll.config import load_placement
@@ -47,7 +48,13 @@ def show_rendered(deployment: Deployment, on: str) -> None:
 
 
 def up(
-    recipe: Annotated[Path, typer.Argument(readable=False, help="A TOML recipe; its [placement] says where processes go.")],
+    recipe: Annotated[
+        Path,
+        typer.Argument(
+            readable=False, callback=found_recipe, autocompletion=complete_recipe,
+            help="A TOML recipe, whose [placement] says where processes go, or the name of one of Atoll's own.",
+        ),
+    ],
     on: Annotated[str, typer.Option("--on", metavar="ENGINE", help=f"One of {', '.join(ENGINES)}.")] = "local",
     run: Annotated[
         Path | None,

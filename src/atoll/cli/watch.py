@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from atoll.cli.bars import Bars
 from atoll.cli.progress import Paced
 from atoll.cli.shared import err, out
 from atoll.errors import UserError
@@ -18,6 +18,7 @@ from atoll.tape.folder import find_run
 if TYPE_CHECKING:
     from atoll.runtime.watch.source import WatchedRun
 
+INDEX = "building the run's index"
 InsecurePage = Annotated[
     bool, typer.Option("--insecure", help="Serve the page beyond this machine, without TLS; its token travels in the clear.")
 ]
@@ -80,7 +81,6 @@ def _prepare(watched: WatchedRun) -> None:
         paced = Paced(lambda line: err.print(line, soft_wrap=True))
         watched.prepare(lambda records, step, total: paced(lambda: f"index: step {step} of {total}, {records:,} records"))
         return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task("index: step", total=None)
-        watched.prepare(lambda records, step, total: bar.update(task, completed=step, total=total))
+    with Bars(err) as bars:
+        watched.prepare(lambda records, step, total: bars.update(INDEX, step, total, "steps"))
+        bars.end(INDEX)

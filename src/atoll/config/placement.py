@@ -22,6 +22,7 @@ Name = Annotated[str, Meta(pattern="^[a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?$")]
 """Engines make names of jobs from it: lower case, digits and inner dashes."""
 GroupCount = Annotated[int, Meta(ge=0, le=4096)]
 SECTION = "placement"
+ONE_PROCESS = "the built-in learner is one process; use atoll.join in a training loop of your own, under torchrun"
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,7 +52,7 @@ class Group(_Part, frozen=True):
     most: GroupCount = 0
     """The most, where the engine can follow a cluster that grows (Ray). 0: `count`."""
     ranks: int = 1
-    """Processes of one learner. Only 1 so far."""
+    """Processes of one learner. Only 1: the built-in learner is one process (of your own loop: docs/tutorials/ranks.md)."""
     parallel: str = ""
     """How the ranks of one learner share its work. Only empty so far."""
     resources: Resources = Resources()
@@ -182,9 +183,8 @@ def _contradictions(placement: ClusterPlacement) -> list[tuple[bool, str]]:
         where = f"key {SECTION}.learners, group {group.group!r}"
         most = group.most or group.count
         found += [
-            (group.ranks != 1, f"{where}: ranks = {group.ranks}: a learner of several processes does not exist yet; use 1"),
-            (bool(group.parallel),
-             f"{where}: parallel = {group.parallel!r}: a learner of several processes does not exist yet; leave it out"),
+            (group.ranks != 1, f"{where}: ranks = {group.ranks}: {ONE_PROCESS}, or use 1"),
+            (bool(group.parallel), f"{where}: parallel = {group.parallel!r}: {ONE_PROCESS}, or leave it out"),
             (group.least > group.count, f"{where}: least = {group.least}: must be at most count = {group.count}"),
             (most < group.count, f"{where}: most = {group.most}: must be at least count = {group.count}"),
         ]  # fmt: skip

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +27,9 @@ from atoll.toml import to_toml
 
 NAME: Final = "ray"
 PLAN_FILE: Final = "ray.json"
+METRICS: Final = ("--metrics-at", "127.0.0.1:0")
+"""To this machine alone; the actor beside it gives them to Ray."""
+METRICS_FILE: Final = "metrics.address"
 ANSWER_SECONDS: Final = 120.0
 GIB: Final = 1 << 30
 
@@ -142,26 +146,29 @@ def _answer(ray: Any, future: Any, what: str, seconds: float = ANSWER_SECONDS) -
 def _plan(deployment: Deployment) -> RayPlan:
     wanted = deployment.settings.learners
 
-    def process(worker: str, words: list[str], group: str = "", spare: bool = False) -> RayProcess:
+    def process(worker: str, words: list[str], folder: Path, group: str = "", spare: bool = False) -> RayProcess:
         resources, site, environment = deployment.needs(worker)
         amounts = {"CPU": float(resources.cpus), "memory": float(round(resources.memory_gb * GIB))}
         amounts |= {"GPU": float(resources.gpus)} if resources.gpus else {}
         amounts |= {f"site:{site}": 0.001} if site else {}
         return RayProcess(
             worker=worker, argv=[deployment.python, "-m", "atoll", *words], log=str(deployment.log(worker)),
-            environment=dict(environment), resources=amounts, group=group, spare=spare,
+            metrics=str(folder / METRICS_FILE), environment=dict(environment), resources=amounts, group=group, spare=spare,
         )  # fmt: skip
 
     port = deployment.placement.syncer.port
     listen = f"{deployment.placement.syncer.host or NODE_IP}:{port}"
     reach = LearnerReach(keys=deployment.keys, listen=f"{NODE_IP}:0")
     learners = [
-        process(f"learner-{n}", deployment.learner_words(n, reach=reach), deployment.group_of[n].group, n >= wanted)
-        for n in deployment.learners
-    ]
+        process(
+            f"learner-{n}", deployment.learner_words(n, reach=reach, more=METRICS), deployment.out(n),
+            deployment.group_of[n].group, n >= wanted,
+        ) for n in deployment.learners
+    ]  # fmt: skip
+    syncer = process(SYNCER, deployment.syncer_words(listen, keys=deployment.keys, more=METRICS), deployment.run / SYNCER)
     groups = deployment.placement.groups(wanted)
     return RayPlan(
         name=deployment.name, run=str(deployment.run), leave_seconds=deployment.placement.leave_seconds,
-        processes=[process(SYNCER, deployment.syncer_words(listen, keys=deployment.keys)), *learners],
+        processes=[syncer, *learners],
         least={group.group: group.least or 1 for group in groups},
     )  # fmt: skip

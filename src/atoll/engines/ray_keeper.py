@@ -23,6 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from atoll.engines.deployment import LEFT_CODE, SYNCER
+from atoll.engines.ray_metrics import MetricsCopy
 from atoll.errors import UserError
 
 NAMESPACE: Final = "atoll"
@@ -53,6 +54,8 @@ class RayProcess(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     argv: list[str]
     log: str
+    metrics: str
+    """The file into which it writes where it serves its metrics."""
     environment: dict[str, str] = {}
     resources: dict[str, float] = {}
     """As Ray names them: CPU, GPU, memory, site:NAME."""
@@ -72,12 +75,13 @@ class RayPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerActor:
-    """Runs one command. Its output goes to the run's log and to this actor's, which Ray's dashboard shows."""
+    """Runs one command. Its output goes to the run's log and to this actor's, which Ray's dashboard shows; its metrics go to
+    Ray."""
 
-    def __init__(self, process: RayProcess) -> None:
-        self._process = process
+    def __init__(self, run: str, process: RayProcess) -> None:
+        self._run, self._process = run, process
         self._child: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._lock, self._over = threading.Lock(), threading.Event()
 
     def node(self) -> str:
         return str(ray_package().get_runtime_context().get_node_id())
@@ -86,9 +90,13 @@ class WorkerActor:
         """Until the command ends: its exit code. Called again, it waits for the same command."""
         with self._lock:
             if self._child is None:
+                metrics = MetricsCopy(Path(self._process.metrics), self._run, self._process.worker)
                 self._child = self._start()
                 threading.Thread(target=self._copy, args=(self._child,), daemon=True).start()
-        return self._child.wait()
+                threading.Thread(target=metrics.follow, args=(self._over,), daemon=True).start()
+        code = self._child.wait()
+        self._over.set()
+        return code
 
     def _start(self) -> subprocess.Popen[bytes]:
         address = importlib.import_module("ray.util").get_node_ip_address()
@@ -267,7 +275,7 @@ class Keeper:
             num_cpus=amounts.pop("CPU", 0), num_gpus=amounts.pop("GPU", 0), memory=amounts.pop("memory", None), resources=amounts,
             scheduling_strategy=strategies.PlacementGroupSchedulingStrategy(kept.room),
         )  # fmt: skip
-        self._adopt(kept, actor.remote(kept.process))
+        self._adopt(kept, actor.remote(self._plan.name, kept.process))
 
     def _adopt(self, kept: _Kept, actor: Any) -> None:
         kept.actor, kept.ended, kept.node_asked = actor, actor.run.remote(), actor.node.remote()

@@ -16,6 +16,7 @@ from atoll.planner.site import ClusterDescription
 
 LADDER = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 10.0, 15.0, 25.0)
 SPREADS = (0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0)
+WHAT_IF = "what would change the answer"
 
 
 @dataclass(frozen=True)
@@ -47,9 +48,10 @@ def changes(
     """For each number and direction, the first rung with another answer and the first with another preset."""
     same = (found.best, search(cluster, cache, near=found).best)  # the rougher search alone may already differ
     found_changes: list[Change] = []
-    for number, unit, side, rungs, move in _moves(cluster):
+    moves = list(_moves(cluster))
+    for done, (number, unit, side, rungs, move) in enumerate(moves):
         if progress:
-            progress(f"what if: {number} {side}")
+            progress(WHAT_IF, done, len(moves))
         climbed = _Rungs(rungs, partial(_search_moved, move, cache, found))
         for identity in (_answer, _preset):
             at = climbed.first_other(identity, same)

@@ -44,7 +44,9 @@ RUNS_MAX, RUNS_MAX_NEAR = 16, 4
 """Candidates of one preset and number of learners that are run from the best bound down."""
 CLOSE = 0.002
 """A bound that exceeds the best score by less is not run."""
-Progress = Callable[[str], None]
+Progress = Callable[[str, int, int], None]
+"""What is done, how many parts of it, and of how many."""
+SEARCHING = "searching"
 
 
 @dataclass(frozen=True)
@@ -179,15 +181,21 @@ def search(
     grids = all_axes(judge)
     if near is not None:
         grids = [_narrowed(axes, near) for axes in grids if _is_near(axes, judge, near)]
-    _synchronous(judge, grids, scored, near, progress)
-    ceiling = max((s.score for s in scored.values()), default=0.0)
+    pools = [(axes, _ranked(judge, axes)) for axes in grids if axes.preset != "decoupled"]
+    pools = sorted((pool for pool in pools if pool[1]), key=lambda pool: -pool[1][0][0])
     starts = sorted(
         ((axes, start) for axes in grids if axes.preset == "decoupled" for start in _starts(judge, axes, near)),
         key=lambda pair: -judge.bound(pair[1]),
     )  # the most promising first, so that more of the others can be skipped
-    for number, (axes, start) in enumerate(starts):
+
+    def done(parts: int) -> None:
         if progress:
-            progress(f"decoupled, {axes.learners} learners, from H {start.interval}")
+            progress(SEARCHING, parts, len(pools) + len(starts))
+
+    _synchronous(judge, pools, scored, near, done)
+    ceiling = max((s.score for s in scored.values()), default=0.0)
+    for number, (axes, start) in enumerate(starts):
+        done(len(pools) + number)
         if number == 0:  # for comparison, whatever its bound
             scored[start] = judge.score(start)
         ceiling = _climb(judge, axes, start, ceiling, scored)
@@ -210,18 +218,16 @@ def _undemanding(judge: Judge, grids: list[Axes]) -> Candidate:
 
 
 def _synchronous(
-    judge: Judge, grids: list[Axes], scored: dict[Candidate, Scored], near: SearchResult | None, progress: Progress | None
-) -> None:
+    judge: Judge, pools: list[tuple[Axes, list[tuple[float, Candidate]]]], scored: dict[Candidate, Scored],
+    near: SearchResult | None, done: Callable[[int], None],
+) -> None:  # fmt: skip
     """Runs the candidates of each grid from the best bound down, and moves on from the best of them."""
-    pools = [(axes, _ranked(judge, axes)) for axes in grids if axes.preset != "decoupled"]
-    pools = sorted((pool for pool in pools if pool[1]), key=lambda pool: -pool[1][0][0])
     presets, ceiling = set(), 0.0
-    for axes, ranked in pools:
+    for number, (axes, ranked) in enumerate(pools):
+        done(number)
         if axes.preset in presets and ranked[0][0] < (1 - 2 * TOLERANCE) * ceiling:
             continue
         presets.add(axes.preset)  # the best of every preset is run, whatever its bound, for comparison
-        if progress:
-            progress(f"{axes.preset}, {axes.learners} learners")
         best = _from_the_top(judge, ranked[: RUNS_MAX if near is None else RUNS_MAX_NEAR], ceiling, scored)
         ceiling = max(ceiling, best.score)
         if near is None and best.score >= (1 - 2 * TOLERANCE) * ceiling:

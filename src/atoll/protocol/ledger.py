@@ -118,5 +118,5 @@ class Ledger:
             self._discarded[reason] = self._discarded.get(reason, 0) + tokens
 
     def fates(self) -> Fates:
-        in_flight = sum(row.tokens - s for row in self._rows.values() for s in row.settled)
+        in_flight = sum(row.tokens * self._fragments - sum(row.settled) for row in self._rows.values())
         return Fates(self._trained, self._merged, dict(sorted(self._discarded.items())), in_flight)

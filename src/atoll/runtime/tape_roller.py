@@ -17,13 +17,14 @@ log = logging.getLogger("atoll.tape")
 
 
 class TapeRoller:
-    """`look` is called between two events. `later` does work that no event waits for: it compresses what ended."""
+    """`look` is called between two events. `later` does work that no event waits for: it compresses what ended. `begins` is told
+    the number of a segment before the tape goes on in it."""
 
     def __init__(
         self, tape: TapeWriter, machine: SyncerMachine | LearnerMachine, limits: Limits,
-        later: Callable[[Callable[[], None]], None],
+        later: Callable[[Callable[[], None]], None], begins: Callable[[int], None] = lambda number: None,
     ) -> None:  # fmt: skip
-        self._tape, self._machine, self._limits, self._later = tape, machine, limits, later
+        self._tape, self._machine, self._limits, self._later, self._begins = tape, machine, limits, later, begins
         self._path = tape.path
         self._roll_at = limits.tape_segment_bytes
         if not can_compress():
@@ -32,6 +33,7 @@ class TapeRoller:
     def look(self) -> None:
         if self._tape.segment_bytes < self._roll_at or self._machine.mailbox.incarnation < 0:
             return
+        self._begins(1 + self._tape.header.number)
         try:
             self._tape.roll(checkpoint(self._machine))
             self._roll_at = self._limits.tape_segment_bytes

@@ -76,6 +76,11 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     derivable: bool = True
     """False: no machine decided what is on it (torch's data-parallel training), so there is nothing to derive again."""
 
+    @property
+    def number(self) -> int:
+        """Of its segment."""
+        return self.segment.number if self.segment is not None else 1
+
 
 class Record(msgspec.Struct, frozen=True, rename={"number": "n", "now": "t", "worker": "w", "event": "e", "effects": "f"}):
     number: int
@@ -157,7 +162,7 @@ class TapeWriter:
 
     def _start(self, file: IO[bytes], header: Header, flush_each: bool, count: int = 0, chain: int = 0, size: int = 0) -> None:
         self._file = file
-        self._header = header
+        self.header = header
         self._flush_each = flush_each
         self.count = count
         self._chain = chain
@@ -189,15 +194,13 @@ class TapeWriter:
     def path(self) -> Path:
         return Path(self._file.name)
 
-    def append(
-        self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect], *, sync: bool = False
-    ) -> None:
+    def append(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect], *, sync: bool = False) -> None:
         """`sync`: the record is on the physical disk when this returns; if that fails, it is not on the tape."""
         self._put(_encode(Record(self.count + 1, now, worker, event, tuple(effects))), sync=sync)
         self.count += 1
 
     def _put_header(self) -> None:
-        self._put(_encode(_HeaderLine(self._header)))
+        self._put(_encode(_HeaderLine(self.header)))
 
     def append_gap(self, gap: Gap) -> None:
         self._put(_encode(_GapLine(gap)))
@@ -205,12 +208,12 @@ class TapeWriter:
     def roll(self, at: Checkpoint) -> None:
         """Ends this segment and begins the next, with the machine that has seen all records so far. An OSError leaves the tape as
         it was, or, if the segment has ended already, is raised again by `append` until the next one is in place."""
-        path, number = self.path, 1 + (self._header.segment.number if self._header.segment is not None else 1)
+        path, number = self.path, 1 + self.header.number
         ends = _encode(_NextLine(number))
         _, chain = _seal(ends, self._chain)
         digest = hashlib.sha256(at.state).hexdigest()
         segment = Segment(number, self.count, chain, at.outer_step, at.incarnation, digest, at.sent)
-        header = msgspec.structs.replace(self._header, segment=segment)
+        header = msgspec.structs.replace(self.header, segment=segment)
         line, begins = _seal(_encode(_HeaderLine(header)), chain)
         write_durably(state_file(path, number), at.state)
         write_durably(begun(path), line)
@@ -228,7 +231,7 @@ class TapeWriter:
         file = path.open("r+b", buffering=0)
         file.seek(size)
         self._file.close()
-        self._file, self._header, self._chain, self.segment_bytes, self._begun = file, header, chain, size, None
+        self._file, self.header, self._chain, self.segment_bytes, self._begun = file, header, chain, size, None
 
     def _put(self, body: bytes, *, sync: bool = False) -> None:
         if self._begun is not None:
@@ -302,17 +305,13 @@ class Tape:
         self.newest = self.header
         """The header of the segment that is being written, or that was when it was last looked at."""
         self._begin = self._first(begin)
-        if self._begin != self._number(self.header):
+        if self._begin != self.header.number:
             with self._open(self._begin) as file:
                 self.header, _ = self._read_header(read_line(file, self.reading))
 
-    @staticmethod
-    def _number(header: Header) -> int:
-        return header.segment.number if header.segment is not None else 1
-
     def segments(self) -> range:
         """The numbers of those that are kept, the current one among them."""
-        last = self._number(self.newest)
+        last = self.newest.number
         first, kept = last, set(past_numbers(self.path))
         while first - 1 in kept:
             first -= 1
@@ -336,7 +335,7 @@ class Tape:
 
     def newest_segment(self) -> Tape:
         """The same tape from its last segment: what a restart reads."""
-        return Tape(self.path, begin=self._number(self.newest))
+        return Tape(self.path, begin=self.newest.number)
 
     def begins_with(self, key: int = SYNCER) -> tuple[bytes, Segment] | None:
         """The machine's state before the first record that is read. None: it is a new machine."""
@@ -392,7 +391,7 @@ class Tape:
         if not first and not line.endswith(b"\n"):
             return False
         header, chain = self._read_header(line)
-        if self._number(header) != number:
+        if header.number != number:
             return False
         segment = header.segment
         if first:
@@ -466,8 +465,8 @@ class Tape:
             return _FooterLine(self._number_in(body, _FooterLine))
         if body.startswith(b'{"next"'):
             taken = _NextLine(self._number_in(body, _NextLine))
-            if taken.next != self._number(self.newest) + 1:
-                raise TapeError(f"tape {self.reading}: segment {self._number(self.newest)} is followed by {taken.next}")
+            if taken.next != self.newest.number + 1:
+                raise TapeError(f"tape {self.reading}: segment {self.newest.number} is followed by {taken.next}")
         elif body.startswith(b'{"gap"'):
             taken = self._take_gap(body)
             self.whole_records = taken.last

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from atoll.chaos import ChaosPlan, Kill, KillSyncer, Partition, Pause
+from atoll.chaos import ChaosPlan, Kill, KillSyncer, Partition, Pause, Rollback
 from atoll.config import Config, load
+from atoll.errors import TapeError
+from atoll.executor.environment import tape_header
 from atoll.ids import SYNCER
+from atoll.protocol.checkpoint import checkpoint, thaw
+from atoll.protocol.reasons import Why
+from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import FixParticipants
+from atoll.sim.cluster import VirtualCluster
 from atoll.sim.run import run_virtual
-from atoll.tape.format import Tape
+from atoll.tape.format import Record, Tape, TapeWriter
 from atoll.tape.replay import replay
+from atoll.tape.segments import Segment, tidy
 from atoll.tape.tail import Tail
 from atoll.views.index.build import IndexBuilder, build_index
-from atoll.views.index.files import Complete, IndexReader, complete_in
+from atoll.views.index.files import Complete, IndexReader, IndexWriter, WriterState, complete_in
+from atoll.views.index.fold import IndexFold
 from atoll.views.index.rows import FACTOR, EventKind, LaneState, bin_of, join_bins
+from atoll.views.index.state import IndexState, read_state, write_state
+from atoll.views.index.sums import FoldState
 from atoll.views.run import RunView
 
 FAULTS = ChaosPlan((Kill(6.0, 0, 4.0), Pause(14.0, 1, 3.0), KillSyncer(20.0, 2.0), Partition(30.0, 2, SYNCER, 4.0)))
@@ -154,3 +165,96 @@ def test_cut_tape_is_indexed_up_to_its_last_whole_record(run: Path, tmp_path: Pa
     complete = complete_in(tmp_path / "index")
     assert complete is not None and complete.cut
     assert 20 < IndexReader(tmp_path / "index").rounds < 60
+
+
+def test_rollback_is_a_row_of_its_own_with_its_reason(tmp_path: Path) -> None:
+    protocol = {"fragments": 4, "rollback_interval": 8}
+    config = load(preset_name="decoupled", overrides={"learners": 3, "total_steps": 40, "protocol": protocol})
+    run_virtual(config, ChaosPlan((Rollback(20.0),)), tmp_path / "run", tensors=False)
+    build_index(Tape(tmp_path / "run" / "run.tape"), tmp_path / "index")
+    index = IndexReader(tmp_path / "index")
+    (row,) = (row for row in index.rows(0, index.rounds) if row.why == Why.ROLLED_BACK.value)
+    assert row.participants == () and "the chaos plan" in row.text
+    assert [each.outer_step for each in index.rows(0, index.rounds)] == list(range(1, index.rounds + 1))
+
+
+SYNCERS_CONFIG = load(preset_name="decoupled", overrides={"learners": 3, "total_steps": 40})
+EVERY = 60
+
+
+@pytest.fixture(scope="module")
+def syncers_records() -> list[Record]:
+    found: list[Record] = []
+
+    def observe(now: int, worker: int, event: Any, effects: Any) -> None:
+        if worker == SYNCER:
+            found.append(Record(len(found) + 1, now, worker, event, tuple(effects)))
+
+    VirtualCluster(SYNCERS_CONFIG, plan=ChaosPlan((Kill(6.0, 0, 4.0), Pause(14.0, 1, 3.0))), observers=[observe]).run()
+    return found
+
+
+def syncers_tape(path: Path, records: list[Record]) -> Tape:
+    header = tape_header(SYNCERS_CONFIG, data_fingerprint="", tensors=False, plan=[], run="r", worker=SYNCER, epoch=0)
+    writer, machine = TapeWriter.create(path, header, flush_each=True), SyncerMachine(SYNCERS_CONFIG)
+    for record in records:
+        machine.on(record.event, record.now)
+        writer.append(record.now, record.worker, record.event, record.effects)
+        if record.number % EVERY == 0:
+            writer.roll(checkpoint(machine))
+    writer.close()
+    return Tape(path)
+
+
+def test_fold_that_went_on_from_its_state_in_every_segment_gives_the_same_files(
+    syncers_records: list[Record], tmp_path: Path
+) -> None:
+    """Every segment by a new machine and a new writer, as if the syncer had been killed in each; some rows are there already."""
+    tape = syncers_tape(tmp_path / "run.tape", syncers_records)
+    build_index(tape, tmp_path / "at once")
+    again = tmp_path / "again"
+    for number in tape.segments():
+        segment = Tape(tape.path, begin=number)
+        begins, machine = segment.begins_with(), SyncerMachine(SYNCERS_CONFIG)
+        state = read_state(again, begins[1]) if begins is not None else None
+        if begins is not None:
+            thaw(begins[0], machine)
+        writer = IndexWriter(again, segment.header, state.written) if state else IndexWriter(again, segment.header)
+        fold = IndexFold(machine, writer, state.fold if state else None)
+        first = segment.header.segment.records if segment.header.segment is not None else 0
+        for record in syncers_records[first : first + EVERY + 7]:  # seven of the next segment: its successor finds their rows
+            if record.number == first + EVERY + 1:
+                write_state(again, number + 1, IndexState(first + EVERY, writer.state(), fold.state))
+            machine.on(record.event, record.now)
+            fold(record.now, SYNCER, record.event, record.effects)
+        last = number == tape.segments().stop - 1
+        writer.close(Complete(len(syncers_records), cut=False) if last else None)
+    assert files(again) == files(tmp_path / "at once")
+
+
+def test_tape_without_its_older_segments_is_indexed_from_where_it_begins(syncers_records: list[Record], tmp_path: Path) -> None:
+    tape = syncers_tape(tmp_path / "run.tape", syncers_records)
+    build_index(tape, tmp_path / "whole")
+    whole = IndexReader(tmp_path / "whole")
+    tidy(tape.path, keep_bytes=1)
+    build_index(Tape(tape.path), tmp_path / "rest")
+    rest = IndexReader(tmp_path / "rest")
+    rows, last = rest.rows(0, rest.rounds), whole.rows(whole.rounds - rest.rounds, whole.rounds)
+    assert 0 < len(rows) < whole.rounds and [row.outer_step for row in rows] == [row.outer_step for row in last]
+    assert [row.text for row in rows] == [row.text for row in last] and rows[-1] == last[-1]
+    assert all(lane.steps < 5 for lane in rows[0].learners), "what a learner did before is not counted in the first row"
+
+
+def test_state_of_another_tape_and_an_index_that_lacks_rows_are_refused(syncers_records: list[Record], tmp_path: Path) -> None:
+    segment = Segment(2, 60, 0, 3, 0, "", ())
+    with pytest.raises(TapeError, match="cannot be read"):
+        read_state(tmp_path, segment)
+    write_state(tmp_path, 2, IndexState(59, WriterState(), FoldState()))
+    with pytest.raises(TapeError, match="is of another tape"):
+        read_state(tmp_path, segment)
+    (tmp_path / "000002.state").write_bytes(b"\xc1")
+    with pytest.raises(TapeError, match="is damaged"):
+        read_state(tmp_path, segment)
+    tape = syncers_tape(tmp_path / "run.tape", syncers_records)
+    with pytest.raises(TapeError, match="lacks rows that it had"):
+        IndexWriter(tmp_path / "index", tape.header, WriterState((1,)))

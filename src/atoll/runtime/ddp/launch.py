@@ -30,6 +30,7 @@ from atoll.runtime.clock import wall
 from atoll.runtime.ddp.rank import main
 from atoll.runtime.ddp.report import DdpOutcome, HeldoutReport, Job, RankFailed, RankReport, StepFold, Stepped, outcome_of
 from atoll.runtime.ddp.tape import DdpTape
+from atoll.store.lock import lock_directory
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Header
 from atoll.tape.heldout import HeldoutPoint, append_point, points_in
@@ -53,6 +54,7 @@ def run_ddp(
     _prepare(directory, config, Job(threads, backend, devices, tuple(allowed)))
     fold = StepFold(config.learners)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(lock_directory(directory, "run", "--out"))  # who watches it sees by the lock that it is live
         header = _header(config, device=devices[0], data_fingerprint=data_fingerprint)
         tape = stack.enter_context(DdpTape(directory, header, config.total_steps, say))
 

@@ -25,16 +25,20 @@ from atoll.protocol.vocabulary import (
     Stored,
 )
 from atoll.runtime.ddp.report import Stepped
+from atoll.runtime.index import RunIndex
 from atoll.tape.folder import TAPE_FILE
 from atoll.tape.format import Header
 from atoll.tape.gaps import LossyTapeWriter
+from atoll.views.index.files import IndexWriter
+from atoll.views.index.ranks import RankFold
 
 
 class DdpTape:
-    """A disk that is full makes gaps, and does not end the run."""
+    """A disk that is full makes gaps, and does not end the run. The index for pages goes with it."""
 
     def __init__(self, directory: Path, header: Header, total_steps: int, say: Callable[[str], None]) -> None:
         self._writer = LossyTapeWriter.begin(directory / TAPE_FILE, header, say)
+        self._index = RunIndex(directory, lambda folder: _ranks(folder, header))
         self._total = total_steps
         self._first: Nanos | None = None
         self._latest: Nanos = 0
@@ -60,6 +64,7 @@ class DdpTape:
         assert self._first is not None
         self._latest = max(self._latest, at - self._first)
         self._writer.append(self._latest, worker, event, effects)
+        self._index(self._latest, worker, event, effects)
 
     def __enter__(self) -> DdpTape:
         return self
@@ -67,3 +72,9 @@ class DdpTape:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """A run that failed leaves a tape without its footer, as others do."""
         self._writer.__exit__(kind, error, trace)
+        self._index.close(complete=kind is None)
+
+
+def _ranks(folder: Path, header: Header) -> tuple[IndexWriter, RankFold, int]:
+    writer = IndexWriter(folder, header)
+    return writer, RankFold(writer), 0

@@ -89,7 +89,7 @@ class SyncerDirectory:
             self._reopen()
         else:
             self._create(resume, list(plan))
-        self._roller = TapeRoller(self.tape, self.machine, config.limits, self._run_later)
+        self._roller = TapeRoller(self.tape, self.machine, config.limits, self._run_later, self.index.segment_begins)
         tokens = self._tokens(keys)
         self.revoked = Revoked(self.token_file.parent)
         if self.revoked.flaws:
@@ -190,13 +190,12 @@ class SyncerDirectory:
 
     def _feed(self, tape: Tape) -> Nanos:
         """What the machine was at the beginning of the newest segment, and the events since. Returns the time of the last."""
-        self.index = SyncerIndex(self.directory, tape.header, self.machine)
         begins = tape.begins_with()
         if begins is not None:
             state, segment = begins
             thaw(state, self.machine)
-            self.index.give_up("this syncer goes on from a checkpoint")
             self._starts = segment.incarnation + 1
+        self.index = SyncerIndex(self.directory, tape.header, self.machine)
         last: Nanos = self.machine.now
         for record in tape.records():
             self.machine.on(record.event, record.now)

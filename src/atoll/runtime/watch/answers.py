@@ -53,7 +53,9 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     ends: float = 0.0
     """The time of the newest thing known; while the run is live, now."""
     epoch: float = 0.0
-    """Of a live run: the Unix time of its time 0. 0: virtual time."""
+    """Where the run's time goes on as the wall clock does: the Unix time of its time 0."""
+    virtual: bool = False
+    """Its time is a simulator's."""
     lanes: tuple[LanePresent, ...] = ()
     loss: float | None = None
     heldout: int = 0

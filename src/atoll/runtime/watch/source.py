@@ -120,12 +120,13 @@ class WatchedRun:
         first = index.rows(0, 1)
         lanes, newest = self._lanes(index)
         ends = max(newest, last[0].closed_at if last else 0)
-        if state is RunState.LIVE and index.manifest.epoch:
-            ends = max(ends, time.time_ns() - index.manifest.epoch)
+        epoch = index.manifest.epoch if index.manifest.steady else 0
+        if state is RunState.LIVE and epoch:
+            ends = max(ends, time.time_ns() - epoch)
         return Status(
             name=name, state=state, settings=_settings(index.manifest), rounds=index.rounds, events=index.events,
             first_step=first[0].outer_step if first else 0, last_step=last[0].outer_step if last else 0, ends=seconds(ends),
-            epoch=index.manifest.epoch / SECOND, lanes=lanes, loss=last[0].loss if last else None,
+            epoch=epoch / SECOND, virtual=not index.manifest.epoch, lanes=lanes, loss=last[0].loss if last else None,
             heldout=len(self._heldout_points()), chaos=self._chaos if state is RunState.LIVE else (),
         )  # fmt: skip
 

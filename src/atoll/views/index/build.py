@@ -2,38 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from atoll.config import from_builtins
 from atoll.errors import ConfigError, TapeError
-from atoll.ids import SYNCER
+from atoll.ids import SYNCER, Nanos, WorkerId
 from atoll.protocol.checkpoint import thaw
 from atoll.protocol.syncer import SyncerMachine
+from atoll.protocol.vocabulary import Effect, Event
 from atoll.tape.format import Record, Tape
 from atoll.views.index.files import Complete, IndexWriter
-from atoll.views.index.fold import IndexFold
+from atoll.views.index.fold import IndexFold, RowSink
+from atoll.views.index.ranks import RankFold
+from atoll.views.index.sums import FoldState, state_behind
 
 EVERY = 2000
 """Records between two calls of `progress`."""
 
 
-class IndexBuilder:
-    """Feeds the syncer's records to a new machine and to the fold."""
+class RecordFold(Protocol):
+    """Rows from the records of a tape, one after the other."""
 
-    def __init__(self, tape: Tape, directory: Path) -> None:
-        try:
-            config = from_builtins(tape.header.config)
-        except ConfigError as error:
-            raise TapeError(f"tape {tape.path}: the config in its header is refused: {error}") from None
-        self._machine = SyncerMachine(config)
-        begins = tape.begins_with()
-        if begins is not None:  # older segments are not kept: the index begins where the tape does
-            thaw(begins[0], self._machine)
-        self._writer = IndexWriter(directory, tape.header)
-        self._fold = IndexFold(self._machine, self._writer)
-        self.total_steps = config.total_steps
-        self.records = 0
+    @property
+    def outer_step(self) -> int: ...
+    @property
+    def finished(self) -> bool: ...
+    def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None: ...
+
+
+class MachineFold:
+    """Feeds the syncer's records to a machine of its own, and then to the fold, which asks that machine."""
+
+    def __init__(self, machine: SyncerMachine, sink: RowSink, state: FoldState | None) -> None:
+        self._machine, self._fold = machine, IndexFold(machine, sink, state)
 
     @property
     def outer_step(self) -> int:
@@ -43,10 +46,43 @@ class IndexBuilder:
     def finished(self) -> bool:
         return self._machine.finished
 
+    def __call__(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        if worker == SYNCER:
+            self._machine.on(event, now)
+        self._fold(now, worker, event, effects)
+
+
+class IndexBuilder:
+    """The index of a tape."""
+
+    def __init__(self, tape: Tape, directory: Path) -> None:
+        try:
+            config = from_builtins(tape.header.config)
+        except ConfigError as error:
+            raise TapeError(f"tape {tape.path}: the config in its header is refused: {error}") from None
+        begins = tape.begins_with()
+        self._writer = IndexWriter(directory, tape.header)
+        self._fold: RecordFold
+        if not tape.header.derivable:
+            self._fold = RankFold(self._writer)
+        else:
+            machine, state = SyncerMachine(config), None
+            if begins is not None:  # older segments are not kept: the index begins where the tape does
+                state = state_behind(thaw(begins[0], machine))
+            self._fold = MachineFold(machine, self._writer, state)
+        self.total_steps = config.total_steps
+        self.records = 0
+
+    @property
+    def outer_step(self) -> int:
+        return self._fold.outer_step
+
+    @property
+    def finished(self) -> bool:
+        return self._fold.finished
+
     def feed(self, records: Iterable[Record]) -> None:
         for record in records:
-            if record.worker == SYNCER:
-                self._machine.on(record.event, record.now)
             self._fold(record.now, record.worker, record.event, record.effects)
             self.records += 1
 

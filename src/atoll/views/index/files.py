@@ -5,12 +5,13 @@
     1.rows, 1.table, ...     bins of 4, 16, 64, ... rounds
     events.rows, events.table
     complete.json            the run is over, or its tape ends here: nothing will follow
+    000002.state             of a live run: where the index stood when segment 2 of the tape began (state.py)
 
 A row is msgpack, compressed. A table has 16 bytes for each row: where the row ends, and its time. The table's entry is written
 after the row, so an entry that is there stands for a whole row.
 
-There is no other state. Who goes on with an index folds the tape from its start again; what is in the files already is compared
-and kept, and from the first difference on it is written anew. So an index that was continued equals one that was built at once.
+Who goes on with an index folds the tape again, from its start or from a state; what is in the files already is compared and
+kept, and from the first difference on it is written anew. So an index that was continued equals one that was built at once.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LEVELS: Final = 12
 """Of bins: 4 to the 12th is 16 million rounds."""
 ROW_MAX: Final = 1 << 22
 """Bytes of a row: one of 1,024 learners has some 50,000."""
-MANIFEST, COMPLETE = "manifest.json", "complete.json"
+MANIFEST, COMPLETE, STATE = "manifest.json", "complete.json", ".state"
 _ENTRY = struct.Struct("<QQ")
 _encode = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
@@ -50,6 +51,8 @@ class IndexManifest(msgspec.Struct, frozen=True, kw_only=True):
     epoch: int
     """Of a live run: the wall-clock nanoseconds of time 0."""
     config: dict[str, Any]
+    steady: bool = True
+    """The run's time goes on as the wall clock does. Ranks of torch's stop theirs for a held-out loss."""
 
 
 class Complete(msgspec.Struct, frozen=True):
@@ -61,11 +64,14 @@ class Complete(msgspec.Struct, frozen=True):
 class _RowFile:
     """Rows of one kind and their table."""
 
-    def __init__(self, directory: Path, name: str) -> None:
+    def __init__(self, directory: Path, name: str, count: int = 0) -> None:
+        """`count`: so many rows are there, and more are put behind them."""
         self._rows = os.open(directory / f"{name}.rows", os.O_RDWR | os.O_CREAT, 0o644)
         self._table = os.open(directory / f"{name}.table", os.O_RDWR | os.O_CREAT, 0o644)
         self._there = _whole_rows(self._rows, self._table)
-        self._count = self._end = 0
+        if count > self._there:
+            raise TapeError(f"index {directory}: lacks rows that it had")
+        self.count, self._end = count, _end_of(self._table, count)
         self._trimmed = False
         """Nothing lies beyond the rows that were put: a torn row, or what a tape said before it was cut."""
 
@@ -73,25 +79,25 @@ class _RowFile:
         """False: the row was there already."""
         body = zlib.compress(_encode(row), 1)
         end = self._end + len(body)
-        if self._count < self._there and not self._has(body, end, at):
-            self._there = self._count
-        new = self._count == self._there
+        if self.count < self._there and not self._has(body, end, at):
+            self._there = self.count
+        new = self.count == self._there
         if new:
             self._write(body, end, at)
             self._there += 1
-        self._count, self._end = self._count + 1, end
+        self.count, self._end = self.count + 1, end
         return new
 
     def _has(self, body: bytes, end: int, at: Nanos) -> bool:
-        entry = os.pread(self._table, _ENTRY.size, self._count * _ENTRY.size)
+        entry = os.pread(self._table, _ENTRY.size, self.count * _ENTRY.size)
         return entry == _ENTRY.pack(end, at) and os.pread(self._rows, len(body), self._end) == body
 
     def _write(self, body: bytes, end: int, at: Nanos) -> None:
         if not self._trimmed:  # the table first: no entry without its row
-            os.ftruncate(self._table, self._count * _ENTRY.size)
+            os.ftruncate(self._table, self.count * _ENTRY.size)
             os.ftruncate(self._rows, self._end)
             self._trimmed = True
-        for file, data, offset in ((self._rows, body, self._end), (self._table, _ENTRY.pack(end, at), self._count * _ENTRY.size)):
+        for file, data, offset in ((self._rows, body, self._end), (self._table, _ENTRY.pack(end, at), self.count * _ENTRY.size)):
             while data:
                 written = os.pwrite(file, data, offset)
                 data, offset = data[written:], offset + written
@@ -99,7 +105,7 @@ class _RowFile:
     def close(self, *, cut: bool) -> None:
         """`cut`: what is there beyond the rows that were put is not of this run."""
         if cut:
-            os.ftruncate(self._table, self._count * _ENTRY.size)
+            os.ftruncate(self._table, self.count * _ENTRY.size)
             os.ftruncate(self._rows, self._end)
         os.close(self._rows)
         os.close(self._table)
@@ -107,24 +113,52 @@ class _RowFile:
 
 def _whole_rows(rows: int, table: int) -> int:
     count, size = os.fstat(table).st_size // _ENTRY.size, os.fstat(rows).st_size
-    while count and _ENTRY.unpack(os.pread(table, _ENTRY.size, (count - 1) * _ENTRY.size))[0] > size:
+    while _end_of(table, count) > size:
         count -= 1
     return count
+
+
+def _end_of(table: int, count: int) -> int:
+    """Where so many rows end."""
+    if count == 0:
+        return 0
+    end: int = _ENTRY.unpack(os.pread(table, _ENTRY.size, (count - 1) * _ENTRY.size))[0]
+    return end
+
+
+class WriterState(msgspec.Struct, frozen=True):
+    """How far an index is written."""
+
+    levels: tuple[int, ...] = (0,)
+    """Rows of each."""
+    events: int = 0
+    pending: tuple[tuple[RoundBin, ...], ...] = ()
+    """Of each level: bins that wait for others of the same bin."""
+
+
+NOTHING_WRITTEN: Final = WriterState()
 
 
 class IndexWriter:
     """Where `IndexFold` puts its rows. Every row is with the operating system when its `put` returns."""
 
-    def __init__(self, directory: Path, header: Header) -> None:
-        manifest = IndexManifest(run=header.run, epoch=header.epoch, config=header.config)
+    def __init__(self, directory: Path, header: Header, state: WriterState = NOTHING_WRITTEN) -> None:
+        """`state`: of an index that is there, and goes on."""
+        manifest = IndexManifest(run=header.run, epoch=header.epoch, config=header.config, steady=header.derivable)
         directory.mkdir(parents=True, exist_ok=True)
         if manifest_in(directory) != manifest:
             _empty(directory)
             (directory / MANIFEST).write_bytes(msgspec.json.encode(manifest))
         self._directory, self._complete = directory, complete_in(directory) is not None
-        self._levels = [_RowFile(directory, "0")]
-        self._events = _RowFile(directory, "events")
+        self._levels = [_RowFile(directory, str(level), count) for level, count in enumerate(state.levels)]
+        self._events = _RowFile(directory, "events", state.events)
         self._pending: list[list[RoundBin]] = [[] for _ in range(LEVELS + 1)]
+        for pending, parts in zip(self._pending, state.pending, strict=False):
+            pending.extend(parts)
+
+    def state(self) -> WriterState:
+        pending = tuple(tuple(parts) for parts in self._pending)
+        return WriterState(tuple(file.count for file in self._levels), self._events.count, pending)
 
     def put_event(self, row: EventRow) -> None:
         self._put(self._events, row, row.at)
@@ -160,6 +194,8 @@ class IndexWriter:
                 if path.stem.isdecimal() and int(path.stem) >= len(self._levels):
                     path.unlink()
                     path.with_suffix(".rows").unlink(missing_ok=True)
+            for path in self._directory.glob(f"*{STATE}"):
+                path.unlink()
             (self._directory / COMPLETE).write_bytes(msgspec.json.encode(complete))
 
 
@@ -180,8 +216,9 @@ def complete_in(directory: Path) -> Complete | None:
 
 
 def _empty(directory: Path) -> None:
-    for path in (*directory.glob("*.rows"), *directory.glob("*.table"), *directory.glob("*.json")):
-        path.unlink()
+    for kind in (".rows", ".table", ".json", STATE):
+        for path in directory.glob(f"*{kind}"):
+            path.unlink()
 
 
 def remove_index(directory: Path) -> None:

@@ -86,7 +86,7 @@ def test_bad_input_is_one_sentence(words: list[str], said: str, tmp_path: Path) 
     [
         (["--allow-chaos"], "give --dashboard too"),
         (["--dashboard", "--virtual"], "use atoll watch RUN"),
-        (["--dashboard", "--preset", "ddp"], "no tape to show"),
+        (["--dashboard", "--allow-chaos", "--preset", "ddp"], "DDP survives no faults"),
     ],
 )
 def test_dashboard_of_what_has_none_is_refused(words: list[str], said: str, tmp_path: Path) -> None:
