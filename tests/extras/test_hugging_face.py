@@ -155,11 +155,11 @@ OF_EACH_TASK: dict[str, dict[str, Any]] = {
 
 def test_harness_asks_every_task_in_our_words(trained: Trained, task: Any, tmp_path: Path) -> None:
     assert set(OF_EACH_TASK) == set(task.TASKS)
-    for task, record in OF_EACH_TASK.items():
-        (tmp_path / f"{task}.jsonl").write_text(json.dumps(record | {"gold": 0}) + "\n", encoding="utf8")
+    for name, record in OF_EACH_TASK.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record | {"gold": 0}) + "\n", encoding="utf8")
     found = task.agreement(trained, list(OF_EACH_TASK), tmp_path)
     asked = {pair.task: (pair.ours, pair.theirs) for pair in found if pair.metric == "questions"}
-    assert asked == {task: (len(record.get("choices", [0])),) * 2 for task, record in OF_EACH_TASK.items()}
+    assert asked == {name: (len(record.get("choices", [0])),) * 2 for name, record in OF_EACH_TASK.items()}
     assert all(pair.agree for pair in found), found
 
 
