@@ -27,7 +27,7 @@ from atoll.views.index.build import IndexBuilder, build_index
 from atoll.views.index.files import Complete, IndexReader, IndexWriter, WriterState, complete_in
 from atoll.views.index.fold import IndexFold
 from atoll.views.index.rows import FACTOR, EventKind, LaneState, bin_of, join_bins
-from atoll.views.index.state import IndexState, read_state, write_state
+from atoll.views.index.state import IndexState, read_index_state, write_index_state
 from atoll.views.index.sums import FoldState
 from atoll.views.run import RunView
 
@@ -216,7 +216,7 @@ def test_fold_that_went_on_from_its_state_in_every_segment_gives_the_same_files(
     for number in tape.segments():
         segment = Tape(tape.path, begin=number)
         begins, machine = segment.begins_with(), SyncerMachine(SYNCERS_CONFIG)
-        state = read_state(again, begins[1]) if begins is not None else None
+        state = read_index_state(again, begins[1]) if begins is not None else None
         if begins is not None:
             thaw(begins[0], machine)
         writer = IndexWriter(again, segment.header, state.written) if state else IndexWriter(again, segment.header)
@@ -224,7 +224,7 @@ def test_fold_that_went_on_from_its_state_in_every_segment_gives_the_same_files(
         first = segment.header.segment.records if segment.header.segment is not None else 0
         for record in syncers_records[first : first + EVERY + 7]:  # seven of the next segment: its successor finds their rows
             if record.number == first + EVERY + 1:
-                write_state(again, number + 1, IndexState(first + EVERY, writer.state(), fold.state))
+                write_index_state(again, number + 1, IndexState(first + EVERY, writer.state(), fold.state))
             machine.on(record.event, record.now)
             fold(record.now, SYNCER, record.event, record.effects)
         last = number == tape.segments().stop - 1
@@ -248,13 +248,13 @@ def test_tape_without_its_older_segments_is_indexed_from_where_it_begins(syncers
 def test_state_of_another_tape_and_an_index_that_lacks_rows_are_refused(syncers_records: list[Record], tmp_path: Path) -> None:
     segment = Segment(2, 60, 0, 3, 0, "", ())
     with pytest.raises(TapeError, match="cannot be read"):
-        read_state(tmp_path, segment)
-    write_state(tmp_path, 2, IndexState(59, WriterState(), FoldState()))
+        read_index_state(tmp_path, segment)
+    write_index_state(tmp_path, 2, IndexState(59, WriterState(), FoldState()))
     with pytest.raises(TapeError, match="is of another tape"):
-        read_state(tmp_path, segment)
+        read_index_state(tmp_path, segment)
     (tmp_path / "000002.state").write_bytes(b"\xc1")
     with pytest.raises(TapeError, match="is damaged"):
-        read_state(tmp_path, segment)
+        read_index_state(tmp_path, segment)
     tape = syncers_tape(tmp_path / "run.tape", syncers_records)
     with pytest.raises(TapeError, match="lacks rows that it had"):
         IndexWriter(tmp_path / "index", tape.header, WriterState((1,)))

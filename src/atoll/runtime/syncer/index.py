@@ -10,7 +10,7 @@ from atoll.runtime.index import RunIndex
 from atoll.tape.format import Header
 from atoll.views.index.files import IndexWriter
 from atoll.views.index.fold import IndexFold
-from atoll.views.index.state import IndexState, read_state, write_state
+from atoll.views.index.state import IndexState, read_index_state, write_index_state
 
 
 class SyncerIndex(RunIndex):
@@ -19,7 +19,7 @@ class SyncerIndex(RunIndex):
         self._state: Callable[[], IndexState]
 
         def begin(folder: Path) -> tuple[IndexWriter, Callable[..., None], int]:
-            before = read_state(folder, header.segment) if header.segment is not None else None
+            before = read_index_state(folder, header.segment) if header.segment is not None else None
             writer = IndexWriter(folder, header, before.written) if before is not None else IndexWriter(folder, header)
             fold = IndexFold(machine, writer, before.fold if before is not None else None)
             self._state = lambda: IndexState(self.records, writer.state(), fold.state)
@@ -30,4 +30,4 @@ class SyncerIndex(RunIndex):
     def segment_begins(self, number: int) -> None:
         """Called before the tape goes on in this segment: a restart begins there."""
         if not self.is_given_up:
-            self.guarded(lambda: write_state(self.folder, number, self._state()))
+            self.guarded(lambda: write_index_state(self.folder, number, self._state()))

@@ -20,7 +20,7 @@ class IndexState(msgspec.Struct, frozen=True):
     fold: FoldState
 
 
-def write_state(directory: Path, segment: int, state: IndexState) -> None:
+def write_index_state(directory: Path, segment: int, state: IndexState) -> None:
     """The one before stays: the segment may fail to begin."""
     path = _path(directory, segment)
     new = path.with_suffix(".new")
@@ -31,7 +31,7 @@ def write_state(directory: Path, segment: int, state: IndexState) -> None:
             other.unlink(missing_ok=True)
 
 
-def read_state(directory: Path, segment: Segment) -> IndexState:
+def read_index_state(directory: Path, segment: Segment) -> IndexState:
     path = _path(directory, segment.number)
     try:
         state = msgspec.msgpack.decode(path.read_bytes(), type=IndexState)
