@@ -3,9 +3,11 @@ themselves, by SIGKILL, at a named moment of a round."""
 
 from __future__ import annotations
 
+import errno
 import os
 import runpy
 import signal
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -86,9 +88,47 @@ def set_up(fuse: Fuse) -> None:
     after(fuse, DurableVersions, "put", lambda t, *_: "stored, not taped" if t else "")
 
 
+class FileOperations:
+    """Every write, fsync, rename and link of this process on files. `kill`: by SIGKILL before operation `at`, or, if that is a
+    write, after half of its bytes; else: operation `at`, and every one that many later, fails as on a full disk."""
+
+    def __init__(self, at: int, *, kill: bool) -> None:
+        self._at, self._kill, self._count = at, kill, 0
+        for name in ("fsync", "replace", "rename", "link"):
+            setattr(os, name, self._counted(getattr(os, name)))
+        write, line = os.write, TapeWriter._write_whole
+
+        def write_some(handle: int, data: Any) -> int:
+            if stat.S_ISREG(os.fstat(handle).st_mode):
+                self._next(lambda: write(handle, data[: len(data) // 2]))
+            return write(handle, data)
+
+        def write_line(tape: Any, data: bytes, sync: bool) -> None:
+            self._next(lambda: tape._file.write(data[: len(data) // 2]))
+            line(tape, data, sync)
+
+        os.write, TapeWriter._write_whole = write_some, write_line  # type: ignore[method-assign]
+
+    def _counted(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            self._next(lambda: None)
+            return real(*args, **kwargs)
+
+        return operation
+
+    def _next(self, torn: Callable[[], object]) -> None:
+        self._count += 1
+        if self._kill and self._count == self._at:
+            torn()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not self._kill and self._count % self._at == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def become() -> None:
     """A child's arguments: `FOLDER ...`, to be there, for the server stays where it was started. Then `crash MOMENT ROUNDS ...`
-    is a syncer that will die, `python FILE ...` is that script, and anything else is `atoll` as it is."""
+    is a syncer that will die, `cut N ...` one whose power is cut at its N-th operation on files, `full N ...` one whose disk
+    refuses every N-th; `python FILE ...` is that script, and anything else is `atoll` as it is."""
     folder, *words = sys.argv[1:]
     os.chdir(folder)
     if words[0] == "python":
@@ -99,6 +139,10 @@ def become() -> None:
     if words[0] == "crash":
         set_up(Fuse(words[1], int(words[2])))
         words = words[3:]
+    elif words[0] in ("cut", "full"):
+        fused.WORTHWHILE = 1
+        FileOperations(int(words[1]), kill=words[0] == "cut")
+        words = words[2:]
     sys.argv = ["atoll", *words]
     main()
 

@@ -92,6 +92,33 @@ def test_syncer_killed_in_the_phases_of_a_round_goes_on_where_it_was(tmp_path: P
     retrain(tmp_path)
 
 
+@pytest.mark.parametrize("cuts", [(90, 61, 44), pytest.param(tuple(range(140, 10, -3)), marks=pytest.mark.soak)])
+def test_syncer_whose_power_is_cut_at_any_write_goes_on_where_it_was(tmp_path: Path, cuts: tuple[int, ...]) -> None:
+    """Each syncer is killed at its n-th write, fsync, rename or link, a write half done. The last one's disk refuses some."""
+    config = small(2, total_steps=20 + 8 * len(cuts))
+    fork_server = SharedForkServer()
+    log, address = tmp_path / "syncer.log", "127.0.0.1:0"
+    learners: list[Child] = []
+    try:
+        for cut in cuts:
+            syncer = fork_server.spawn(["cut", str(cut), *syncer_argv(tmp_path, config, address)], log)
+            if not learners:
+                address = wait_for(tmp_path / "syncer" / "address", syncer)
+                learners = [fork_server.spawn(learner_argv(tmp_path, address, m), tmp_path / f"{m}.log") for m in range(2)]
+            syncer.wait(60)
+            assert syncer.poll() == -signal.SIGKILL, f"it should have died at operation {cut}: {log.read_text()[-2000:]}"
+        last = [fork_server.spawn(["full", "300", *syncer_argv(tmp_path, config, address)], log), *learners]
+        for child in last:
+            child.wait(120)
+        assert [child.poll() for child in last] == [0, 0, 0], log.read_text()[-3000:]
+    finally:
+        fork_server.close()
+    judge(tmp_path, config)
+    stored = [r.event.outer_step for r in Tape(tmp_path / "syncer" / "run.tape").records() if isinstance(r.event, Stored)]
+    assert stored == sorted(set(stored)), "a stored round never reopens"
+    retrain(tmp_path)
+
+
 def test_full_disk_stops_announcing_and_loses_nothing(tmp_path: Path) -> None:
     """The kernel refuses the syncer's files to grow (RLIMIT_FSIZE) for a while: tape and versions alike."""
     config, log = small(2, total_steps=LONG), tmp_path / "syncer.log"

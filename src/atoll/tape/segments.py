@@ -144,15 +144,20 @@ def sync_folder(folder: Path) -> None:
 def finish_roll(path: Path, number: int) -> None:
     """The segment at `path` ended, as segment `number`: it takes its place among those before, and the next is current. `path`
     is there at every moment, for those who look for it."""
-    if not past(path, number).exists():
-        try:
-            os.link(path, past(path, number))
-        except OSError:  # a file system without hard links
-            copy = past(path, number).with_suffix(".copy")
-            shutil.copyfile(path, copy)
-            copy.rename(past(path, number))
-    begun(path).rename(path)
+    if begun(path).exists():  # else another attempt came as far as the names, and the folder could not be synced
+        if not past(path, number).exists():
+            _link(path, past(path, number))
+        begun(path).rename(path)
     sync_folder(path.parent)
+
+
+def _link(path: Path, name: Path) -> None:
+    try:
+        os.link(path, name)
+    except OSError:  # a file system without hard links
+        copy = name.with_suffix(".copy")
+        shutil.copyfile(path, copy)
+        copy.rename(name)
 
 
 _ENDS = re.compile(rb'\{"c":"[0-9a-f]{8}","next":(\d+)\}\n')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -172,18 +173,20 @@ class Killed(BaseException):
 
 
 class Fuse:
-    """Kills at the n-th open, fsync, link or rename."""
+    """Kills at the n-th open, fsync, link or rename; with an error that one fails, and those after it do not."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int) -> None:
-        self.left = steps
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int, error: OSError | None = None) -> None:
+        self.left, self._error = steps, error
         for owner, name in ((os, "fsync"), (os, "link"), (Path, "rename"), (Path, "open")):
             monkeypatch.setattr(owner, name, self._burning(getattr(owner, name)))
 
     def _burning(self, real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:
             self.left -= 1
-            if self.left < 0:
+            if self.left < 0 and self._error is None:
                 raise Killed
+            if self.left == -1 and self._error is not None:
+                raise self._error
             return real(*arguments, **named)
 
         return call
@@ -208,6 +211,22 @@ def test_kill_at_any_step_of_a_roll_loses_nothing(path: Path, steps: int, monkey
     assert checkpoint(machine_at_the_end(tape)) == state
     writer, record = TapeWriter.reopen(tape), RECORDS[150]
     writer.append(record.now, record.worker, record.event, record.effects)
+    writer.close()
+    assert list(Tape(path).records()) == RECORDS[:151]
+
+
+@pytest.mark.parametrize("steps", range(13))
+def test_one_refusal_at_any_step_of_a_roll_loses_nothing(path: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, writer = SyncerMachine(config()), TapeWriter.create(path, head(), flush_each=True)
+    for record in RECORDS[:150]:
+        machine.on(record.event, record.now)
+        writer.append(record.now, record.worker, record.event, record.effects)
+    with monkeypatch.context() as patch:
+        Fuse(patch, steps, OSError(28, "No space left on device"))
+        with contextlib.suppress(OSError):  # a file system without links is worked around
+            writer.roll(checkpoint(machine))
+        record = RECORDS[150]
+        writer.append(record.now, record.worker, record.event, record.effects)
     writer.close()
     assert list(Tape(path).records()) == RECORDS[:151]
 
