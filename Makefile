@@ -17,8 +17,9 @@ QUICK := tests/test_tidy.py tests/protocol tests/transcripts tests/unit/tensors 
 quick: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not soak and not extras" $(QUICK)
 
+# Three workers on two cores: a live test waits for processes half of its time.
 test: lint types
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not soak and not extras"
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not soak and not extras"
 
 # Hugging Face and Lightning beside what is there: the constraint keeps torch as it is.
 test-extras: $(INSTALLED)

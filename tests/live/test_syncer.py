@@ -92,7 +92,8 @@ def test_syncer_killed_in_the_phases_of_a_round_goes_on_where_it_was(tmp_path: P
     retrain(tmp_path)
 
 
-@pytest.mark.parametrize("cuts", [(90, 61, 44), pytest.param(tuple(range(140, 10, -3)), marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("cuts", [(90, 61, 44), tuple(range(140, 10, -3))], ids=["some", "many"])
 def test_syncer_whose_power_is_cut_at_any_write_goes_on_where_it_was(tmp_path: Path, cuts: tuple[int, ...]) -> None:
     """Each syncer is killed at its n-th write, fsync, rename or link, a write half done. The last one's disk refuses some."""
     config = small(2, total_steps=20 + 8 * len(cuts))

@@ -81,6 +81,7 @@ def test_killed_supervisor_leaves_nothing_running_and_the_run_goes_on_later(tmp_
     judge(run, load(recipe), whole=False)
 
 
+@pytest.mark.soak
 def test_run_that_is_over_ends_its_processes_and_is_not_started_again(tmp_path: Path) -> None:
     recipe, run = write_recipe(tmp_path, steps=40), tmp_path / "run"
     command("up", recipe, "--out", run, cwd=tmp_path)

@@ -246,7 +246,7 @@ def test_the_recipe_is_accepted_as_it_is_written(name: str, tmp_path: Path) -> N
     assert load(path) == accepted(found, judge)
 
 
-@pytest.mark.parametrize("name", TEXTBOOK)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.soak) if n == "two_continents" else n for n in TEXTBOOK])
 def test_the_recipe_trains(name: str, tmp_path: Path) -> None:
     """30 outer steps of a small model; of a hundred learners three are enough to see it."""
     cluster, found, memory = textbook(name)
