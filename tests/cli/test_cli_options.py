@@ -253,9 +253,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("options")
 
 
+ON_MACHINES = (STAR, NIGHT)
+"""What these simulate takes a second each time: their rows are tried by `make soak`."""
+
+
 @pytest.mark.parametrize("command", CASES)
-def test_every_option_changes_the_answer_or_is_refused_or_says_why(command: str, folder: Path) -> None:
+@pytest.mark.parametrize("on_machines", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_every_option_changes_the_answer_or_is_refused_or_says_why(command: str, on_machines: bool, folder: Path) -> None:
     for case in CASES[command]:
+        if case.base.startswith(ON_MACHINES) != on_machines:
+            continue
         before, written = base_said(case.base, folder), set(folder.iterdir())
         assert before is not None, case
         after = said(f"{case.base} {case.words}", folder)

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import pytest
 from pages import ROOT
 
+pytestmark = pytest.mark.soak  # it applies every recipe of the page to a copy of the source
+
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf8")
 BLOCK = r"\n\n```\w*\n(?P<block>.*?)^```$"
 EDIT = re.compile(

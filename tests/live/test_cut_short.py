@@ -36,6 +36,7 @@ def test_interrupted_run_is_evaluated_and_its_outer_step_told(tmp_path: Path) ->
     assert (said["outer_step"], said["total_steps"]) == (reached, 5000)
 
 
+@pytest.mark.soak
 def test_run_interrupted_before_its_first_round_is_refused(tmp_path: Path) -> None:
     def interrupt(cluster: LocalCluster, record: Record) -> None:
         raise KeyboardInterrupt

@@ -105,7 +105,10 @@ def of_one_rank(codec: str, known: dict[str, Any], start: Callable[[Config], Wat
     return known[codec]
 
 
-@pytest.mark.parametrize(("ranks", "codecs"), [(1, ("blocks",)), (2, ("blocks", "feedback")), (3, CODECS), (4, ("feedback",))])
+@pytest.mark.parametrize(
+    ("ranks", "codecs"),
+    [pytest.param(1, ("blocks",), marks=pytest.mark.soak), (2, ("blocks", "feedback")), (3, CODECS), (4, ("feedback",))],
+)
 def test_every_layout_sends_and_merges_the_bytes_of_one_rank(
     start: Callable[[Config], Watched], known: dict[str, Any], ranks: int, codecs: Iterable[str]
 ) -> None:

@@ -81,6 +81,7 @@ def test_no_other_preset_at_its_best_is_better_by_2_percent(name: str) -> None:
     assert found.best.score >= 0.98 * max(s.score for s in found.scored.values())
 
 
+@pytest.mark.soak
 def test_what_would_change_the_answer_is_what_the_search_says_there() -> None:
     cluster, memory = msgspec.structs.replace(two_sites(), fixed=site.Fixed(preset="streaming")), SimulatorCache()
     found = search(cluster, memory)
