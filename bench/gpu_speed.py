@@ -119,7 +119,8 @@ def live_beside(config: Config, device: str, scripted: int, step_seconds: float)
         folder = cluster.folder / "learner"
         where = ["--syncer", cluster.address, "--token", str(cluster.token), "--out", str(folder), "--id", "0"]
         learner = subprocess.Popen([sys.executable, "-m", "atoll", "learner", *where, "--device", device], stdout=sys.stderr)
-        cluster.learners(1, scripted, "--step", str(step_seconds), "--jitter", "0.05")
+        for number in range(1, scripted + 1):  # each a process of its own, as learners are: one for all would be the slower end
+            cluster.learners(number, 1, "--step", str(step_seconds), "--jitter", "0.05")
         if learner.wait():
             raise SystemExit(f"the learner ended with {learner.returncode}")
         return measured(config, next(folder.rglob("0.tape")))
