@@ -13,6 +13,7 @@ process, and every digest on the tape must be the same: otherwise exit code 1. O
     floor_ms        the least memory traffic of a round over the bandwidth of a copy, measured in this run on one core: M packets
                     read twice, Theta, momentum and announcement read and written, the announced packet written
     load_cpu_ms     of the scripted learners a round
+    stages_ms       medians from the tape, as `atoll strip --timing` shows them
     kernels         what merges: numba, or torch
 """
 
@@ -133,8 +134,8 @@ def sample(cluster: Any, load: Any, counts: Path) -> Sample:
         from atoll.store.durable import newest_step  # type: ignore[attr-defined,no-redef]
     io = dict(line.split(": ") for line in Path(f"/proc/{cluster.syncer.pid}/io").read_text().splitlines())
     hashed = int(counts.read_text() or 0) if counts.exists() else 0
-    commits = newest_step(cluster.directory)
-    return Sample(commits, time.monotonic(), cluster.syncer.cpu_seconds(), load.cpu_seconds(), int(io["write_bytes"]), hashed)
+    commits, working = newest_step(cluster.directory), sum(each.cpu_seconds() for each in load)
+    return Sample(commits, time.monotonic(), cluster.syncer.cpu_seconds(), working, int(io["write_bytes"]), hashed)
 
 
 def measured(learners: int, rounds: int, out: Callable[[str], None]) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def measured(learners: int, rounds: int, out: Callable[[str], None]) -> dict[str
 
     counts = Path(os.environ.get("ATOLL_BENCH_DIR") or "/tmp") / f"hashed-{os.getpid()}"
     with Cluster(settings(learners), (__file__, "--serve", counts, "syncer"), keys=learners) as cluster:
-        load = cluster.learners(0, learners, "--step", "0.05", "--packets", str(PACKETS))
+        load = loads(cluster, learners)
         seen: list[Sample] = []
         while not seen or seen[-1].commits <= WARM + rounds:  # the last version may not be on the tape yet
             time.sleep(0.1)
@@ -151,19 +152,43 @@ def measured(learners: int, rounds: int, out: Callable[[str], None]) -> dict[str
             if not seen or now.commits > seen[-1].commits:
                 seen.append(now)
                 out(f"M = {learners}: {now.commits} of {WARM + rounds} commits")
-        for process in (load, cluster.syncer):
+        for process in (*load, cluster.syncer):
             process.stop()
         counts.unlink(missing_ok=True)
         first = next(each for each in seen if each.commits >= WARM)
         last, times, parted, verified = seen[-1], *verify(cluster.tape, settings(learners), WARM + rounds, out)
+        stages = stages_of(cluster.tape, WARM, last.commits)
     gaps = [1e3 * (b - a) for a, b in pairwise(times[WARM : last.commits])]
     n = last.commits - first.commits
     return {
         "cpu_ms": round(1e3 * (last.cpu - first.cpu) / n), "commit_ms": round(statistics.median(gaps)),
         "bytes_written": round((last.written - first.written) / n), "bytes_hashed": round((last.hashed - first.hashed) / n),
         "load_cpu_ms": round(1e3 * (last.load - first.load) / n), "participants": round(statistics.mean(parted[WARM:]), 2),
-        "rounds": n, "verified": verified,
+        "rounds": n, "verified": verified, "stages_ms": stages,
     }  # fmt: skip
+
+
+def loads(cluster: Any, learners: int) -> list[Any]:
+    """Several processes where there are cores for them: one interpreter for all learners would be what the syncer waits for."""
+    count = min(learners, max(1, (os.cpu_count() or 1) // 2))
+    shares = [learners // count + (each < learners % count) for each in range(count)]
+    given = ("--step", "0.05", "--packets", str(PACKETS))
+    return [cluster.learners(sum(shares[:at]), share, *given) for at, share in enumerate(shares)]
+
+
+def stages_of(tape: Path, first: int, last: int) -> dict[str, float]:
+    """Medians over the rounds that were measured; empty on a commit that does not time them."""
+    try:
+        from atoll.views.stages import RoundClock
+    except ImportError:
+        return {}
+    from atoll.tape.format import Tape
+
+    clock = RoundClock()
+    for record in Tape(tape).records():
+        clock(record.now, record.worker, record.event, record.effects)
+    clock.rounds = clock.rounds[first:last]
+    return {name: round(1e3 * seconds, 1) for name, seconds in clock.medians().items()}
 
 
 def verify(tape: Path, config: Any, rounds: int, out: Callable[[str], None]) -> tuple[list[float], list[int], bool]:

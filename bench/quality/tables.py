@@ -1,8 +1,10 @@
 """Tables and a figure from the lines of train.py and study.py.
 
-    python bench/quality/tables.py main.jsonl [more.jsonl ...] [--step-seconds 0.1] [--reference NAME] [--figure out.svg]
+    python bench/quality/tables.py main.jsonl [more.jsonl ...] [--only NAME,...] [--reference NAME] [--figure out.svg]
+    python bench/quality/tables.py --page docs/research/results.md
 
-One row per name; the newest line of a name and seed counts.
+One row per name; the newest line of a name and seed counts. With --page, every table of the page that stands under a comment
+`<!-- tables.py FILE ... -->` is made anew by the arguments in the comment, whose files lie in bench/quality/results.
 
 * loss: held-out, of Theta; mean and sample standard deviation over the seeds. "over data-parallel" compares with the mean of
   the run named data_parallel, or --reference; "replica" is the loss of learner 0's own weights. Data-parallel has one learner:
@@ -23,6 +25,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,6 +49,9 @@ if TYPE_CHECKING:
 DATA_PARALLEL = "data_parallel"
 BF16_BYTES, BF16_BITS = 2, 16.0
 Line = Mapping[str, Any]
+LINES = Path(__file__).parent / "results"
+MARKED = re.compile(r"<!-- tables\.py (?P<arguments>.*?) -->\n\n(?P<table>(?:\|.*\n)*)")
+"""A table of a page, with the arguments that made it."""
 
 # ---------------------------------------------------------------- arithmetic
 
@@ -161,10 +168,13 @@ def _by_the_machines(config: Config, parameters: int, step_seconds: float, gbit:
     return measure_decoupled(settings_for(config.preset, layers)).utilisation
 
 
-def rows(paths: Sequence[Path], step_seconds: float, reference: str = DATA_PARALLEL) -> list[Row]:
+def rows(
+    paths: Sequence[Path], step_seconds: float, reference: str = DATA_PARALLEL, only: Sequence[str] = ()
+) -> list[Row]:
+    """`only`: these, in this order; the reference need not be one of them."""
     runs = newest(paths)
     base = statistics.mean(map(loss_of, runs[reference])) if reference in runs else None
-    return [_row(name, lines, step_seconds, base) for name, lines in runs.items()]
+    return [_row(name, runs[name], step_seconds, base) for name in only or runs]
 
 
 def _row(name: str, lines: Sequence[Line], step_seconds: float, base: float | None) -> Row:
@@ -181,9 +191,10 @@ def _row(name: str, lines: Sequence[Line], step_seconds: float, base: float | No
 # ---------------------------------------------------------------- tables
 
 
-def table(found: Sequence[Row]) -> str:
+def table(found: Sequence[Row], reference: str = DATA_PARALLEL) -> str:
+    over = "data-parallel" if reference == DATA_PARALLEL else reference
     head = (
-        "run", "held-out loss", "over data-parallel, %", "seeds", "replica", "tokens", "bytes", "peak Gbit/s",
+        "run", "held-out loss", f"over {over}, %", "seeds", "replica", "tokens", "bytes", "peak Gbit/s",
         "hours at 1 Gbit/s",
     )  # fmt: skip
     lines = [head, tuple("---" for _ in head), *map(_cells, found)]
@@ -255,18 +266,57 @@ def _label(axes: Any, shown: Sequence[Row], pixels: float) -> None:
         )  # fmt: skip
 
 
+# ---------------------------------------------------------------- pages
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Of each marked table the arguments, and its lines."""
+    return [(found["arguments"], found["table"]) for found in MARKED.finditer(page)]
+
+
+def made(arguments: str) -> str:
+    """The table that the arguments of a comment ask for."""
+    asked = parser().parse_args(shlex.split(arguments))
+    return table(asked_for(asked, [LINES / file for file in asked.files]), asked.reference) + "\n"
+
+
+def asked_for(asked: argparse.Namespace, files: Sequence[Path]) -> list[Row]:
+    runs = newest(files)
+    for option, names in (("--reference", [asked.reference]), ("--only", asked.only)):
+        if unknown := [name for name in names if name not in runs]:
+            raise SystemExit(f"{option} {','.join(unknown)}: no such run in these files; there are {', '.join(runs)}")
+    return rows(files, asked.step_seconds, asked.reference, asked.only)
+
+
+def renew(page: Path) -> int:
+    """How many tables changed."""
+    before = page.read_text(encoding="utf8")
+    after = MARKED.sub(lambda found: f"<!-- tables.py {found['arguments']} -->\n\n{made(found['arguments'])}", before)
+    page.write_text(after, encoding="utf8")
+    return sum(old != new for old, new in zip(blocks(before), blocks(after), strict=True))
+
+
+def parser() -> argparse.ArgumentParser:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("files", type=Path, nargs="*")
+    words.add_argument("--step-seconds", type=float, default=0.1)
+    words.add_argument("--reference", default=DATA_PARALLEL, help="the run that the others are compared with")
+    words.add_argument("--only", type=lambda names: names.split(","), default=[], help="these runs, with commas between")
+    words.add_argument("--figure", type=Path)
+    words.add_argument("--page", type=Path, help="make the marked tables of this page anew")
+    return words
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", type=Path, nargs="+")
-    parser.add_argument("--step-seconds", type=float, default=0.1)
-    parser.add_argument("--reference", default=DATA_PARALLEL, help="the run that the others are compared with")
-    parser.add_argument("--figure", type=Path)
-    chosen = parser.parse_args()
-    found = rows(chosen.files, chosen.step_seconds, chosen.reference)
-    if chosen.reference not in {row.name for row in found}:
-        names = ", ".join(row.name for row in found)
-        raise SystemExit(f"--reference {chosen.reference}: no such run in these files; there are {names}")
-    print(table(found))
+    words = parser()
+    chosen = words.parse_args()
+    if chosen.page is not None:
+        print(f"{chosen.page}: {renew(chosen.page)} of {len(blocks(chosen.page.read_text(encoding='utf8')))} tables changed")
+        return
+    if not chosen.files:
+        words.error("name files of lines, or a page with --page")
+    found = asked_for(chosen, chosen.files)
+    print(table(found, chosen.reference))
     if chosen.figure is not None:
         save(chosen.figure, lambda: draw(found))
 

@@ -7,9 +7,11 @@ turned and keep their length. A. Al Asif et al. 2026 (arXiv 2606.00271); the con
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
-from atoll.tensors.norms import outlier_norm
+from atoll.tensors.norms import inner_product, outlier_norm
 
 KEPT = 0.2
 """Outer gradients of different learners are nearly orthogonal: a larger cosine is already agreement."""
@@ -19,19 +21,20 @@ KAPPA = 1.0
 """How much a gradient that is short beside the momentum is trusted less."""
 
 
-def corrected(delta: Tensor, momentum: Tensor) -> Tensor:
-    """Of one tensor, flat. Lengths are sums over a fixed tree, and the cosine follows from two of them."""
-    length, along = outlier_norm(delta), outlier_norm(momentum)
+def corrected(delta: Tensor, momentum: Tensor, along: float) -> Tensor:
+    """Of one tensor, flat; `along` is the momentum's length. Sums are over a fixed tree, and a turned gradient's length follows from
+    the cosine: so two passes over a gradient decide what becomes of it."""
+    length = outlier_norm(delta)
     if length == 0.0 or along == 0.0:
         return delta
-    own, reference = delta.div(length), momentum.div(along)
-    cosine = (outlier_norm(own + reference) ** 2 - outlier_norm(own - reference) ** 2) / 4
+    cosine = inner_product(delta, momentum) / (length * along)
     trust = length / (length + KAPPA * along)
     if cosine >= KEPT:
         return delta
     if cosine < 0.0:
         back = min(SHRINKING * -cosine * trust, 1.0)
-        return delta - reference.mul(back * cosine * length)
+        return delta - momentum.mul(back * cosine * length / along)
     share = min(TURNING * (KEPT - cosine) * trust, 1.0)
-    turned = own.mul(1.0 - share).add_(reference.mul(share))
-    return turned.mul_(length / outlier_norm(turned))
+    rest = 1.0 - share
+    turned = math.sqrt(rest * rest + share * share + 2.0 * rest * share * cosine)
+    return delta.mul(rest / turned).add_(momentum.mul(share / turned * length / along))

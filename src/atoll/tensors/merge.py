@@ -20,7 +20,7 @@ from atoll.config.merges import MergeSpec, add_merge, merge_spec
 from atoll.errors import ConfigError
 from atoll.tensors.aligned import corrected
 from atoll.tensors.layout import Fragment, Slot
-from atoll.tensors.norms import squared_norms
+from atoll.tensors.norms import outlier_norm, squared_norms
 from atoll.tensors.robust import ROBUST
 
 NORMS = ("tensor", "row", "fragment")
@@ -114,7 +114,9 @@ def merge(
             assert momentum is not None, f"merge {how!r} needs an outer momentum"
             for slot in slots:
                 part = slice(slot.offset, slot.offset + slot.numel)
-                out[part] = mean([corrected(voter[part], momentum[part]) for voter in voters], shares)
+                direction = momentum[part]
+                along = outlier_norm(direction)
+                out[part] = mean([corrected(voter[part], direction, along) for voter in voters], shares)
         elif how in _registered:
             for slot in slots:
                 part = slice(slot.offset, slot.offset + slot.numel)

@@ -34,13 +34,20 @@ def block_leaves(sums: Array, factors: Array) -> Array:
     return leaves
 
 
-def squared_norms(rows: Tensor) -> Tensor:
-    """The squared L2 norm of each row, in float64, summed over a tree that depends only on the shape of `rows`.
+def inner_product(a: Tensor, b: Tensor) -> float:
+    """In float64, summed over the same tree as a norm."""
+    return float(_products(a.reshape(1, -1), b.reshape(1, -1)).item())
 
-    Every addition is elementwise, so torch's threads change nothing. Batches bound the float64 copy to 8 MiB.
-    """
+
+def squared_norms(rows: Tensor) -> Tensor:
+    """The squared L2 norm of each row, in float64, summed over a tree that depends only on the shape of `rows`."""
+    return _products(rows, rows)
+
+
+def _products(rows: Tensor, others: Tensor) -> Tensor:
+    """Row by row. Every addition is elementwise, so torch's threads change nothing. Batches bound the float64 copy to 8 MiB."""
     if rows.is_cuda:  # reductions on a GPU do not depend on CPU threads, and one launch is fastest
-        return rows.to(torch.float64).square_().sum(-1)
+        return rows.to(torch.float64).mul_(others).sum(-1)
     count, width = rows.shape
     leaves = torch.zeros(count, max(1, -(-width // LEAF)), dtype=torch.float64, device=rows.device)
     for left in range(0, width, _BATCH):
@@ -52,7 +59,8 @@ def squared_norms(rows: Tensor) -> Tensor:
             part = rows[top : top + height, left : left + span]
             wide = torch.zeros(part.shape[0], padded, dtype=torch.float64, device=rows.device)
             wide[:, :span].copy_(part)
-            sums = _halved(wide.square_().view(part.shape[0], -1, leaf))
+            wide[:, :span].mul_(others[top : top + height, left : left + span])
+            sums = _halved(wide.view(part.shape[0], -1, leaf))
             leaves[top : top + height, left // LEAF : left // LEAF + sums.shape[1]] = sums
     filled = torch.zeros(count, _power_of_two(leaves.shape[1]), dtype=torch.float64, device=rows.device)
     filled[:, : leaves.shape[1]] = leaves
