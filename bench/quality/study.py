@@ -291,7 +291,8 @@ class JobRunner:
             code = process.wait()
             for timer in timers:
                 timer.cancel()
-        if code in (0, STOPPED):
+        asked = self._states is not None and time.monotonic() >= self._until - self._grace
+        if code in (0, STOPPED) or (asked and code == -signal.SIGTERM):  # the signal, before train.py could take it: it begins anew
             return STOPPED_WORDS if code else ""
         return "ended, the time is up" if time.monotonic() >= self._until else f"exit {code}, {last} (see {job.beside('.log')})"
 
