@@ -1,6 +1,6 @@
 """What does it cost a learner to be looked at?
 
-    python bench/sight.py [--sight all|metrics|pages] [--runs 5] [--pairs 8] [--block 40] [--milliseconds 50]
+    python bench/sight.py [--sight all|metrics|pages|remote] [--runs 5] [--pairs 8] [--block 40] [--milliseconds 50]
                           [--out bench/results/sight.jsonl]
 
 A run has a syncer, a learner in this process, built as `atoll learner` builds it, and a scripted learner (bench/scripted.py).
@@ -15,6 +15,8 @@ machine meets both alike.
   (niceness 19): a user's is on another machine, and drawing is not what the run pays. The index is appended by the syncer all
   the time.
 * `all`: both.
+* `remote`: metrics, and three readers in place of the browser, at the same priority: each holds the page's stream of news and
+  asks at every word of it what the page asks. It is what a page on another machine costs the run's machine, which draws nothing.
 
 The first steps of each block do not count. A run's ratios are of the mean CPU time of the training thread, at most 1.01, and of
 the median duration of a step, at most 1.02; the verdict is on the median of the runs. On a machine that others use, only the
@@ -32,6 +34,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -67,6 +70,32 @@ for line in sys.stdin:
     (on.set if line.strip() == "on" else on.clear)()
 """
 
+READER = """
+import json, os, sys, threading, urllib.parse, urllib.request
+os.nice(19)
+on, url = threading.Event(), urllib.parse.urlsplit(sys.argv[1])
+root = f"http://{url.netloc}"
+auth = {"Authorization": "Bearer " + urllib.parse.parse_qs(url.query).get("token", [""])[0]}
+def ask(path):
+    return urllib.request.urlopen(urllib.request.Request(root + path, headers=auth), timeout=60)
+def read():
+    while True:
+        on.wait()
+        with ask("/api/news") as news:
+            for line in news:
+                if not on.is_set():
+                    break
+                if line.startswith(b"data: "):
+                    ends = json.loads(line[6:])["ends"]
+                    whole = f"?from=0&to={ends}&most=200"
+                    for path in ("bins" + whole, "events" + whole, "bins?from=0&to=1e9&most=150", f"round_at?at={ends}"):
+                        json.loads(ask("/api/" + path).read())
+for _ in range(int(sys.argv[2])):
+    threading.Thread(target=read, daemon=True).start()
+for line in sys.stdin:
+    (on.set if line.strip() == "on" else on.clear)()
+"""
+
 
 class Sight(Protocol):
     """Something that looks at the run, and can be told to look away."""
@@ -86,30 +115,59 @@ class SwitchedMetrics(LearnerMetrics):
             super().__call__(*event)
 
 
+class Told:
+    """A process that looks or not, as it is told."""
+
+    def __init__(self, script: str, *words: object) -> None:
+        self._process = subprocess.Popen([sys.executable, "-c", script, *map(str, words)], stdin=subprocess.PIPE, text=True)
+
+    def say(self, word: str) -> None:
+        assert self._process.stdin is not None
+        assert self._process.poll() is None, "what looks at the run has ended"
+        self._process.stdin.write(word + "\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 class ScrapedMetrics:
     def __init__(self, cluster: Cluster, metrics: SwitchedMetrics) -> None:
         self._metrics = metrics
         self._server = MetricsServer(MetricsAt("127.0.0.1:0"), metrics.page)
-        addresses = [self._server.address, (cluster.directory / "metrics.address").read_text().strip()]
-        self._scraper = subprocess.Popen([sys.executable, "-c", SCRAPER, *addresses], stdin=subprocess.PIPE, text=True)
-
-    def _say(self, word: str) -> None:
-        assert self._scraper.stdin is not None
-        self._scraper.stdin.write(word + "\n")
-        self._scraper.stdin.flush()
+        self._scraper = Told(SCRAPER, self._server.address, (cluster.directory / "metrics.address").read_text().strip())
 
     def on(self) -> None:
         self._metrics.counts = True
-        self._say("on")
+        self._scraper.say("on")
 
     def off(self) -> None:
         self._metrics.counts = False
-        self._say("off")
+        self._scraper.say("off")
 
     def close(self) -> None:
-        self._scraper.kill()
-        self._scraper.wait()
+        self._scraper.close()
         self._server.close()
+
+
+class ReadPages:
+    """Three readers of what the page reads, which draw nothing."""
+
+    def __init__(self, cluster: Cluster, metrics: SwitchedMetrics) -> None:
+        self._closing = ExitStack()
+        url, _ = self._closing.enter_context(chrome.page_of("watch", cluster.folder))
+        self._readers = Told(READER, url, PAGES)
+        self._closing.callback(self._readers.close)
+
+    def on(self) -> None:
+        self._readers.say("on")
+
+    def off(self) -> None:
+        self._readers.say("off")
+
+    def close(self) -> None:
+        self._closing.close()
 
 
 class OpenPages:
@@ -144,8 +202,8 @@ class OpenPages:
 
 
 class Both:
-    def __init__(self, cluster: Cluster, metrics: SwitchedMetrics) -> None:
-        self._parts: tuple[Sight, ...] = (OpenPages(cluster, metrics), ScrapedMetrics(cluster, metrics))
+    def __init__(self, pages: Callable[[Cluster, SwitchedMetrics], Sight], cluster: Cluster, metrics: SwitchedMetrics) -> None:
+        self._parts: tuple[Sight, ...] = (pages(cluster, metrics), ScrapedMetrics(cluster, metrics))
 
     def on(self) -> None:
         for part in self._parts:
@@ -162,7 +220,8 @@ class Both:
 
 SERVED = ("--metrics-at", "127.0.0.1:0")
 SIGHTS: dict[str, tuple[Sequence[str], Callable[[Cluster, SwitchedMetrics], Sight]]] = {
-    "all": (SERVED, Both),
+    "all": (SERVED, partial(Both, OpenPages)),
+    "remote": (SERVED, partial(Both, ReadPages)),
     "metrics": (SERVED, ScrapedMetrics),
     "pages": ((), OpenPages),
 }

@@ -29,7 +29,7 @@ from atoll.runtime.watch.http import HttpAnswer, HttpRefusal, HttpRequest, HttpS
 from atoll.runtime.watch.source import WatchedRun
 
 LOOPBACK: Final = frozenset({"localhost", "127.0.0.1", "::1", "[::1]"})
-NEWS_SECONDS = 0.5
+NEWS_SECONDS = 1.0
 """Between two looks for news."""
 BEAT_SECONDS = 15.0
 """After so long without news an empty line says that the server is there."""
