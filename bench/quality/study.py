@@ -292,7 +292,7 @@ class JobRunner:
             for timer in timers:
                 timer.cancel()
         asked = self._states is not None and time.monotonic() >= self._until - self._grace
-        if code in (0, STOPPED) or (asked and code == -signal.SIGTERM):  # the signal, before train.py could take it: it begins anew
+        if code in (0, STOPPED) or (asked and code == -signal.SIGTERM):  # before train.py took the signal: it begins anew
             return STOPPED_WORDS if code else ""
         return "ended, the time is up" if time.monotonic() >= self._until else f"exit {code}, {last} (see {job.beside('.log')})"
 

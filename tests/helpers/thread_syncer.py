@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 import atoll
-from atoll.config import Config, load
+from atoll.config import CUSTOM, Config, load
 from atoll.ids import Nanos, WorkerId
 from atoll.protocol.vocabulary import Effect, Event, Goodbye, Received
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.process import SyncerProcess
 from atoll.tape.format import Tape
+from atoll.tasks.registry import task_for
 from atoll.transport import server_credentials
 from atoll.transport.keys import load_server
 
@@ -40,7 +41,8 @@ class Syncer:
 
     def __init__(self, directory: Path, config: Config, keys: Path | None = None) -> None:
         self.directory = directory
-        self.home = SyncerDirectory(directory, config, None, keys=keys)
+        task = task_for(config) if config.model.name != CUSTOM else None
+        self.home = SyncerDirectory(directory, config, task, keys=keys)
         found = load_server(keys) if keys is not None else None
         credentials = server_credentials(found.certificate, found.key, found.ca) if found is not None else None
         self._process = SyncerProcess(self.home, "127.0.0.1:0", credentials)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated
 
@@ -17,8 +18,10 @@ from atoll.cli.options import (
     MetricsOption,
     MetricsTokenOption,
     ObeyOption,
+    ParallelOption,
     PluginOption,
     QuietOption,
+    RanksOption,
 )
 from atoll.cli.shared import ThreadsOption
 from atoll.errors import UserError
@@ -98,6 +101,8 @@ def learner(
     leave_file: LeaveFileOption = None,
     left_code: LeftCodeOption = 0,
     threads: ThreadsOption = 1,
+    ranks: RanksOption = 1,
+    parallel: ParallelOption = "ddp",
     metrics: MetricsOption = None,
     metrics_token: MetricsTokenOption = None,
     obey_stdin: ObeyOption = False,
@@ -106,14 +111,14 @@ def learner(
     """Run one learner: it joins the run at --syncer, gets the config from there, and trains until the run is finished.
 
     It waits --join-seconds for a syncer that is not there yet. SIGTERM, SIGUSR1, --leave-file and `atoll leave` make it deliver
-    what it has and leave; with the same --out it comes back to its place."""
+    what it has and leave; with the same --out it comes back to its place. With --ranks N it is N processes on this machine;
+    under torchrun it is the ranks that are there."""
+    here = _ranks_here(ranks)
     from atoll.runtime.learner.address import address_of
     from atoll.runtime.learner.process import WorkerOptions, run_worker
     from atoll.runtime.metrics import metrics_at
     from atoll.transport.keys import load_learner
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UserError("WORLD_SIZE is above 1: a learner is one process; start several learners instead of ranks")
     log_to_stderr(verbose=not quiet)
     if out_dir is not None:
         refuse_unusable(out_dir)
@@ -122,11 +127,22 @@ def learner(
         address_of(syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"),
         join_timeout_seconds=join_seconds,
     )
-    left = run_worker(
-        WorkerOptions(
-            address, wants, out_dir, device, threads, allow_model or [], resume, data_folders=allow_data or [],
-            leave_seconds=leave_seconds, leave_file=leave_file, obey_stdin=obey_stdin, metrics=at,
-        )
+    options = WorkerOptions(
+        address, wants, out_dir, device, threads, allow_model or [], resume, data_folders=allow_data or [],
+        leave_seconds=leave_seconds, leave_file=leave_file, obey_stdin=obey_stdin, metrics=at,
     )  # fmt: skip
+    left = run_worker(options) if here == 1 else import_module("atoll.runtime.join.built_in").run_rank(options, parallel)
     if left and left_code:
         raise typer.Exit(left_code)
+
+
+def _ranks_here(asked: int) -> int:
+    """How many ranks this process is one of. Where they are still to be started it starts them, and ends with them."""
+    from atoll.runtime.ranks.launch import launch, ranks_in_environment
+
+    here = ranks_in_environment()
+    if asked > 1 and here == 1:
+        raise typer.Exit(launch(asked, sys.argv[1:]))
+    if asked not in (1, here):
+        raise UserError(f"--ranks {asked}: WORLD_SIZE is {here}, so the ranks are there already; leave out --ranks")
+    return here

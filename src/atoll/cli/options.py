@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -36,6 +36,16 @@ PluginOption = Annotated[
         help="A Python file or module of yours that registers codecs or merges. Repeatable; every process of a run needs it.",
     ),
 ]  # fmt: skip
+RanksOption = Annotated[
+    int,
+    typer.Option("--ranks", min=1, max=1024, help="Processes of one learner on its machine, each with its part of every batch."),
+]
+ParallelOption = Annotated[
+    Literal["ddp", "fsdp2"],
+    typer.Option(
+        "--parallel", metavar="ddp|fsdp2", help="What ranks hold: the whole model each, or a part of every tensor each.",
+    ),
+]
 ObeyOption = Annotated[bool, typer.Option("--obey-stdin", hidden=True, help="For launchers: end when standard input ends.")]
 
 

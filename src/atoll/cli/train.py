@@ -12,7 +12,15 @@ from atoll import config
 from atoll.chaos import ChaosPlan, load_plan
 from atoll.cli.dashboard import AllowChaosOption, Dashboard, DashboardOption
 from atoll.cli.log import LogToOption, log_targets
-from atoll.cli.options import AllowOption, DeviceOption, MetricsOption, MetricsTokenOption, PluginOption
+from atoll.cli.options import (
+    AllowOption,
+    DeviceOption,
+    MetricsOption,
+    MetricsTokenOption,
+    ParallelOption,
+    PluginOption,
+    RanksOption,
+)
 from atoll.cli.resume import snapshot_to_resume
 from atoll.cli.runs import Sight, run_live, run_on_tape, run_virtually, with_curve
 from atoll.cli.shared import (
@@ -62,6 +70,8 @@ def train(
     out_dir: OutOption = None,
     as_json: JsonOption = False,
     threads: ThreadsOption = 1,
+    ranks: RanksOption = 1,
+    parallel: ParallelOption = "ddp",
     twin: TwinOption = False,
     resume: ResumeOption = None,
     snapshot: SnapshotOption = None,
@@ -81,10 +91,11 @@ def train(
     page = Dashboard.of(dashboard, allow_chaos, live=not virtual and tape is None)
     if tape is not None:
         others = (resume, snapshot, chaos, preset, learners, metrics, log_to)
-        if virtual or twin or device != "cpu" or any(other is not None for other in others):
+        if virtual or twin or device != "cpu" or ranks > 1 or any(other is not None for other in others):
             raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads, --allow-model and --json only")
         show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json, allow_model or []), as_json)
         return
+    of_ranks = _rank_words(ranks, parallel, fits=not virtual and resume is None)
     if virtual and (resume is not None or twin):
         raise UserError("--virtual: goes with neither --resume nor --twin")
     if snapshot is not None and resume is None:
@@ -112,12 +123,25 @@ def train(
     directory = out_dir or new_directory(settings.preset, settings.seed)
     if twin:
         refuse_used(_twin_of(directory))
-    summary = run_live(settings, plan, directory, threads, as_json, device, allowed, start, sight=sight, dashboard=page)
+    summary = run_live(
+        settings, plan, directory, threads, as_json, device, allowed, start, sight=sight, dashboard=page, ranks=of_ranks
+    )
     if twin:
-        again = run_live(settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start, sight=sight)
+        again = run_live(
+            settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start, sight=sight, ranks=of_ranks
+        )
         summary = with_curve(msgspec.structs.replace(summary, twin_loss=again.loss_final), directory, again)
         write_summary(directory, summary)
     show(summary, as_json)
+
+
+def _rank_words(ranks: int, parallel: str, *, fits: bool) -> list[str]:
+    if ranks > 1 and not fits:
+        raise UserError(
+            f"--ranks {ranks}: learners of several ranks are processes and write no snapshots yet: it goes with neither "
+            "--virtual nor --resume"
+        )
+    return ["--ranks", str(ranks), "--parallel", parallel] if ranks > 1 else []
 
 
 def _sight(settings: Config, metrics: str | None, token: Path | None, log_to: list[str] | None, *, virtual: bool) -> Sight:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -22,7 +22,6 @@ Name = Annotated[str, Meta(pattern="^[a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?$")]
 """Engines make names of jobs from it: lower case, digits and inner dashes."""
 GroupCount = Annotated[int, Meta(ge=0, le=4096)]
 SECTION = "placement"
-ONE_PROCESS = "the built-in learner is one process; use atoll.join in a training loop of your own, under torchrun"
 
 
 class _Part(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,10 +50,10 @@ class Group(_Part, frozen=True):
     """The fewest that are worth running: Kubernetes drains no node below it, Ray starts none before so many have room. 0: one."""
     most: GroupCount = 0
     """The most, where the engine can follow a cluster that grows (Ray). 0: `count`."""
-    ranks: int = 1
-    """Processes of one learner. Only 1: the built-in learner is one process (of your own loop: docs/tutorials/ranks.md)."""
-    parallel: str = ""
-    """How the ranks of one learner share its work. Only empty so far."""
+    ranks: Annotated[int, Meta(ge=1, le=1024)] = 1
+    """Processes of one learner, all on its machine: each trains a part of every batch. `resources` are the learner's."""
+    parallel: Literal["", "ddp", "fsdp2"] = ""
+    """What ranks hold: all of the model each (`ddp`), or a part of every tensor each (`fsdp2`). Empty: `ddp`."""
     resources: Resources = Resources()
     site: Annotated[str, Meta(max_length=60)] = ""
     """Where these learners run: a Slurm constraint, a Kubernetes zone, a Ray resource `site:NAME`. Empty: anywhere."""
@@ -183,8 +182,8 @@ def _contradictions(placement: ClusterPlacement) -> list[tuple[bool, str]]:
         where = f"key {SECTION}.learners, group {group.group!r}"
         most = group.most or group.count
         found += [
-            (group.ranks != 1, f"{where}: ranks = {group.ranks}: {ONE_PROCESS}, or use 1"),
-            (bool(group.parallel), f"{where}: parallel = {group.parallel!r}: {ONE_PROCESS}, or leave it out"),
+            (bool(group.parallel) and group.ranks == 1,
+             f"{where}: parallel = {group.parallel!r}: says how several ranks share the work; set ranks, or leave it out"),
             (group.least > group.count, f"{where}: least = {group.least}: must be at most count = {group.count}"),
             (most < group.count, f"{where}: most = {group.most}: must be at least count = {group.count}"),
         ]  # fmt: skip

@@ -108,8 +108,12 @@ class Deployment:
             "learner", "--syncer", reach.syncer or f"file:{self.address_file}", "--id", str(learner), *reach.trust(learner),
             "--out", str(self.out(learner)), "--listen", reach.listen, "--device", group.device, "--threads", str(self.threads),
             "--allow-data", "/", "--join-seconds", f"{JOIN_SECONDS:g}", "--leave-seconds", f"{self.delivery_seconds:g}",
-            "--left-code", str(LEFT_CODE), *self._own_code, *more,
+            "--left-code", str(LEFT_CODE), *rank_words(group), *self._own_code, *more,
         ]  # fmt: skip
+
+
+def rank_words(group: Group) -> list[str]:
+    return ["--ranks", str(group.ranks), "--parallel", group.parallel or "ddp"] if group.ranks > 1 else []
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tape.heldout import HeldoutPoint, append_point
 from atoll.tape.replay import Outcome, TapeSource, replay
 from atoll.tape.retrain import retrain
+from atoll.tape.weave import Woven
 from atoll.tasks.registry import task_for
 from atoll.tasks.task import Task
 from atoll.tensors.access import named_tensors
@@ -240,6 +241,12 @@ def replay_run(
         raise UserError(
             f"tape {tape.path}: was recorded without weights (atoll sim) or by a custom training loop; only its decisions can "
             "be replayed, so leave --weights out"
+        )
+    ranked = [header.worker for header in tape.headers() if not header.tensors] if weights and isinstance(tape, Woven) else []
+    if ranked:
+        raise UserError(
+            f"tape {tape.path}: learner {ranked[0]} had several ranks, whose sums differ in their last bits from those of one "
+            f"process; only the run's decisions can be replayed, so leave --weights out"
         )
     task = task_for(msgspec.convert(tape.header.config, Config), allowed) if weights else None
     mismatches_found = replay_mismatches(tape, task)

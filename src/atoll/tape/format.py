@@ -245,8 +245,8 @@ class TapeWriter:
         self.segment_bytes += len(line)
 
     def _write_whole(self, line: bytes, sync: bool) -> None:
-        """Unbuffered, so that a line of which the disk took only a part can be cut off again. One call of the system: each gives up
-        the interpreter's lock, and another thread may keep it for a while."""
+        """Unbuffered, so that a line of which the disk took only a part can be cut off again. One call of the system: each gives
+        up the interpreter's lock, and another thread may keep it for a while."""
         begin = self.segment_bytes
         try:
             done = self._file.write(line)

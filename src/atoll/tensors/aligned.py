@@ -22,8 +22,8 @@ KAPPA = 1.0
 
 
 def corrected(delta: Tensor, momentum: Tensor, along: float) -> Tensor:
-    """Of one tensor, flat; `along` is the momentum's length. Sums are over a fixed tree, and a turned gradient's length follows from
-    the cosine: so two passes over a gradient decide what becomes of it."""
+    """Of one tensor, flat; `along` is the momentum's length. Sums are over a fixed tree, and a turned gradient's length follows
+    from the cosine: so two passes over a gradient decide what becomes of it."""
     length = outlier_norm(delta)
     if length == 0.0 or along == 0.0:
         return delta

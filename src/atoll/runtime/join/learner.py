@@ -324,10 +324,13 @@ class Learner:
 
     def _take_place(self, placement: Placement) -> None:
         self.config = from_builtins(placement.config)
-        checks.refuse_unfit_run(self.config)
-        self._task = task_of(self.config, layout_for(self.config, self._model))
+        self._task = self._task_for(placement)
         self._tensors = named_tensors(self._model)
         self._device = checks.device_of(self._tensors)
+
+    def _task_for(self, placement: Placement) -> Task:
+        checks.refuse_unfit_run(self.config)
+        return task_of(self.config, layout_for(self.config, self._model))
 
     def _weights(self, fragment: Fragment) -> tuple[Tensor, Tensor]:
         return read_params(self._tensors, fragment).cpu(), read_buffers(self._tensors, fragment).cpu()

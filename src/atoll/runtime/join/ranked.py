@@ -96,6 +96,12 @@ class RankedLearner(Learner):
         self._lead.tell(PlaceGiven(shown))
         self._make_executor(placement)
         self._leading = LeadExecutor(self.config, self._inner, self._lead)
+        self._agree_with_syncer(placement, frozen)
+        stack.callback(lambda: self._place.close())
+        self._begin(placement)
+
+    def _agree_with_syncer(self, placement: Placement, frozen: str) -> None:
+        """On the model, whose first weights one learner sends it."""
         with _mapped_tensors(self._out) as in_file:
 
             def weights(fragment: Fragment) -> tuple[Tensor, Tensor]:
@@ -103,8 +109,6 @@ class RankedLearner(Learner):
                 return in_file(params), buffers
 
             self._loop.run(agree_on_model(self._address, placement, self._task.layout, weights, frozen))
-        stack.callback(lambda: self._place.close())
-        self._begin(placement)
 
     def _agree_with_ranks(self) -> None:
         mine, others = self._profile(), self._lead.profiles()

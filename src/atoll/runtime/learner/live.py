@@ -237,7 +237,6 @@ class LiveLearner:
             self._peers.send(envelope.receiver, head, wire.to_buffers(payload) if payload is not None else None)
         elif link is not None:  # bound to this connection: the message must not go out on the next one
 
-
             def job() -> None:
                 if held:
                     self._held.wait(held)
@@ -366,7 +365,8 @@ class LiveLearner:
             payload = wire.from_buffer(body, memoryview(data))
             with ThreadPoolExecutor(1, "digests") as beside:  # neither holds the interpreter's lock for long
                 anchors = beside.submit(wrong_anchor, body, payload.content, self._digests)
-                flaw = self._executor.inspect(body, payload).flaw or anchors.result()
+                misfit = self._executor.inspect(body, payload).flaw
+                flaw = misfit if misfit is not None else anchors.result()
         except Exception as error:
             payload, flaw = Payload("state", len(data), None), Reason(Why.BAD_STATE, f"bytes that cannot be used: {error}"[:300])
         if flaw is not None:

@@ -122,7 +122,7 @@ class LocalCluster:
         allowed: Sequence[str] = (), resume: tuple[Path, int] | None = None,
         watch: Callable[[Record], None] | None = None, say: Callable[[str], None] = lambda text: None,
         on_point: Callable[[HeldoutPoint], None] = lambda point: None, metrics: MetricsAt | None = None,
-        metrics_token: Path | None = None,
+        metrics_token: Path | None = None, ranks: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """`resume`: another run's folder and which of its snapshots. `watch` is called with the syncer's records, `on_point` with
         held-out losses while the run trains. The syncer serves its metrics at `metrics`, learner m at the port 1 + m above."""
@@ -150,7 +150,7 @@ class LocalCluster:
         self._workers: dict[WorkerId, _Worker] = {}
         self._syncer_options = ["--dir", str(directory / "syncer"), *common, *own_code, *_resume_syncer(resume)]
         # The recipe is that of this user, on this machine: it may name any path.
-        self._learner_options = [*common, *own_code, "--device", device, "--allow-data", "/"]
+        self._learner_options = [*common, *own_code, "--device", device, "--allow-data", "/", *ranks]
         self._evaluator_argv = ["eval", str(directory), "--follow", "--obey-stdin", *own_code, "--device", device]
         self._resume = resume
         self._metrics = metrics

@@ -1,0 +1,243 @@
+"""The built-in learner on several ranks: the run's own model and data, in DistributedDataParallel or sharded by FSDP2.
+
+Every rank draws the learner's whole batch, which is a pure function of the step, and trains its own samples of it. To the run it
+is one learner with one machine, like a loop of the user's under `atoll.join`; only the model, the optimiser and the batches are
+the recipe's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import time
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.nn.parallel import DistributedDataParallel
+
+from atoll.config import Config, from_builtins
+from atoll.errors import ConfigError, UserError
+from atoll.executor.compute import loss_of, resolved, warm_up
+from atoll.executor.cuda.transfer import each_tensor, first_samples, to_device
+from atoll.executor.environment import use_threads
+from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
+from atoll.protocol.vocabulary import InnerStep
+from atoll.runtime.join.ranked import RankedLearner
+from atoll.runtime.learner.address import request_place
+from atoll.runtime.learner.leaving import LeaveRequests
+from atoll.runtime.learner.place import kept_place
+from atoll.runtime.learner.process import LOG_EVERY_SECONDS, Launcher, WorkerOptions, task_for_placement
+from atoll.runtime.loop import LoopThread
+from atoll.runtime.ranks.launch import end_with_parent, leave_signals_to_rank_0
+from atoll.runtime.ranks.rendezvous import world
+from atoll.runtime.syncer.places import Placement
+from atoll.tasks.task import Task
+from atoll.workload.data.allowed import allowed_folders, refuse_outside
+from atoll.workload.data.seeds import generator
+
+log = logging.getLogger("atoll.learner")
+
+PARALLEL: Final = ("ddp", "fsdp2")
+
+
+def run_rank(options: WorkerOptions, parallel: str) -> bool:
+    """One rank; every process of the group that the environment describes calls it. Returns as `run_worker` does."""
+    if options.resume is not None:
+        raise UserError("--resume: a learner of several ranks writes no snapshots yet; leave it out, and it starts from Theta")
+    end_with_parent()
+    if int(os.environ.get("RANK", "0")) > 0:
+        leave_signals_to_rank_0()
+    use_threads(options.threads)
+    device = _own_device(options.device)
+    torch.distributed.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    try:
+        return _run(options, parallel, device)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _run(options: WorkerOptions, parallel: str, device: torch.device) -> bool:
+    rank, ranks = world()
+    leaving = LeaveRequests(
+        options.leave_seconds, [options.leave_file] if options.leave_file is not None else [], returns=options.out is not None
+    )
+    if rank == 0:
+        leaving.listen_to_signals()
+    folders = allowed_folders(options.data_folders)
+    placement = _place_of_all(options, rank)
+    config = from_builtins(placement.config)
+    refuse_unfit(config, parallel)
+    refuse_outside(config.data, folders)
+    task = task_for_placement(config, placement, options.allowed)
+    plain = task.build().to(device)
+    model = parallelised(plain, parallel, device)
+    optimizer = build_optimizer(config, dict(plain.named_parameters()), task.layout.fragments)
+    learner = BuiltInRanks(options, task, placement, plain, optimizer, leaving)
+    launcher = Launcher(options.obey_stdin and rank == 0)
+    launcher.when_orphaned(lambda: learner.leave("its launcher is gone"))
+    with learner:
+        learner.train(model, launcher)
+    log.info("rank %d of %d: the run is over for this learner at outer step %d", rank, ranks, learner.outer_step)
+    return leaving.asked
+
+
+class BuiltInRanks(RankedLearner):
+    def __init__(
+        self, options: WorkerOptions, task: Task, placement: Placement, model: nn.Module, optimizer: torch.optim.Optimizer,
+        leaving: LeaveRequests,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            options.address, model, optimizer, wants=options.wants, out=options.out, metrics=options.metrics, leaving=leaving
+        )
+        self._given = placement
+        self._own_task = task
+
+    def _request_place(self) -> Placement:
+        return self._given
+
+    def _task_for(self, placement: Placement) -> Task:
+        return self._own_task
+
+    def _agree_with_syncer(self, placement: Placement, frozen: str) -> None:
+        """The syncer has built the same model from the same recipe."""
+
+    # ------------------------------------------------------------ training
+
+    def train(self, model: nn.Module, launcher: Launcher) -> None:
+        compute = resolved(self.config, self._device)
+        if self.config.model.compile == "auto":  # a compiled step of several ranks was never measured
+            compute = compute._replace(compiled=False)
+        loss = loss_of(self._task.loss, compute, self._device)
+        if compute.compiled:
+            batch = to_device(self._samples(self._task.batch(self.id, self.id, 0)), self._device)
+            warm_up(model, loss, batch, self.config.model.name)
+        if self.rank == 0:
+            log.info("inner steps run on %d ranks, on %s in %s", self.ranks, self._device, compute)
+        logged_at = time.monotonic()
+        while not self.over and (step := self._current) is not None:
+            began = time.monotonic_ns()
+            mean = self._inner_step(model, loss, step)
+            launcher.delay(time.monotonic_ns() - began)
+            self.step()
+            if self.rank == 0 and time.monotonic() - logged_at > LOG_EVERY_SECONDS:
+                logged_at = time.monotonic()
+                log.info("local step %d, step %d of the run, loss %.4f", step.local_step, step.outer_step, float(mean))
+
+    def _inner_step(self, model: nn.Module, loss: Any, step: InnerStep) -> Tensor | float:
+        """Every rank's gradient counts by its tokens: torch takes the mean over ranks, and their samples may differ by one."""
+        seed = generator("inner step", self.config.seed, step.stream, step.batch, self.rank).initial_seed()
+        torch.default_generator.manual_seed(seed)
+        if self._device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        model.train()
+        batches = self._micro_batches(step)
+        totals = [self._task.count(batch)[0] for batch in batches]
+        mean: Tensor | float = 0.0
+        for micro, (batch, part) in enumerate(zip(batches, divisors(totals), strict=True)):
+            own = self._samples(batch)
+            tokens, samples = self._task.count(own)
+            with _gradients_stay(model, last=micro + 1 == len(batches)):
+                own_loss = loss(model, to_device(own, self._device))
+                (own_loss * (self.ranks * tokens / totals[micro] / part)).backward()
+            self.count(tokens, own_loss, samples)
+            mean = mean + own_loss.detach() / part
+        optimizer_step(self.config, self._optimizer, step.outer_step)
+        return mean
+
+    def _micro_batches(self, step: InnerStep) -> list[Any]:
+        count, found = self.config.inner.accumulate, []
+        for position in range(step.batch * count, (step.batch + 1) * count):
+            batch = self._task.batch(self.id, step.stream, position)
+            found.append(first_samples(batch, step.share, position) if step.share < 1.0 else batch)
+        return found
+
+    def _samples(self, batch: Any) -> Any:
+        """This rank's."""
+        samples = self._task.count(batch)[1]
+        if samples < self.ranks:
+            raise ConfigError(f"a batch of {samples} samples cannot be divided among {self.ranks} ranks: raise data.batch_size")
+        return each_tensor(batch, lambda tensor: tensor[self.rank :: self.ranks] if tensor.dim() else tensor)
+
+
+# ---------------------------------------------------------------- the ranks
+
+
+def refuse_unfit(config: Config, parallel: str) -> None:
+    """What a learner of several ranks cannot do."""
+    p = config.protocol
+    for unfit, why in (
+        (p.contribution == "gradient", f"preset {config.preset!r} has one process a learner: leave out --ranks"),
+        (p.freeze_not_due, "key protocol.freeze_not_due: is not for learners of several ranks; leave out --ranks"),
+        (parallel == "fsdp2" and config.inner.optimizer == "Muon",
+         "key inner.optimizer = 'Muon': turns whole matrices, and fsdp2 gives each rank a part of them; say --parallel ddp"),
+    ):  # fmt: skip
+        if unfit:
+            raise UserError(why)
+
+
+def parallelised(model: nn.Module, parallel: str, device: torch.device) -> nn.Module:
+    """What the loss is computed with. Under fsdp2 the model itself is changed: its parameters become sharded ones."""
+    if parallel == "ddp":
+        return DistributedDataParallel(model)
+    mesh = init_device_mesh(device.type, (world()[1],))
+    for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
+        for block in blocks:
+            if not any(isinstance(inside, nn.ModuleList) for inside in block.modules()):
+                fully_shard(block, mesh=mesh)
+                if hasattr(block, "with_balance"):  # what the decoder calls of its blocks in place of `forward`
+                    register_fsdp_forward_method(block, "with_balance")
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+@contextlib.contextmanager
+def _gradients_stay(model: nn.Module, *, last: bool) -> Any:
+    """Ranks exchange the gradients of the last micro-batch only, with those before it in them."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    with contextlib.nullcontext() if last or not isinstance(model, DistributedDataParallel) else model.no_sync():
+        yield
+
+
+def _place_of_all(options: WorkerOptions, rank: int) -> Placement:
+    """Rank 0 asks for the place; the others are told which, without its keys."""
+    told: list[Any] = [None]
+    if rank == 0:
+        loop = LoopThread()
+        try:
+            placement: Placement = loop.run(
+                request_place(options.address, options.wants, random.Random(), kept_place(options.out))
+            )
+        except BaseException as error:
+            torch.distributed.broadcast_object_list([str(error)], src=0)
+            raise
+        finally:
+            loop.stop()
+        shown = msgspec.structs.replace(placement, key="", place_key="")
+        torch.distributed.broadcast_object_list([msgspec.json.encode(shown)], src=0)
+        return placement
+    torch.distributed.broadcast_object_list(told, src=0)
+    if isinstance(told[0], str):
+        raise UserError(f"rank 0 of this learner: {told[0]}")
+    return msgspec.json.decode(told[0], type=Placement)
+
+
+def _own_device(name: str) -> torch.device:
+    """Each rank of a machine has a GPU of its own."""
+    if name == "cpu":
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if name != "cuda" or not torch.cuda.is_available() or local >= torch.cuda.device_count():
+        found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise UserError(
+            f"--device {name}: ranks take 'cpu', or 'cuda' with a GPU for each rank of a machine; there are {found} here"
+        )
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)
+
