@@ -17,8 +17,10 @@ QUICK := tests/test_tidy.py tests/protocol tests/transcripts tests/unit/tensors 
 quick: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not soak and not extras" $(QUICK)
 
-# Three workers on two cores: a live test waits for processes half of its time.
-test: lint types
+# Three workers on two cores: a live test waits for processes half of its time. The kernels are built once, beside the type
+# checker: in a new checkout every process that merges would build them for itself.
+test: lint
+	$(BIN)/python tests/helpers/built_kernels.py & built=$$!; $(MAKE) types && wait $$built
 	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not soak and not extras"
 
 # Hugging Face and Lightning beside what is there: the constraint keeps torch as it is.

@@ -10,6 +10,9 @@ from unittest.mock import patch
 import pytest
 from command import Ended, atoll
 
+from atoll.config import load, load_placement
+from atoll.engines.deployment import Deployment, LearnerReach
+
 RECIPE = Path(__file__).parent / "recipe.toml"
 KUBECTL = """#!/bin/sh
 echo "$@" >> {folder}/said
@@ -112,3 +115,13 @@ def test_engine_whose_commands_are_not_here_is_refused(tmp_path: Path, engine: s
 def test_wrong_words_are_refused_in_one_sentence(tmp_path: Path, words: tuple[object, ...], says: str) -> None:
     ended = atoll(*words, cwd=tmp_path)
     assert ended.returncode == 2 and says in ended.stderr
+
+
+def test_a_groups_ranks_are_in_the_commands_of_its_learners(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    rows = "[[placement.learners]]\ngroup = 'a'\nranks = 4\nparallel = 'fsdp2'\n[[placement.learners]]\ngroup = 'b'\n"
+    recipe.write_text(f"preset = 'decoupled'\nlearners = 2\n{rows}")
+    deployment = Deployment("ranked", tmp_path / "run", load(recipe), load_placement(recipe))
+    several, one = (" ".join(deployment.learner_words(n, reach=LearnerReach())) for n in (0, 1))
+    assert "--ranks 4 --parallel fsdp2" in several
+    assert "--ranks" not in one

@@ -40,9 +40,12 @@ def encoded(parser: Parser, tree: object) -> bytes:
 
 
 def warm(parser: Parser) -> None:
-    """The first call imports and caches, which is no memory of its input's."""
-    with contextlib.suppress(*parser.refusals):
-        parser.parse(b"")
+    """The first calls import, compile and cache, which is no memory of their input's; compiling takes long while it is traced."""
+    tracemalloc.stop()
+    for data in (b"", *parser.seeds):
+        with contextlib.suppress(*parser.refusals):
+            parser.parse(data)
+    tracemalloc.start(1)
 
 
 def feed(parser: Parser, data: bytes) -> bool:

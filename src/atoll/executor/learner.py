@@ -16,10 +16,10 @@ from atoll.codecs import Packet, codec, encode_with_feedback
 from atoll.config.codecs import codec_spec
 from atoll.errors import NotFinite
 from atoll.executor.compute import BatchLoss, ComputeMode, loss_of, resolved, warm_up
-from atoll.executor.cuda.ahead import BatchesAhead, BatchPosition
+from atoll.executor.cuda.ahead import BatchesAhead, BatchPosition, micro_batches
 from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of
 from atoll.executor.cuda.staging import adopt_into
-from atoll.executor.cuda.transfer import first_samples, on_host, to_device
+from atoll.executor.cuda.transfer import on_host, to_device
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.executor.peer_state import PeerStateCheck
 from atoll.ids import FragmentId, LearnerId, OuterStep
@@ -210,11 +210,7 @@ class TensorLearner:
         return StepDone(tokens, samples, 0, total if self._cuda is None else self._cuda.loss(parts))
 
     def _micro_batches(self, place: BatchPosition) -> list[Any]:
-        count, found = self._config.inner.accumulate, []
-        for position in range(place.batch * count, (place.batch + 1) * count):
-            batch = self._task.batch(self._learner, place.stream, position)
-            found.append(first_samples(batch, place.share, position) if place.share < 1.0 else batch)
-        return found
+        return micro_batches(self._task, self._learner, place)
 
     def _seed(self, seed: int) -> None:
         """Not torch.manual_seed: for every kind of absent device it queues a call with a stack trace, at every step, and the

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from atoll.executor.cuda.transfer import each_tensor
+from atoll.executor.cuda.transfer import each_tensor, first_samples
 from atoll.ids import LearnerId
+from atoll.tasks.task import Task
 
 
 class BatchPosition(NamedTuple):
@@ -22,6 +23,15 @@ class BatchPosition(NamedTuple):
     def following(self) -> BatchPosition:
         """The usual next step. Another one, after a grant or a recovery, costs one wait for its batch."""
         return self._replace(batch=self.batch + 1)
+
+
+def micro_batches(task: Task, learner: LearnerId, place: BatchPosition) -> list[Any]:
+    """The batches of one optimiser step, whole."""
+    count, found = task.config.inner.accumulate, []
+    for position in range(place.batch * count, (place.batch + 1) * count):
+        batch = task.batch(learner, place.stream, position)
+        found.append(first_samples(batch, place.share, position) if place.share < 1.0 else batch)
+    return found
 
 
 class BatchesAhead:

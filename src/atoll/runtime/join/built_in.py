@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from atoll.config import Config, from_builtins
 from atoll.errors import ConfigError, UserError
 from atoll.executor.compute import loss_of, resolved, warm_up
-from atoll.executor.cuda.transfer import each_tensor, first_samples, to_device
+from atoll.executor.cuda.ahead import BatchPosition, micro_batches
+from atoll.executor.cuda.transfer import each_tensor, to_device
 from atoll.executor.environment import use_threads
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.protocol.vocabulary import InnerStep
@@ -136,7 +137,7 @@ class BuiltInRanks(RankedLearner):
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
         model.train()
-        batches = self._micro_batches(step)
+        batches = micro_batches(self._task, self.id, BatchPosition(step.stream, step.batch, step.share))
         totals = [self._task.count(batch)[0] for batch in batches]
         mean: Tensor | float = 0.0
         for micro, (batch, part) in enumerate(zip(batches, divisors(totals), strict=True)):
@@ -149,13 +150,6 @@ class BuiltInRanks(RankedLearner):
             mean = mean + own_loss.detach() / part
         optimizer_step(self.config, self._optimizer, step.outer_step)
         return mean
-
-    def _micro_batches(self, step: InnerStep) -> list[Any]:
-        count, found = self.config.inner.accumulate, []
-        for position in range(step.batch * count, (step.batch + 1) * count):
-            batch = self._task.batch(self.id, step.stream, position)
-            found.append(first_samples(batch, step.share, position) if step.share < 1.0 else batch)
-        return found
 
     def _samples(self, batch: Any) -> Any:
         """This rank's."""
