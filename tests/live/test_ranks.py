@@ -166,7 +166,7 @@ def test_learners_of_two_layouts_train_one_loses_a_rank_and_comes_back(start: Ca
     for result in results:
         assert isinstance(result, dict), result
         assert result["finite"] and result["over"] and len(set(result["alike"])) == 1
-        assert result["losses"][-1] < result["losses"][0]
+        assert result["losses"][1] < 0.9 * result["losses"][0], result["losses"]
     effects = [e for r in syncer.tape() for e in r.effects]
     merged = [set(e.participants) for e in effects if isinstance(e, FixParticipants) and e.fragments]
     assert {0, 1} in merged, "learners of both layouts were merged"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -33,6 +33,17 @@ def unwrapped_model(model: nn.Module) -> nn.Module:
         if inner is model:
             return model
         model = inner
+
+
+def sharded_modules(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if "FSDPModule" in _kinds(module)]
+
+
+def reshard(modules: Iterable[nn.Module]) -> None:
+    """A forward pass without a backward pass leaves whole parameters in a module of `fully_shard`: what is exchanged and what the
+    optimizer holds are the sharded ones."""
+    for module in modules:
+        module.reshard()  # type: ignore[operator]
 
 
 def unwrapped_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -44,6 +44,7 @@ def join(
     plain = checks.unwrapped_model(model)
     inner = checks.unwrapped_optimizer(optimizer)
     several = checks.takes_several_ranks(model)
+    checks.reshard(checks.sharded_modules(plain))
     tensors = named_tensors(plain)
     checks.device_of(tensors)
     checks.refuse_mismatched_optimizer(plain, tensors, inner)

@@ -25,6 +25,7 @@ from atoll.executor.cuda.staging import MASTER_KEYS
 from atoll.executor.ranks.executor import RankExecutor
 from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.vocabulary import Message, StepDone
+from atoll.runtime.join import checks
 from atoll.runtime.join.learner import Learner
 from atoll.runtime.join.upload import agree_on_model
 from atoll.runtime.learner.address import Address
@@ -65,7 +66,7 @@ class RankedLearner(Learner):
         self._member: RankMember
         self._inner: RankExecutor
         self._leading: LeadExecutor
-        self._sharded = [module for module in model.modules() if _is_fsdp(module)]
+        self._sharded = checks.sharded_modules(model)
 
     # ------------------------------------------------------------ joining
 
@@ -151,13 +152,11 @@ class RankedLearner(Learner):
                 f"the process group had {self.ranks} ranks in atoll.join and has {world()[1]}: leave the `with` statement, and "
                 f"join again"
             )
-        for module in self._sharded:
-            module.reshard()  # type: ignore[operator]  # after a forward pass without a backward pass FSDP holds whole copies
+        checks.reshard(self._sharded)
         return bool(self._live.step_done(done))  # type: ignore[arg-type]
 
     def _check_first_step(self) -> None:
-        for module in self._sharded:
-            module.reshard()  # type: ignore[operator]
+        checks.reshard(self._sharded)
         super()._check_first_step()
         for parameter, state in self._optimizer.state.items():
             if is_dtensor(parameter) and isinstance(state, dict) and (held := state.keys() & set(MASTER_KEYS)):
@@ -183,10 +182,6 @@ class RankedLearner(Learner):
 
 def _boxes_of(agreed: Agreed) -> list[Boxes]:
     return [{name: Box(*box) for name, box in boxes.items()} for boxes in agreed.boxes]
-
-
-def _is_fsdp(module: nn.Module) -> bool:
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def _digest(value: Any) -> str:
