@@ -1,4 +1,4 @@
-"""Rendered manifests fit Kubernetes' own schemas and JobSet's documentation, and a broken field of each kind is seen."""
+"""Rendered manifests fit Kubernetes' and JobSet's own schemas, and a broken field of each kind is seen."""
 
 from __future__ import annotations
 
