@@ -2,8 +2,8 @@
 
     pip install kubeflow-trainer-api==2.3.0 && python tests/engines/schemas/make_jobset.py
 
-The definitions have no values of enumerations: those are the CRD's, and are added here. Unknown fields are refused, descriptions are
-left out, and what Kubernetes itself defines is checked against Kubernetes' own schemas.
+The definitions have no values of enumerations: those are the CRD's, and are added here. Unknown fields are refused, descriptions
+are left out, and what Kubernetes itself defines is checked against Kubernetes' own schemas.
 """
 
 from __future__ import annotations
