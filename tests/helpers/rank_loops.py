@@ -22,7 +22,13 @@ import torch
 from torch import Tensor, nn
 
 import atoll
+from atoll.config import Config
 from atoll.executor.environment import use_threads
+from atoll.executor.ranks.executor import RankExecutor
+from atoll.runtime.join.executor import task_of
+from atoll.tasks.task import layout_for
+from atoll.tensors.access import read_params
+from atoll.tensors.inventory import walk
 from atoll.tensors.local import local_part
 from atoll.tensors.placements import box_of
 
@@ -201,11 +207,11 @@ def each(rank: int, ranks: int, runs: list[tuple[Any, ...]]) -> list[Any]:
 
 def training_loop(
     rank: int, ranks: int, kind: str, address: str, token: str, out: Path, wants: int = -1, dies: tuple[int, int] = (-1, 0),
-    until: Path | None = None,
+    until: Path | None = None, steps_max: int = -1,
 ) -> dict[str, Any]:  # fmt: skip
-    """AdamW on real gradients. `dies`: the rank, and the step at which it is killed. `until`: a third of the run is trained only
-    once this file is there. The losses returned are of all eleven tokens, before the first step and after the last: those of
-    batches go up and down by their draw."""
+    """AdamW on real gradients. `dies`: the rank, and the step at which it is killed. `until`: it leaves when this file is there.
+    `steps_max`: it leaves after so many. The losses returned are of all eleven tokens, before the first step and after the last:
+    those of batches go up and down by their draw."""
     import torch.distributed as dist
 
     model = Odd()
@@ -221,8 +227,10 @@ def training_loop(
     with atoll.join(address, whole, optimizer, token=token, out=out, wants=wants, rank_timeout_seconds=30.0) as learner:
         steps = 0
         for batch in learner.shard(data, batch_size=8):
-            while until is not None and learner.progress > 0.33 and not until.exists():
-                threading.Event().wait(0.02)
+            if until is not None and rank == 0 and until.exists():
+                learner.leave("the test has seen enough")
+            if until is not None:
+                threading.Event().wait(0.02)  # the processors are for others
             if (rank, steps) == dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             loss = nn.functional.cross_entropy(whole(batch), (batch + 1) % 11)
@@ -232,12 +240,66 @@ def training_loop(
             steps += learner.step(tokens=len(batch), loss=loss)
             if steps < 10:  # a pipe that nobody reads fills up
                 say((steps, learner.outer_step))
+            if steps == steps_max:
+                break
     losses.append(loss_of_all())
     parts = {name: local_part(tensor.detach()) for name, tensor in model.named_parameters() if tensor.requires_grad}
     finite = all(bool(torch.isfinite(part).all()) for part in parts.values())
     alike = [torch.zeros(1) for _ in range(ranks)]
     dist.all_gather(alike, torch.tensor([float(steps)]))
-    return {"steps": steps, "losses": losses, "finite": finite, "alike": [int(n) for n in alike], "over": learner.over}
+    moments = {int(entries["step"]) for entries in optimizer.state.values()}
+    return {
+        "steps": steps, "losses": losses, "finite": finite, "alike": [int(n) for n in alike], "moments": moments,
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- states in parts
+
+
+def moved_states(rank: int, ranks: int, config: Config) -> dict[str, bool]:
+    """From a sharded model to whole ones and back, without a syncer. What is the same, to the last bit, afterwards."""
+    import torch.distributed as dist
+
+    def made(kind: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Odd() if kind == "one" else wrapped(Odd(), kind, ranks)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+
+    def executor(model: nn.Module, optimizer: torch.optim.Optimizer) -> RankExecutor:
+        boxes = {e.name: box for e in walk(model) if (box := box_of(e.name, e.tensor)) is not None}
+        world: list[Any] = [None] * ranks
+        dist.all_gather_object(world, boxes)
+        task = task_of(config, layout_for(config, model))
+        made = RankExecutor(task, 0, rank, world, model=model, optimizer=optimizer, device=torch.device("cpu"))
+        made.anchors = [read_params(made._tensors, fragment) for fragment in made._fragments]
+        return made
+
+    def gathered(source: RankExecutor) -> list[Any]:
+        parts: list[Any] = [None] * ranks
+        dist.all_gather_object(parts, source.part())
+        return parts
+
+    model, optimizer = made("fsdp2")
+    for step in range(3):
+        nn.functional.cross_entropy(model(torch.arange(8) + step), torch.arange(8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    source, whole, again = executor(model, optimizer), executor(*made("one")), executor(*made("fsdp2"))
+    whole._load_state(whole.cut(whole.parts_of(gathered(source)), rank))
+    again._load_state(again.cut(again.parts_of([whole.part()]), rank))
+    same = {}
+    for (name, theirs), own, back in zip(
+        model.named_parameters(), whole.model.parameters(), again.model.parameters(), strict=True
+    ):  # fmt: skip
+        same[name] = torch.equal(theirs.full_tensor(), own) and torch.equal(local_part(theirs), local_part(back))
+        for key in ("exp_avg", "exp_avg_sq") if theirs.requires_grad else ():
+            moment, moved = optimizer.state[theirs][key], again.optimizer.state[back][key]
+            whole_moment = whole.optimizer.state[own][key]
+            same[f"{name} {key}"] = (
+                bool(whole_moment.abs().sum() > 0) and torch.equal(moment.full_tensor(), whole_moment)
+                and moved.placements == moment.placements and torch.equal(local_part(moment), local_part(moved))
+            )  # fmt: skip
+    same["anchors"] = all(map(torch.equal, source.anchors, again.anchors))
+    return same
 
 
 # ---------------------------------------------------------------- mistakes

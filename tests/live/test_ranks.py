@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from rank_loops import Ranks, careful_loop, each, memory_loop, mistakes, prescribed_loop, training_loop
+from rank_loops import Ranks, careful_loop, each, memory_loop, mistakes, moved_states, prescribed_loop, training_loop
 from thread_syncer import ONE_ROUND_A_STEP, UNHURRIED, Syncer, custom
 
 from atoll.config import Config, load
@@ -150,30 +150,41 @@ def steps_of(tape: Path) -> list[StepDone]:
 
 def test_learners_of_two_layouts_train_one_loses_a_rank_and_comes_back(start: Callable[[Config], Watched]) -> None:
     """DDP of 2 and FSDP2 of 2 with AdamW. A rank of the second is killed: its learner goes down, the first trains on, and the
-    second comes back as a new incarnation."""
-    syncer = start(decoupled())
-    back = syncer.directory / "back"
-    first = Ranks(2, training_loop, *run_of(syncer, "ddp"), 0, (-1, 0), back)
+    second comes back as a new incarnation, of three ranks, with the moments of the first."""
+    syncer = start(decoupled(total_steps=10**6))
+    enough = syncer.directory / "enough"
+    first = Ranks(2, training_loop, *run_of(syncer, "ddp"), 0, (-1, 0), enough)
     kind, address, token, folder = run_of(syncer, "fsdp2")
     second = Ranks(2, training_loop, kind, address, token, folder.with_name("second"), 1, (1, 6))
     survivor, killed = second.end()
     assert isinstance(survivor, str) and "Error" in survivor and killed[0] == 6, "the last that the killed one said"
-    again = Ranks(2, training_loop, kind, address, token, folder.with_name("second"), 1)
-    assert again.said(0)[0] == 1
-    back.touch()
-    results = [*first.end(), *again.end()]
-    syncer.end()
+    again = Ranks(3, training_loop, kind, address, token, folder.with_name("second"), 1, (-1, 0), None, 15)
+    results = again.end()
+    enough.touch()
+    results += first.end()
+    syncer.hear_goodbyes(2)
+    syncer.stop()
     for result in results:
         assert isinstance(result, dict), result
-        assert result["finite"] and result["over"] and len(set(result["alike"])) == 1
+        assert result["finite"] and len(set(result["alike"])) == 1
         assert result["losses"][1] < 0.9 * result["losses"][0], result["losses"]
     effects = [e for r in syncer.tape() for e in r.effects]
     merged = [set(e.participants) for e in effects if isinstance(e, FixParticipants) and e.fragments]
     assert {0, 1} in merged, "learners of both layouts were merged"
     assert any(e.learner == 1 and e.standing in (Standing.LOST, Standing.LEFT) for e in effects if isinstance(e, Membership))
-    assert [e.learner for e in effects if isinstance(e, Recovered)].count(1) == 2
+    assert [e.source for e in effects if isinstance(e, Recovered) and e.learner == 1][-1] == 0, "it has a peer's state"
+    (trained,) = {moments for result in results[:3] for moments in result["moments"]}
+    assert trained > results[0]["steps"] == 15, "the peer's steps are in its moments"
     (tape,) = (syncer.directory / "learner").glob("*.tape")
     assert {(s.tokens, s.samples) for s in steps_of(tape)} == {(16, 16)}, "two ranks of 8 tokens are one step of 16"
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 3])
+def test_state_moves_between_layouts_to_the_last_bit(ranks: int) -> None:
+    """Weights, moments and anchors, from a sharded model to whole ones and back into a sharded one."""
+    for same in Ranks(ranks, moved_states, exact()).end():
+        assert isinstance(same, dict) and len(same) > 10, same
+        assert all(same.values()), [what for what, equal in same.items() if not equal]
 
 
 def test_ranks_whose_loops_end_at_the_same_step_leave_in_order(start: Callable[[Config], Watched]) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from atoll.codecs import Packet
+from typing import Any
 
 
 class LateContent:
-    """A packet that a device is still encoding, or that other ranks hold parts of."""
+    """A packet that a device is still encoding, or a packet or a state that other ranks hold parts of."""
 
-    def resolve(self) -> tuple[Packet, Tensor] | None:
+    def resolve(self) -> Any:
         """Waits for it; not to be called by the training thread. None if it holds NaN or Inf and cannot be sent."""
         raise NotImplementedError
 

@@ -22,6 +22,8 @@ from atoll.executor.cuda.staging import adopt_into
 from atoll.executor.cuda.transfer import on_host, to_device
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.executor.peer_state import PeerStateCheck
+from atoll.executor.ranks.state import StateParts
+from atoll.executor.ranks.stitch import owned_block
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
@@ -64,7 +66,9 @@ class StateStore(Protocol):
         """None: it is being written, and the store says later what became of it."""
         ...
 
-    def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any: ...
+    def learner_state(self, snapshot: OuterStep, learner: LearnerId) -> Any:
+        """A list: the parts of a learner of several ranks."""
+        ...
 
 
 class StagedCopy(NamedTuple):
@@ -163,8 +167,7 @@ class TensorLearner:
                 assert payload is not None
                 self._load_state(payload.content)
             case LoadSnapshot(snapshot=snapshot):
-                assert self._snapshots is not None
-                self._load_state(self._snapshots.learner_state(snapshot, self._learner), resumes=True)
+                self._load_state(self._saved(snapshot), resumes=True)
             case RecordState(snapshot=snapshot, learner_state=learner_state):
                 if self._snapshots is not None:
                     state = self.state(with_residuals=True)
@@ -341,7 +344,7 @@ class TensorLearner:
 
     def arriving(self, body: Message, payload: Payload) -> Payload:
         """Called by the receiving thread, before the machine sees the message."""
-        return payload if self._cuda is None else self._cuda.arriving(payload)
+        return payload if self._cuda is None or isinstance(body, StateTransfer) else self._cuda.arriving(payload)
 
     def _adopt(self, effect: Adopt) -> None:
         p = effect.fragment
@@ -372,7 +375,7 @@ class TensorLearner:
             self._cuda.stager.settle()
         state: dict[str, Any] = {
             "tensors": {name: on_host(tensor) for name, tensor in self._tensors.items()},
-            "optimizer": on_host(self.optimizer.state_dict()),
+            "optimizer": on_host(self._optimizer_state()),
             "anchors": list(self.anchors),
             "round_start": [tensor if tensor is None else tensor.cpu() for tensor in self._round_start],
             "kept": dict(self._kept),
@@ -380,6 +383,15 @@ class TensorLearner:
         if with_residuals:
             state["residuals"] = {p: residual.cpu() for p, residual in self._residuals.items()}
         return state
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def _saved(self, snapshot: OuterStep) -> dict[str, Any]:
+        """A learner of several ranks stores its state in parts, and may come back as one process."""
+        assert self._snapshots is not None
+        found = self._snapshots.learner_state(snapshot, self._learner)
+        return StateParts(found if isinstance(found, list) else [found], self._fragments, owned_block(self._config)).whole()
 
     def _load_state(self, state: dict[str, Any], *, resumes: bool = False) -> None:
         """From a peer, or from this learner's snapshot: then residuals are part of it, and versions are announced again. A peer's

@@ -1,7 +1,8 @@
 """Snapshots on disk, from which a run resumes.
 
     run/syncer/snapshots/<outer step>/        versions/ (hard links: see durable), machine.json, manifest.json
-    run/learners/<id>/snapshots/<outer step>/ state.safetensors, machine.json, manifest.json
+    run/learners/<id>/snapshots/<outer step>/ state.safetensors, machine.json, manifest.json; of several ranks rank 0's part, and
+                                              state-<rank>.safetensors of each other one
 
 Each worker writes its own part: inner optimiser state never goes to the syncer. A snapshot grows in `<outer step>.open`; its
 manifest is written last, and then the directory gets its final name. A snapshot that replaces another first moves that to
@@ -20,10 +21,10 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -55,6 +56,13 @@ _LEFT: Final = re.compile(r"(\d+)\.(open|old)")
 class FileEntry(msgspec.Struct, frozen=True):
     bytes: int
     sha256: str
+
+
+class WrittenPart(NamedTuple):
+    """What a rank other than 0 wrote of its learner's state."""
+
+    path: Path
+    entry: FileEntry
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -114,6 +122,7 @@ class SyncerPart:
 @dataclass(frozen=True, slots=True)
 class LearnerPart:
     state: Any
+    """A list of its ranks' parts, where it had several."""
     machine_state: bytes
     manifest: Manifest
 
@@ -205,9 +214,11 @@ def _link_or_copy(source: Path, target: Path) -> None:
 def write_learner(
     root: Path, snapshot: OuterStep, state: Any, machine_state: bytes, keep: int,
     *, run: str = "", config: Mapping[str, Any] | None = None, protect: Iterable[OuterStep] = (),
+    of_ranks: Callable[[], Mapping[int, WrittenPart]] = dict,
 ) -> None:  # fmt: skip
     """Write a learner's part and read it back; it is whole when this returns. `protect` names the snapshots that
-    the syncer keeps: otherwise abandoned ones would displace the last usable one."""
+    the syncer keeps: otherwise abandoned ones would displace the last usable one. `of_ranks` waits for what its other ranks
+    wrote, and returns it by rank."""
     target = _open_dir(root, snapshot)
     with _removed_on_failure(target):
         _clear(root)
@@ -218,10 +229,31 @@ def write_learner(
             STATE: FileEntry((target / STATE).stat().st_size, sha256),
             MACHINE_FILE: FileEntry(len(machine_state), hashlib.sha256(machine_state).hexdigest()),
         }
+        for rank, (path, entry) in of_ranks().items():
+            if not path.is_file():
+                raise DataError(f"{path} of rank {rank} is not seen by rank 0: the ranks' folder must be on shared storage")
+            os.replace(path, target / _rank_file(rank))
+            files[_rank_file(rank)] = entry
         for name, entry in files.items():
             _read_back(target / name, entry)
         _publish(root, Manifest(snapshot, run, True, (), files, dict(config or {})))
     _prune(root, keep, {snapshot, *protect})
+
+
+def write_rank_part(root: Path, snapshot: OuterStep, rank: int, state: Any) -> WrittenPart:
+    """A rank other than 0 writes its part beside the snapshots, where rank 0 takes it into one. What is left of one that was
+    given up is removed."""
+    folder = root / "snapshots"
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"*.rank-{rank}"):
+        discard(left)
+    path = folder / f"{snapshot}.rank-{rank}"
+    sha256 = write_state(path, state)
+    return WrittenPart(path, FileEntry(path.stat().st_size, sha256))
+
+
+def _rank_file(rank: int) -> str:
+    return f"state-{rank}.safetensors"
 
 
 def _read_back(path: Path, entry: FileEntry) -> None:
@@ -288,10 +320,22 @@ def load_syncer(directory: Path) -> SyncerPart:
     return SyncerPart(DurableVersions.open(directory, read_only=True), _read_machine_state(directory, manifest), manifest)
 
 
-def load_learner_part(directory: Path) -> LearnerPart:
+def load_learner_part(directory: Path, *, mapped: bool = False) -> LearnerPart:
+    """`mapped`: see `read_state`."""
     manifest = read_manifest(directory)
-    state = read_state(directory / STATE, _entry(directory, manifest, STATE).sha256)
+    ranks = 1
+    while _rank_file(ranks) in manifest.files:
+        ranks += 1
+    names = [STATE, *map(_rank_file, range(1, ranks))]
+    parts = [read_state(directory / name, _entry(directory, manifest, name).sha256, mapped=mapped) for name in names]
+    state = parts if ranks > 1 else parts[0]
     return LearnerPart(state, _read_machine_state(directory, manifest), manifest)
+
+
+def load_machine_state(directory: Path) -> tuple[bytes, Manifest]:
+    """Of a learner, without its tensors."""
+    manifest = read_manifest(directory)
+    return _read_machine_state(directory, manifest), manifest
 
 
 def read_manifest(directory: Path) -> Manifest:

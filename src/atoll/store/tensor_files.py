@@ -21,6 +21,7 @@ import errno
 import hashlib
 import io
 import math
+import mmap
 import os
 import shutil
 import sys
@@ -262,12 +263,28 @@ def unpack_state(data: bytes | bytearray | memoryview, what: str = "state") -> A
     return _read(_View(view), len(view), what)
 
 
-def _read(stream: io.RawIOBase, size: int, what: str) -> Any:
+def _read(stream: io.RawIOBase, size: int, what: str, *, mapped: bool = False) -> Any:
     entries, metadata = read_header(stream, size, what)
     if metadata.get("format") != FORMAT:
         raise DataError(f"{what} has format {metadata.get('format', '')[:40]!r}; this Atoll reads {FORMAT!r}")
-    tensors = {name: read_tensor(stream, entry, what) for name, entry in entries.items()}
+    if mapped:
+        tensors = _mapped(stream, entries, size)
+    else:
+        tensors = {name: read_tensor(stream, entry, what) for name, entry in entries.items()}
     return rebuild(from_base64(metadata.get("structure", ""), what), tensors, what)
+
+
+def _mapped(stream: io.RawIOBase, entries: dict[str, TensorEntry], size: int) -> dict[str, Tensor]:
+    """What is written to them stays in this process."""
+    pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+    start = size - max((entry.data_offsets[1] for entry in entries.values()), default=0)
+    tensors = {}
+    for name, entry in entries.items():
+        count, dtype = math.prod(entry.shape), entry.torch_dtype
+        at = start + entry.data_offsets[0]
+        flat = torch.frombuffer(pages, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
+        tensors[name] = flat.view(entry.shape)
+    return tensors
 
 
 def from_base64(text: str, what: str) -> bytes:
@@ -332,14 +349,16 @@ def write_state(path: Path, state: Any) -> str:
     return sha.hexdigest()
 
 
-def read_state(path: Path, sha256: str | None = None) -> Any:
+def read_state(path: Path, sha256: str | None = None, *, mapped: bool = False) -> Any:
+    """`mapped`: its tensors are pages of the file, which take memory only while they are used."""
+
     def read(stream: io.RawIOBase, size: int) -> Any:
         if sha256 is not None:
             # Two passes over the file, the second from the page cache: cheaper than a copy of the state in memory.
             if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
                 raise DataError(f"{path} is damaged: its SHA-256 is not {sha256}")
             stream.seek(0)
-        return _read(stream, size, str(path))
+        return _read(stream, size, str(path), mapped=mapped)
 
     return read_with(path, read)
 

@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from rank_layouts import LAYOUTS, MODEL, SHAPES
 from torch import nn
 
 from atoll.codecs import BLOCK, codec, encode_with_feedback
@@ -16,54 +17,7 @@ from atoll.executor.ranks.stitch import assemble, block_of, encode_part
 from atoll.tensors.layout import Fragment, build_layout
 from atoll.tensors.pieces import Box, Boxes, cut_from, held_of, owned_of, put_runs, split_of
 
-
-class Odd(nn.Module):
-    """Rows that no number of ranks divides, a scalar, a tensor of one row, and one of three axes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.randn(37, 29))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.row = nn.Parameter(torch.randn(1, 300))
-        self.cube = nn.Parameter(torch.randn(6, 5, 44))
-        self.bias = nn.Parameter(torch.randn(3))
-
-
-MODEL = Odd()
-SHAPES = {name: tuple(parameter.shape) for name, parameter in MODEL.named_parameters()}
-
-
-def chunk(size: int, ranks: int, rank: int) -> tuple[int, int]:
-    """As torch cuts a tensor: the last ranks may have fewer rows, or none."""
-    step = -(-size // ranks)
-    start = min(size, rank * step)
-    return start, min(size, start + step) - start
-
-
-def sharded(ranks: int, axis: int = 0) -> list[Boxes]:
-    world: list[Boxes] = []
-    for rank in range(ranks):
-        boxes = {}
-        for name, shape in SHAPES.items():
-            if len(shape) > axis:
-                start, length = chunk(shape[axis], ranks, rank)
-                boxes[name] = Box(
-                    tuple(start if at == axis else 0 for at in range(len(shape))),
-                    tuple(length if at == axis else size for at, size in enumerate(shape)),
-                )
-        world.append(boxes)
-    return world
-
-
 CODECS = ("fp32", "bf16", "int8", "int4", "int2", "int1", "e3m0", "top_k:0.1", "random_drop:0.3", "int4 rng")
-LAYOUTS = {
-    "one rank": [{}],
-    "3 replicas": [{}, {}, {}],
-    **{f"{n} shards of rows": sharded(n) for n in (2, 3, 4, 5)},
-    "2 shards of columns": sharded(2, axis=1),
-    "3 shards of the last axis": sharded(3, axis=2),
-    "2 shards of 2 replicas": [boxes for boxes in sharded(2) for _ in range(2)],
-}
 
 
 def fragments(pattern: str = "sub_tensor", count: int = 3) -> tuple[Fragment, ...]:

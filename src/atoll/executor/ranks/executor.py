@@ -13,19 +13,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.codecs import BLOCK
 from atoll.codecs import codec as codec_of
-from atoll.config.codecs import codec_spec
 from atoll.errors import NotFinite
 from atoll.executor.cuda.learner import Key
+from atoll.executor.cuda.transfer import each_tensor
 from atoll.executor.learner import StateStore, TensorLearner
-from atoll.executor.ranks.stitch import EncodedPart, block_of, encode_part
-from atoll.ids import FragmentId, LearnerId
+from atoll.executor.ranks.state import StateParts, boxes_of_moments, like_parameters, names_of, part_of
+from atoll.executor.ranks.stitch import EncodedPart, block_of, encode_part, owned_block, packs_randomly
+from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.vocabulary import NO_VERSION, Stage
 from atoll.tasks.task import Task
 from atoll.tensors.access import named_tensors, read_buffers, read_params
 from atoll.tensors.layout import Fragment
-from atoll.tensors.local import LocalTensors
+from atoll.tensors.local import LocalTensors, local_value
 from atoll.tensors.pieces import BlockSplit, Boxes, HeldPieces, held_of, owned_of, put_runs, split_of
 
 
@@ -45,15 +45,14 @@ class RankExecutor(TensorLearner):
     ) -> None:  # fmt: skip
         """`world`: of every rank what it holds. `task` is of the whole model."""
         self.rank = rank
+        self.world = world
         self.whole: Sequence[Fragment] = task.layout.fragments
-        protocol = task.config.protocol
-        codec = codec_of(protocol.codec_up)
-        self._random = protocol.stochastic_rounding or codec_spec(codec.name).random
-        align = block_of(codec, rounds_randomly=self._random)
+        self._random = packs_randomly(task.config)
+        align = block_of(codec_of(task.config.protocol.codec_up), rounds_randomly=self._random)
         self.held: list[list[HeldPieces]] = [[held_of(fragment, boxes) for boxes in world] for fragment in self.whole]
         """By fragment and rank."""
         self.splits: list[list[BlockSplit]] = [
-            [split_of(owned, align) for owned in owned_of(fragment, world, align or BLOCK)] for fragment in self.whole
+            [split_of(owned, align) for owned in owned_of(fragment, world, owned_block(task.config))] for fragment in self.whole
         ]
         local = replace(task.layout, fragments=tuple(held[rank].fragment for held in self.held))
         super().__init__(
@@ -61,6 +60,9 @@ class RankExecutor(TensorLearner):
             tensors=LocalTensors(named_tensors(model)),
         )  # fmt: skip
         self._parts: dict[Key, StagedPart] = {}
+        self.names = names_of(model, optimizer)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._of_number = dict(zip(self.names, held, strict=True))
 
     # ------------------------------------------------------------ sending
 
@@ -112,6 +114,45 @@ class RankExecutor(TensorLearner):
         super()._keep(p, version, previous, content)
         kept, announced, buffers = self._kept[p]
         self._kept[p] = (kept, announced.to(self._device), buffers.to(self._device))
+
+    # ------------------------------------------------------------ state, in parts
+
+    def part(self, *, with_residuals: bool = False) -> dict[str, Any]:
+        """This rank's part of the learner's state, copied to the host."""
+        boxes = boxes_of_moments(self.optimizer.state_dict()["state"])
+        state = each_tensor(self.state(with_residuals=with_residuals), lambda tensor: tensor.cpu())
+        return part_of(state, self.world[self.rank], boxes)
+
+    @property
+    def announced(self) -> dict[FragmentId, tuple[OuterStep, Tensor]]:
+        """This rank's pieces of the versions that wait to be adopted."""
+        return {p: (version, announced) for p, (version, announced, _) in self._kept.items()}
+
+    def cut(self, parts: StateParts, rank: int) -> dict[str, Any]:
+        """What `rank` holds of a state."""
+        return parts.of(self.world[rank], self.names)
+
+    def parts_of(self, found: Any) -> StateParts:
+        """`found`: a whole state, or a list of parts."""
+        return StateParts(found if isinstance(found, list) else [found], self.whole, owned_block(self._config))
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        local: dict[str, Any] = local_value(self.optimizer.state_dict())
+        return local
+
+    def _saved(self, snapshot: OuterStep) -> dict[str, Any]:
+        """Copied: what is read may be pages of a file."""
+        assert self._snapshots is not None
+        own = self.cut(self.parts_of(self._snapshots.learner_state(snapshot, self._learner)), self.rank)
+        copied: dict[str, Any] = each_tensor(own, torch.clone)
+        return copied
+
+    def _load_state(self, state: dict[str, Any], *, resumes: bool = False) -> None:
+        """`state` is this rank's own."""
+        optimizer = state["optimizer"]
+        placed = {**optimizer, "state": like_parameters(optimizer["state"], self._of_number)}
+        here = each_tensor({key: state[key] for key in ("anchors", "kept")}, lambda tensor: tensor.to(self._device))
+        super()._load_state({**state, **here, "optimizer": placed}, resumes=resumes)
 
     # ------------------------------------------------------------ the weights as they are
 

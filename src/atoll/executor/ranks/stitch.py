@@ -14,8 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from atoll.codecs import Codec, Packet
+from atoll.codecs import BLOCK, Codec, Packet
+from atoll.codecs import codec as codec_of
 from atoll.codecs.layout import layout
+from atoll.config import Config
 from atoll.config.codecs import codec_spec
 from atoll.tensors.pieces import BlockSplit, Run, numel_of, put_runs, take_runs
 
@@ -33,6 +35,16 @@ def block_of(codec: Codec, *, rounds_randomly: bool) -> int:
     if rounds_randomly or not spec.on_device:  # what a device encodes to the same bytes does not depend on an order
         return 0
     return spec.block or 1
+
+
+def packs_randomly(config: Config) -> bool:
+    protocol = config.protocol
+    return protocol.stochastic_rounding or codec_spec(codec_of(protocol.codec_up).name).random
+
+
+def owned_block(config: Config) -> int:
+    """Ranks that hold the same elements share them in ranges of so many."""
+    return block_of(codec_of(config.protocol.codec_up), rounds_randomly=packs_randomly(config)) or BLOCK
 
 
 def encode_part(codec: Codec, flat: Tensor, split: BlockSplit, *, feedback: bool) -> tuple[EncodedPart, Tensor | None]:

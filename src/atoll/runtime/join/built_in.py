@@ -49,8 +49,6 @@ PARALLEL: Final = ("ddp", "fsdp2")
 
 def run_rank(options: WorkerOptions, parallel: str) -> bool:
     """One rank; every process of the group that the environment describes calls it. Returns as `run_worker` does."""
-    if options.resume is not None:
-        raise UserError("--resume: a learner of several ranks writes no snapshots yet; leave it out, and it starts from Theta")
     end_with_parent()
     if int(os.environ.get("RANK", "0")) > 0:
         leave_signals_to_rank_0()
@@ -94,8 +92,9 @@ class BuiltInRanks(RankedLearner):
         leaving: LeaveRequests,
     ) -> None:  # fmt: skip
         super().__init__(
-            options.address, model, optimizer, wants=options.wants, out=options.out, metrics=options.metrics, leaving=leaving
-        )
+            options.address, model, optimizer, wants=options.wants, out=options.out, metrics=options.metrics, leaving=leaving,
+            resume=options.resume,
+        )  # fmt: skip
         self._given = placement
         self._own_task = task
 

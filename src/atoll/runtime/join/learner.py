@@ -35,7 +35,7 @@ from atoll.executor.learner import TensorLearner
 from atoll.executor.peer_state import state_bytes_max
 from atoll.ids import SECOND, LearnerId, OuterStep
 from atoll.protocol.interface import Executor, Payload
-from atoll.protocol.vocabulary import InnerStep, Message, StepDone
+from atoll.protocol.vocabulary import InnerStep, Message, Resumed, StepDone
 from atoll.runtime.join import checks
 from atoll.runtime.join.executor import UserExecutor, task_of
 from atoll.runtime.join.upload import agree_on_model
@@ -43,7 +43,7 @@ from atoll.runtime.learner.address import Address, open_tape, request_place
 from atoll.runtime.learner.leaving import LEAVE_FILE, LeaveRequests
 from atoll.runtime.learner.live import LiveLearner
 from atoll.runtime.learner.place import kept_place, moved_out, own_directory
-from atoll.runtime.learner.snapshots import LearnerSnapshots
+from atoll.runtime.learner.snapshots import LearnerSnapshots, learner_state_of
 from atoll.runtime.loop import LoopThread
 from atoll.runtime.metrics import MetricsAt, learner_metrics
 from atoll.runtime.syncer.places import Placement
@@ -81,9 +81,10 @@ class Learner:
 
     def __init__(
         self, address: Address, model: nn.Module, optimizer: torch.optim.Optimizer, *, wants: int = -1, out: Path | None = None,
-        metrics: MetricsAt | None = None, leaving: LeaveRequests | None = None,
+        metrics: MetricsAt | None = None, leaving: LeaveRequests | None = None, resume: Path | None = None,
     ) -> None:  # fmt: skip
         self._address = address
+        self._resume = resume
         self._leaving = leaving or LeaveRequests()
         self._model = model
         self._optimizer = optimizer
@@ -339,13 +340,14 @@ class Learner:
         """Connects as this learner, for as long as it has the place."""
         with contextlib.ExitStack() as stack:
             directory = stack.enter_context(own_directory(self._out, placement))
-            snapshots = LearnerSnapshots(directory, placement.run, self.config)
+            snapshots = LearnerSnapshots(directory, placement.run, self.config, self._resume)
             stack.callback(snapshots.close)
             executor, arriving = self._executor(placement, snapshots, stack)
             tape = _new_tape(directory, placement, self.config, self._device)
             metrics = stack.enter_context(learner_metrics(self._metrics, self.config, placement.learner, directory))
             live = LiveLearner(
                 self._address, placement, executor, tape=tape, loop=self._loop.loop,
+                resumed=Resumed(*learner_state_of(self._resume)) if self._resume is not None else None,
                 state_bytes_max=state_bytes_max(self._task.layout.fragments), arriving=arriving, metrics=metrics,
             )  # fmt: skip
             snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep

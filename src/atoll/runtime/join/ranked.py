@@ -11,7 +11,6 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,7 +30,7 @@ from atoll.runtime.join.upload import agree_on_model
 from atoll.runtime.learner.address import Address
 from atoll.runtime.learner.leaving import LeaveRequests
 from atoll.runtime.learner.live import LiveLearner
-from atoll.runtime.learner.snapshots import LearnerSnapshots
+from atoll.runtime.learner.snapshots import LearnerSnapshots, SavedParts
 from atoll.runtime.loop import LoopThread
 from atoll.runtime.metrics import MetricsAt
 from atoll.runtime.ranks.executor import LeadExecutor
@@ -54,11 +53,9 @@ class RankedLearner(Learner):
     def __init__(
         self, address: Address, model: nn.Module, optimizer: torch.optim.Optimizer, *, wants: int = -1,
         out: Path | None = None, metrics: MetricsAt | None = None, leaving: LeaveRequests | None = None,
-        rank_timeout_seconds: float = 300.0,
+        rank_timeout_seconds: float = 300.0, resume: Path | None = None,
     ) -> None:  # fmt: skip
-        # No peer recovers from a learner of several ranks yet, so there is nothing to listen for.
-        alone = replace(address, listen="", advertise="")
-        super().__init__(alone, model, optimizer, wants=wants, out=out, metrics=metrics, leaving=leaving)
+        super().__init__(address, model, optimizer, wants=wants, out=out, metrics=metrics, leaving=leaving, resume=resume)
         self.rank, self.ranks = world()
         self._timeout = rank_timeout_seconds
         self._world: Sequence[Boxes] = ()
@@ -96,7 +93,7 @@ class RankedLearner(Learner):
         shown = msgspec.structs.replace(placement, key="", place_key="")
         self._lead.tell(PlaceGiven(shown))
         self._make_executor(placement)
-        self._leading = LeadExecutor(self.config, self._inner, self._lead)
+        self._leading = LeadExecutor(self.config, self._inner, self._lead, placement.learner)
         self._agree_with_syncer(placement, frozen)
         stack.callback(lambda: self._place.close())
         self._begin(placement)
@@ -133,12 +130,13 @@ class RankedLearner(Learner):
     def _make_executor(self, placement: Placement) -> None:
         self._inner = RankExecutor(
             self._task, placement.learner, self.rank, self._world, model=self._model, optimizer=self._optimizer,
-            device=self._device,
+            device=self._device, snapshots=SavedParts(self._resume) if self._resume is not None else None,
         )  # fmt: skip
 
     def _executor(
         self, placement: Placement, snapshots: LearnerSnapshots, stack: contextlib.ExitStack
     ) -> tuple[Executor, Callable[[Message, Payload], Payload]]:
+        self._leading.snapshots = snapshots
         return self._leading, self._leading.arriving
 
     def _started(self, live: LiveLearner) -> None:

@@ -21,7 +21,7 @@ from atoll.config import from_builtins
 from atoll.errors import DataError, PlaceLost, RunFailed
 from atoll.executor.hostile import Attacker
 from atoll.executor.peer_state import wrong_anchor
-from atoll.ids import SYNCER, OuterStep, nanos, seconds, worker_name
+from atoll.ids import SYNCER, LearnerId, OuterStep, nanos, seconds, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.learner import LearnerMachine
@@ -234,7 +234,7 @@ class LiveLearner:
         head = wire.to_head(envelope)
         link, overtakes = self._link, may_overtake(envelope)
         if envelope.receiver != SYNCER:
-            self._peers.send(envelope.receiver, head, wire.to_buffers(payload) if payload is not None else None)
+            self._send_to_peer(envelope.receiver, head, payload)
         elif link is not None:  # bound to this connection: the message must not go out on the next one
 
             def job() -> None:
@@ -244,6 +244,15 @@ class LiveLearner:
 
             waits = bool(held) or wire.waits_for_device(payload)
             self._sender.put(job, waits_for_device=waits, control=payload is None, overtakes=overtakes)
+
+    def _send_to_peer(self, peer: LearnerId, head: bytes, payload: Payload | None) -> None:
+        def job() -> None:
+            self._peers.send(peer, head, wire.to_buffers(payload) if payload is not None else None)
+
+        if wire.waits_for_device(payload):  # a state whose parts other ranks send: training goes on meanwhile
+            threading.Thread(target=job, name="state for a peer", daemon=True).start()
+        else:
+            job()
 
     # ------------------------------------------------------------ the loop's thread
 
@@ -367,6 +376,8 @@ class LiveLearner:
                 anchors = beside.submit(wrong_anchor, body, payload.content, self._digests)
                 misfit = self._executor.inspect(body, payload).flaw
                 flaw = misfit if misfit is not None else anchors.result()
+            if flaw is None:
+                payload = self._arriving(body, payload)
         except Exception as error:
             payload, flaw = Payload("state", len(data), None), Reason(Why.BAD_STATE, f"bytes that cannot be used: {error}"[:300])
         if flaw is not None:

@@ -122,6 +122,12 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return view
 
 
+def tensors_of(chunks: Sequence[bytes | memoryview]) -> list[Tensor]:
+    """Bytes, to be sent beside a message; only what cannot be written to is copied."""
+    whole = [bytearray(chunk) if memoryview(chunk).readonly else chunk for chunk in chunks if len(chunk)]
+    return [torch.frombuffer(chunk, dtype=torch.uint8) for chunk in whole]
+
+
 def parts_of(data: Tensor, sizes: Sequence[int], dtypes: Sequence[torch.dtype]) -> list[Tensor]:
     """Views of received bytes; `sizes` in bytes. torch reads from odd addresses only bytes, so the wide ones come first."""
     found, at = [], 0

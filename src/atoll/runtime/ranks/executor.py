@@ -8,7 +8,9 @@ that ranks could as well send them by themselves to a syncer that takes parts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +22,10 @@ from atoll.config import Config
 from atoll.errors import NotFinite, RunFailed
 from atoll.executor.cuda.learner import Key
 from atoll.executor.late import LateContent
+from atoll.executor.peer_state import PeerStateCheck
 from atoll.executor.ranks.executor import RankExecutor
 from atoll.executor.ranks.stitch import EncodedPart, assemble
-from atoll.ids import FragmentId
+from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
@@ -32,6 +35,9 @@ from atoll.protocol.vocabulary import (
     Effect,
     Event,
     Keep,
+    LearnerState,
+    LoadSnapshot,
+    LoadState,
     LoadTheta,
     Message,
     Poisoned,
@@ -39,25 +45,42 @@ from atoll.protocol.vocabulary import (
     Send,
     Stage,
     StateTransfer,
-    StateWritten,
     Unstage,
 )
-from atoll.runtime.ranks.channel import parts_of
+from atoll.runtime.learner.snapshots import LearnerSnapshots
+from atoll.runtime.ranks.channel import parts_of, tensors_of
 from atoll.runtime.ranks.lead import RankLead
-from atoll.runtime.ranks.messages import Arrival, Do, DropArrival, EncodePart, ReadWeights, SeamResidual
+from atoll.runtime.ranks.messages import (
+    Arrival,
+    Do,
+    DropArrival,
+    EncodePart,
+    ReadState,
+    ReadWeights,
+    SeamResidual,
+    StateArrival,
+    WritePart,
+)
+from atoll.store.snapshots import FileEntry, WrittenPart
+from atoll.store.tensor_files import pack_state, unpack_state
+from atoll.tensors.access import named_tensors
 from atoll.tensors.pieces import cut_from, put_runs
 
-TOLD = (Stage, Unstage, Adopt, LoadTheta)
+TOLD = (Stage, Unstage, Adopt, LoadTheta, LoadSnapshot)
 
 
 class LeadExecutor:
-    def __init__(self, config: Config, inner: RankExecutor, lead: RankLead) -> None:
+    def __init__(self, config: Config, inner: RankExecutor, lead: RankLead, learner: LearnerId) -> None:
         self._inner = inner
+        self._learner = learner
+        self.snapshots: LearnerSnapshots
+        """From the start of the learner's machine on."""
+        self._peer_state = PeerStateCheck(config, inner.whole, named_tensors(inner.model), inner.optimizer, users_own=True)
         self._lead = lead
         self._codec = codec_of(config.protocol.codec_up)
         self._feedback = config.protocol.error_feedback
         self._sent: dict[FragmentId, GatheredSend] = {}
-        self._unkept = 0
+        self._unkept = self._unloaded = 0
         self.poisoned: list[str] = []
         """What other ranks found since the last step, as sentences that name the rank."""
 
@@ -70,9 +93,13 @@ class LeadExecutor:
                 self._unkept = 0
                 self._lead.tell(Do(effect, payload.content.arrival))
                 return self._inner.execute(effect, Payload(payload.kind, payload.nbytes, payload.content.own))
-            case RecordState(snapshot=snapshot):
-                flaw = Reason(Why.NOT_WRITTEN, "a learner of several ranks writes no snapshots yet")
-                return (StateWritten(snapshot, flaw),)
+            case LoadState():
+                assert payload is not None and isinstance(payload.content, StateShare)
+                self._unloaded = 0
+                self._lead.tell(Do(effect, payload.content.arrival))
+                return self._inner.execute(effect, Payload(payload.kind, payload.nbytes, payload.content.own))
+            case RecordState(snapshot=snapshot, learner_state=learner_state):
+                return self._record(snapshot, learner_state)
             case _ if isinstance(effect, TOLD):
                 if isinstance(effect, Stage | Adopt):
                     self._settle(effect.fragment)
@@ -84,6 +111,24 @@ class LeadExecutor:
                 return found
         return ()
 
+    def _record(self, snapshot: OuterStep, learner_state: LearnerState) -> Sequence[Event]:
+        """Every rank writes its part, beside training; the snapshot is whole once rank 0 has taken in those of all."""
+        store, request = self.snapshots, self._lead.number()
+        if store.busy:
+            written = store.put_learner(snapshot, self._learner, learner_state, None)
+        else:
+            self._lead.tell(WritePart(request, snapshot, str(store.directory.resolve())))
+            own = self._inner.part(with_residuals=True)
+            written = store.put_learner(snapshot, self._learner, learner_state, own, lambda: self._parts_written(request))
+        return () if written is None else (written,)
+
+    def _parts_written(self, request: int) -> dict[int, WrittenPart]:
+        found = self._lead.written(request)
+        for rank, note in sorted(found.items()):
+            if note.flaw:
+                raise RunFailed(f"rank {rank}: {note.flaw}")
+        return {rank: WrittenPart(Path(note.path), FileEntry(note.nbytes, note.sha256)) for rank, note in found.items()}
+
     def _settle(self, p: FragmentId) -> None:
         """With error feedback the next packet of a fragment begins where its last one ended, on every rank."""
         before = self._sent.pop(p, None)
@@ -92,9 +137,19 @@ class LeadExecutor:
 
     def inspect(self, body: Message, payload: Payload) -> Finding:
         if isinstance(body, StateTransfer):
-            words = "a learner of several ranks starts from Theta, with a fresh optimiser state"
-            return Finding(Reason(Why.OTHER_OPTIMIZER, words))
+            flaw = self._peer_state.flaw(body, payload.content, {})
+            return Finding(flaw if flaw is not None else self._not_announced(body, payload.content))
         return CLEAN if isinstance(payload.content, RankShare) else self._inspect_whole(body, payload)
+
+    def _not_announced(self, body: StateTransfer, state: Mapping[str, Any]) -> Reason | None:
+        """Of what the syncer announced to this learner meanwhile, rank 0 compares its own pieces."""
+        for p, (version, own) in self._inner.announced.items():
+            named = {body.held[p]: state["anchors"][p]}
+            if p in state["kept"]:
+                named[state["kept"][p][0]] = state["kept"][p][1]
+            if version in named and not torch.equal(cut_from(named[version], self._inner.held[p][0].runs), own.cpu()):
+                return Reason(Why.BAD_STATE, f"its version {version} of fragment {p} is not the announced one")
+        return None
 
     def _inspect_whole(self, body: Message, payload: Payload) -> Finding:
         if isinstance(body, Announce) and isinstance(payload.content, tuple):
@@ -109,6 +164,10 @@ class LeadExecutor:
 
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body
+        if isinstance(body, StateTransfer):
+            request = self._lead.number()
+            self._lead.tell(ReadState(request))
+            return Payload("state", 0, GatheredState(self._lead, self._inner, request, self._inner.part()))
         if not isinstance(body, Contribution):
             return None
         self._settle(body.fragment)
@@ -127,7 +186,9 @@ class LeadExecutor:
     # ------------------------------------------------------------ receiving, in the receiving thread
 
     def arriving(self, body: Message, payload: Payload) -> Payload:
-        """Cuts an announced version into the ranks' pieces, and returns once every rank has its own."""
+        """Cuts an announced version, or a peer's state, into the ranks' pieces, and returns once every rank has its own."""
+        if isinstance(body, StateTransfer):
+            return self._arriving_state(payload)
         if not isinstance(body, Announce) or self._inspect_whole(body, payload).flaw is not None:
             return payload
         sent, buffers = payload.content
@@ -145,6 +206,17 @@ class LeadExecutor:
         del whole
         self._lead.await_taken(arrival)
         return Payload(payload.kind, payload.nbytes, RankShare(arrival, own, buffers, difference))
+
+    def _arriving_state(self, payload: Payload) -> Payload:
+        if self._unloaded:  # the one before came too late to be loaded
+            self._lead.tell(DropArrival(self._unloaded))
+        arrival = self._unloaded = self._lead.number()
+        parts = self._inner.parts_of(payload.content)
+        for rank in range(1, self._lead.ranks):
+            data = tensors_of(pack_state(self._inner.cut(parts, rank)))
+            self._lead.tell_rank(rank, StateArrival(arrival), data, bulk=True)
+        self._lead.await_taken(arrival)
+        return Payload(payload.kind, payload.nbytes, StateShare(arrival, self._inner.cut(parts, 0)))
 
     # ------------------------------------------------------------ the whole model, one fragment at a time
 
@@ -171,6 +243,28 @@ class RankShare:
         self.arrival = arrival
         sent = Packet("fp32", own.numel(), own, None) if difference else own
         self.own = (sent, buffers)
+
+
+class StateShare(NamedTuple):
+    """The content of a peer's state once every rank has its part."""
+
+    arrival: int
+    own: dict[str, Any]
+
+
+class GatheredState(LateContent):
+    """A learner's whole state, whose parts the other ranks are sending."""
+
+    def __init__(self, lead: RankLead, inner: RankExecutor, request: int, own: dict[str, Any]) -> None:
+        self._lead, self._inner, self._request, self._own = lead, inner, request, own
+
+    def resolve(self) -> dict[str, Any] | None:
+        try:
+            answers = self._lead.answers(self._request)
+        except RunFailed:  # a rank is gone: the peer finds no bytes, and takes its state from another
+            return None
+        parts = [self._own, *(unpack_state(answers[rank][1].numpy().data) for rank in sorted(answers))]
+        return self._inner.parts_of(parts).whole()
 
 
 class GatheredSend(LateContent):

@@ -20,6 +20,7 @@ from atoll.runtime.ranks.messages import (
     LeaveWanted,
     Note,
     Part,
+    PartWritten,
     Profile,
     RankLeaves,
     StepReached,
@@ -38,7 +39,7 @@ class RankLead:
         self._condition = threading.Condition()
         self._boundaries: dict[int, StepReached] = {}
         self._profiles: dict[int, Profile] = {}
-        self._answers: dict[tuple[int, int], tuple[Part, Tensor]] = {}
+        self._answers: dict[tuple[int, int], tuple[Part | PartWritten, Tensor]] = {}
         self._taken: dict[int, int] = {}
         self._left: dict[int, str] = {}
         self._numbers = 0
@@ -95,10 +96,22 @@ class RankLead:
         return found
 
     def answers(self, request: int) -> dict[int, tuple[Part, Tensor]]:
-        keys = [(rank, request) for rank in self._connected]
-        self._wait(lambda: [rank for rank, _ in keys if (rank, request) not in self._answers], "did not send its part")
+        self._wait(lambda: self._unanswered(request), "did not send its part")
         with self._condition:
-            return {rank: self._answers.pop((rank, request)) for rank, _ in keys}
+            found = {rank: self._answers.pop((rank, request)) for rank in self._connected}
+        return {rank: (note, data) for rank, (note, data) in found.items() if isinstance(note, Part)}
+
+    def written(self, request: int) -> dict[int, PartWritten]:
+        """Waits for as long as the disks take. RunFailed if the learner ends before."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._ended or self.failure is not None or not self._unanswered(request))
+            if self._unanswered(request):
+                raise self.failure or RunFailed("the learner ended before all of its ranks had written their parts")
+            found = {rank: self._answers.pop((rank, request))[0] for rank in self._connected}
+        return {rank: note for rank, note in found.items() if isinstance(note, PartWritten)}
+
+    def _unanswered(self, request: int) -> list[int]:
+        return [rank for rank in self._connected if (rank, request) not in self._answers]
 
     def await_taken(self, arrival: int) -> None:
         self._wait(lambda: [r for r in self._connected if self._taken.get(r, 0) < arrival], "did not take a new version")
@@ -134,7 +147,7 @@ class RankLead:
                         self._profiles[rank] = note
                     case StepReached():
                         self._boundaries[rank] = note
-                    case Part(request=request):
+                    case Part(request=request) | PartWritten(request=request):
                         self._answers[rank, request] = (note, data)
                     case ArrivalTaken(arrival=arrival):
                         self._taken[rank] = arrival

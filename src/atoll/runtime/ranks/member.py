@@ -12,17 +12,19 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from atoll.codecs import Packet
-from atoll.errors import RunFailed
+from atoll.errors import AtollError, RunFailed
 from atoll.executor.ranks.executor import RankExecutor
+from atoll.ids import OuterStep
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import InnerStep, Poisoned, StepDone
-from atoll.runtime.ranks.channel import REASON_SECONDS, ChannelClosed, read_in_thread
+from atoll.runtime.ranks.channel import REASON_SECONDS, ChannelClosed, read_in_thread, tensors_of
 from atoll.runtime.ranks.messages import (
     Agreed,
     Arrival,
@@ -36,15 +38,21 @@ from atoll.runtime.ranks.messages import (
     LeaveWanted,
     Note,
     Part,
+    PartWritten,
     PlaceGiven,
     Profile,
     RankLeaves,
+    ReadState,
     ReadWeights,
     SeamResidual,
+    StateArrival,
     StepReached,
+    WritePart,
 )
 from atoll.runtime.ranks.rendezvous import RankLink
 from atoll.runtime.syncer.places import Placement
+from atoll.store.snapshots import write_rank_part
+from atoll.store.tensor_files import pack_state, unpack_state
 from atoll.tensors.pieces import take_runs
 
 log = logging.getLogger("atoll.learner")
@@ -68,7 +76,7 @@ class RankMember:
         self._go: Go | None = None
         self._number = 0
         self._poisoned = ""
-        self._arrived: dict[int, tuple[Arrival, Tensor]] = {}
+        self._arrived: dict[int, tuple[Arrival | StateArrival, Tensor]] = {}
         self._over = self._closing = False
         self._error: RunFailed | None = None
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="rank-parts")
@@ -180,6 +188,11 @@ class RankMember:
                 self._send_part(request, p, slot)
             case ReadWeights(request=request, fragment=p):
                 self._send_weights(request, p)
+            case ReadState(request=request):
+                self._answers.submit(self._send_state, request, self._executing().part())
+            case WritePart(request=request, snapshot=snapshot, folder=folder):
+                part = self._executing().part(with_residuals=True)
+                self._answers.submit(self._write_part, request, Path(folder), snapshot, part)
             case SeamResidual(fragment=p):
                 self._executing().seams_not_carried(p, data.view(torch.float32))
             case DropArrival(arrival=arrival):
@@ -209,6 +222,8 @@ class RankMember:
         if not arrival:
             return None
         note, data = self._arrived.pop(arrival)
+        if isinstance(note, StateArrival):
+            return Payload("state", data.numel(), unpack_state(data.numpy().data))
         numbers = data.view(torch.float32)
         params, buffers = numbers[: note.sizes[0]], numbers[note.sizes[0] :]
         sent = Packet("fp32", params.numel(), params, None) if note.difference else params
@@ -234,6 +249,18 @@ class RankMember:
     def _answer(self, note: Part, tensors: list[Tensor]) -> None:
         """In another thread: the next word of rank 0 must not wait behind these bytes."""
         self._answers.submit(self._send_bytes, note, tensors)
+
+    def _send_state(self, request: int, part: dict[str, Any]) -> None:
+        chunks = tensors_of(pack_state(part))
+        self._send_bytes(Part(request, (sum(chunk.numel() for chunk in chunks),)), chunks)
+
+    def _write_part(self, request: int, folder: Path, snapshot: OuterStep, part: dict[str, Any]) -> None:
+        try:
+            path, entry = write_rank_part(folder, snapshot, self.rank, part)
+            note = PartWritten(request, str(path), entry.bytes, entry.sha256)
+        except (AtollError, OSError) as error:
+            note = PartWritten(request, "", 0, "", str(error)[:300])
+        self._send_bytes(note, [])
 
     def _send_bytes(self, note: Note, tensors: list[Tensor]) -> None:
         try:

@@ -103,6 +103,20 @@ class DropArrival(Note, frozen=True):
     arrival: int
 
 
+class ReadState(Note, frozen=True):
+    """Send your part of the learner's state, for a peer."""
+
+    request: int
+
+
+class WritePart(Note, frozen=True):
+    """Write your part of the learner's state into this folder, for a snapshot."""
+
+    request: int
+    snapshot: OuterStep
+    folder: str
+
+
 # ---------------------------------------------------------------- bulk
 
 
@@ -116,16 +130,33 @@ class Arrival(Note, frozen=True):
     """Elements of the parameters, then of the buffers, in the bytes beside it."""
 
 
+class StateArrival(Note, frozen=True):
+    """Your part of a peer's state, in the bytes beside it."""
+
+    arrival: int
+
+
 class ArrivalTaken(Note, frozen=True):
     arrival: int
 
 
 class Part(Note, frozen=True):
-    """The answer to `EncodePart` or `ReadWeights`. Without sizes: there is nothing finite to send."""
+    """The answer to `EncodePart`, `ReadWeights` or `ReadState`. Without sizes: there is nothing finite to send."""
 
     request: int
     sizes: tuple[int, ...]
-    """Bytes of the codes, the scales and the seams; or of the weights."""
+    """Bytes of the codes, the scales and the seams; or of the weights, or of the state."""
+
+
+class PartWritten(Note, frozen=True):
+    """The answer to `WritePart`."""
+
+    request: int
+    path: str
+    nbytes: int
+    sha256: str
+    flaw: str = ""
+    """Why it is not written."""
 
 
 # ---------------------------------------------------------------- the end
@@ -154,6 +185,7 @@ class Ended(Note, frozen=True):
 
 
 ToRank: TypeAlias = (
-    Agreed | PlaceGiven | ReadWeights | Counted | Go | Do | EncodePart | SeamResidual | DropArrival | Arrival | Ended
+    Agreed | PlaceGiven | ReadWeights | Counted | Go | Do | EncodePart | SeamResidual | DropArrival | ReadState | WritePart
+    | Arrival | StateArrival | Ended
 )  # fmt: skip
-ToLead: TypeAlias = RankHello | Profile | StepReached | ArrivalTaken | Part | RankLeaves | LeaveWanted
+ToLead: TypeAlias = RankHello | Profile | StepReached | ArrivalTaken | Part | PartWritten | RankLeaves | LeaveWanted
