@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from atoll.chaos import ChaosPlan
@@ -164,9 +164,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_for(preset: str, learners: int, *, every: int = 10, total_steps: int = 60, **cluster: Any) -> Config:
+def config_for(
+    preset: str, learners: int, *, every: int = 10, total_steps: int = 60, protocol: Mapping[str, Any] | None = None,
+    **cluster: Any,
+) -> Config:  # fmt: skip
     return load(preset_name=preset, overrides={
-        "learners": learners, "total_steps": total_steps, "protocol": CASES[preset] | {"snapshot_interval": every},
+        "learners": learners, "total_steps": total_steps,
+        "protocol": CASES[preset] | {"snapshot_interval": every} | dict(protocol or {}),
         "cluster": {"slow_share": 0.34} | cluster, "data": {"batch_size": 2, "seq_len": 16, "max_bytes": 400_000},
         "model": {"numbers": {"width": 16, "layers": 2, "mlp": 32}}, "limits": {"start_wait_seconds": 20.0},
     })  # fmt: skip

@@ -137,6 +137,32 @@ def test_a_learner_of_ranks_that_is_asked_to_leave_delivers_and_leaves(start: Ca
     assert any(isinstance(r.event, Stored) for r in syncer.tape())
 
 
+def trained(out: Path, *words: str) -> torch.Tensor:
+    """Theta of a whole local run, of one learner that waits for every merge."""
+    sets = {
+        "learners": 1, "total_steps": 16, "protocol.snapshot_interval": 4, "protocol.local_steps_per_round": 4,
+        "protocol.codec_up": "int4", "protocol.error_feedback": "true", "inner.optimizer": "AdamW",
+        "data.max_bytes": 60_000, "data.seq_len": 32, "data.batch_size": 6, "data.heldout_batches": 2,
+    }  # fmt: skip
+    argv = [sys.executable, "-m", "atoll", "train", "--preset", "diloco", "--out", str(out), *words]
+    argv += [word for key, value in sets.items() for word in ("--set", f"{key}={value}")]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=6 * PATIENCE_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    return flat(load_file(out / "syncer" / "theta.safetensors"))
+
+
+@pytest.mark.soak
+def test_snapshot_of_ranks_resumes_to_the_bit_and_at_any_other_layout(tmp_path: Path) -> None:
+    two = ("--ranks", "2", "--parallel", "fsdp2")
+    whole = trained(tmp_path / "whole", *two)
+    resumed = ("--resume", str(tmp_path / "whole"), "--snapshot", "8")
+    assert torch.equal(trained(tmp_path / "again", *two, *resumed), whole)
+    for name, words in {"one": (), "three": ("--ranks", "3", "--parallel", "fsdp2"), "ddp": ("--ranks", "2")}.items():
+        other = trained(tmp_path / name, *words, *resumed)
+        assert not torch.equal(other, whole), "sums of other ranks differ in their last bits"
+        assert float((other - whole).norm()) < 1e-3 * float(whole.norm()), name
+
+
 @pytest.mark.soak
 def test_what_ranks_cannot_do_is_one_sentence(start: Callable[[Config], Syncer]) -> None:
     process = learner(start(settings(4, optimizer="Muon")), "--ranks", "2", "--parallel", "fsdp2")

@@ -125,6 +125,20 @@ def test_diloco_resumed_with_the_same_learners_is_the_uninterrupted_run_bit_for_
     assert all(share.weight == 1.0 for merge in merges for share in merge.shares)
 
 
+FEEDBACK = {"codec_up": "int4", "error_feedback": True}
+
+
+@pytest.mark.parametrize(("every", "stop"), [(6, 20), (11, 25), (12, 25)])
+def test_what_a_packet_did_not_carry_is_there_after_a_resumption(every: int, stop: int) -> None:
+    """Also of a packet that was sent when the snapshot was taken, and whose merge was not adopted yet."""
+    plain = config_for("diloco", 3, every=0, total_steps=30, protocol=FEEDBACK)
+    whole = TensorExecutor(language_task(plain))
+    Run(plain, whole).whole()
+    config = config_for("diloco", 3, every=every, total_steps=30, protocol=FEEDBACK, slow_factor=3.0)
+    again, _ = with_weights(config, stop, config)
+    assert again.disk.theta_sha256() == whole.disk.theta_sha256()
+
+
 @pytest.mark.parametrize(
     ("preset", "learners"),
     [

@@ -95,7 +95,7 @@ def train(
             raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads, --allow-model and --json only")
         show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json, allow_model or []), as_json)
         return
-    of_ranks = _rank_words(ranks, parallel, fits=not virtual and resume is None)
+    of_ranks = _rank_words(ranks, parallel, virtual=virtual)
     if virtual and (resume is not None or twin):
         raise UserError("--virtual: goes with neither --resume nor --twin")
     if snapshot is not None and resume is None:
@@ -135,12 +135,9 @@ def train(
     show(summary, as_json)
 
 
-def _rank_words(ranks: int, parallel: str, *, fits: bool) -> list[str]:
-    if ranks > 1 and not fits:
-        raise UserError(
-            f"--ranks {ranks}: learners of several ranks are processes and write no snapshots yet: it goes with neither "
-            "--virtual nor --resume"
-        )
+def _rank_words(ranks: int, parallel: str, *, virtual: bool) -> list[str]:
+    if ranks > 1 and virtual:
+        raise UserError(f"--ranks {ranks}: learners of several ranks are processes: it does not go with --virtual")
     return ["--ranks", str(ranks), "--parallel", parallel] if ranks > 1 else []
 
 

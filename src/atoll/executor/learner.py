@@ -287,11 +287,15 @@ class TensorLearner:
         return tuple(Poisoned(where) for where in poisons)
 
     def _residual(self, p: FragmentId) -> Tensor | None:
-        """Added to the next packet. A packet that was sent and not yet acknowledged is assumed merged, as nearly all are: on a
-        slow downlink the next packet leaves before that version is adopted, and would otherwise carry the same values twice."""
-        sent = self._uncommitted.get(p) if self._cuda is None else self._cuda.residual_sent(p)
-        residual, decay = self._residuals.get(p) if sent is None else sent, self._config.protocol.feedback_decay
+        """Added to the next packet."""
+        residual, decay = self._not_carried(p), self._config.protocol.feedback_decay
         return residual if residual is None or decay == 1.0 else residual * decay
+
+    def _not_carried(self, p: FragmentId) -> Tensor | None:
+        """A packet that was sent and not yet acknowledged is assumed merged, as nearly all are: on a slow downlink the next one
+        leaves before that version is adopted, and would otherwise carry the same values twice."""
+        sent = self._uncommitted.get(p) if self._cuda is None else self._cuda.residual_sent(p)
+        return self._residuals.get(p) if sent is None else sent
 
     def _rounding(self, effect: Stage) -> torch.Generator | None:
         """Resident tensors use a generator of their device."""
@@ -381,7 +385,8 @@ class TensorLearner:
             "kept": dict(self._kept),
         }
         if with_residuals:
-            state["residuals"] = {p: residual.cpu() for p, residual in self._residuals.items()}
+            left = [(p, self._not_carried(p)) for p in range(len(self._fragments))]
+            state["residuals"] = {p: residual.cpu() for p, residual in left if residual is not None}
         return state
 
     def _optimizer_state(self) -> dict[str, Any]:

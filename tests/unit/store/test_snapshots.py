@@ -29,6 +29,7 @@ from atoll.store.snapshots import (
     syncer_root,
     verify,
     write_learner,
+    write_rank_part,
 )
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.versions import Version
@@ -86,6 +87,36 @@ def test_snapshot_comes_back_whole(run: Run) -> None:
         "machine.json", "versions/0000-000000000.safetensors", "versions/0000-000000010.safetensors",
         "versions/0001-000000000.safetensors",
     ]  # fmt: skip
+
+
+def ranks_state(rank: int) -> dict[str, Any]:
+    return {"state": {"w": torch.full((4,), float(rank)), "none": torch.empty(0, 3)}, "boxes": {"w": ((rank,), (1,))}}
+
+
+def test_parts_of_ranks_come_back_in_order_read_or_mapped(run: Run) -> None:
+    root = learner_root(run.directory, 0)
+    write_rank_part(root, 4, 2, ranks_state(2))  # of a snapshot that was given up
+    parts = {rank: write_rank_part(root, 5, rank, ranks_state(rank)) for rank in (2, 1)}
+    write_learner(root, 5, ranks_state(0), b"state", 2, of_ranks=lambda: parts)
+    folder = snapshot_dir(root, 5)
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["5"], "nothing is left beside it"
+    for mapped in (False, True):
+        found = load_learner_part(folder, mapped=mapped).state
+        assert [float(part["state"]["w"][0]) for part in found] == [0.0, 1.0, 2.0]
+        assert found[1]["state"]["none"].shape == (0, 3) and found[2]["boxes"] == {"w": ((2,), (1,))}
+        found[1]["state"]["w"].fill_(9.0)  # what is mapped is this process's own
+    (folder / "state-1.safetensors").write_bytes((folder / "state-2.safetensors").read_bytes())
+    with pytest.raises(DataError, match=r"state-1\.safetensors is damaged"):
+        load_learner_part(folder)
+
+
+def test_part_that_rank_0_does_not_see_is_named_and_leaves_no_snapshot(run: Run) -> None:
+    root = learner_root(run.directory, 0)
+    part = write_rank_part(root, 5, 1, ranks_state(1))
+    part.path.unlink()
+    with pytest.raises(DataError, match=r"5\.rank-1 of rank 1 is not seen by rank 0: .* shared storage"):
+        write_learner(root, 5, ranks_state(0), b"state", 2, of_ranks=lambda: {1: part})
+    assert not snapshot_dir(root, 5).exists()
 
 
 def test_versions_are_linked_and_copied_where_links_do_not_work(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from atoll.tensors.local import is_dtensor, local_part
 from atoll.tensors.pieces import Box, Boxes, Run, cut_from, held_of, owned_of
 from atoll.tensors.placements import box_of
 
-Part: TypeAlias = Mapping[str, Any]
+StatePart: TypeAlias = Mapping[str, Any]
 """`state`, as `TensorLearner.state` makes it; `boxes` by tensor; `optimizer_boxes` by the optimiser's number of a parameter, and
 by key. A tensor that no box is named of is whole."""
 Names: TypeAlias = Mapping[int, str]
@@ -63,7 +63,7 @@ def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, st
 
 
 class StateParts:
-    def __init__(self, parts: Sequence[Part], fragments: Sequence[Fragment], align: int = BLOCK) -> None:
+    def __init__(self, parts: Sequence[StatePart], fragments: Sequence[Fragment], align: int = BLOCK) -> None:
         """`fragments` of the whole model. `align`: as the ranks shared them (`owned_block`), since what a packet did not carry is
         known to the rank that sent it. DataError if the parts are not of this model."""
         self._parts = [part if is_part(part) else part_of(part, {}, {}) for part in parts]

@@ -114,6 +114,8 @@ class LeadExecutor:
     def _record(self, snapshot: OuterStep, learner_state: LearnerState) -> Sequence[Event]:
         """Every rank writes its part, beside training; the snapshot is whole once rank 0 has taken in those of all."""
         store, request = self.snapshots, self._lead.number()
+        for p in list(self._sent):
+            self._settle(p)
         if store.busy:
             written = store.put_learner(snapshot, self._learner, learner_state, None)
         else:
