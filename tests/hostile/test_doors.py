@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from besieged import Besieged, besieged, outcome
+from besieged import PATIENCE_SECONDS, Besieged, besieged, outcome
 from unfinished_calls import Caller
 
 from atoll.transport.keys import make_keys
@@ -59,16 +61,23 @@ def test_unfinished_calls_without_a_token_hold_no_memory(around: Besieged) -> No
     assert asyncio.run(attack()) < before + 60
 
 
+def unused_port() -> int:
+    """Below those that the kernel gives to whoever asks for any: one of those may be gone before the syncer listens on it."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a hundred ports are taken")
+
+
 def test_learner_is_told_of_a_port_for_weights_and_uses_it(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = unused_port()
     make_keys(tmp_path / "keys", learners=1)
     with besieged(tmp_path, open_files=1024, keys=tmp_path / "keys", learners=1, more=["--bulk-port", port]) as around:
         learner = around.learner(0, slow=1.0)
         learner.until("this is learner 0")
         connected = f":{port:04X} "
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_SECONDS
         while not any(connected in line and " 01 " in line for line in Path("/proc/net/tcp").read_text().splitlines()):
             assert time.monotonic() < end
             time.sleep(0.1)
