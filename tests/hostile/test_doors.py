@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from besieged import PATIENCE_SECONDS, Besieged, besieged, outcome
+from ports import unused_port
 from unfinished_calls import Caller
 
 from atoll.transport.keys import make_keys
@@ -59,15 +57,6 @@ def test_unfinished_calls_without_a_token_hold_no_memory(around: Besieged) -> No
 
     before = around.syncer.megabytes()
     assert asyncio.run(attack()) < before + 60
-
-
-def unused_port() -> int:
-    """Below those that the kernel gives to whoever asks for any: one of those may be gone before the syncer listens on it."""
-    for port in random.sample(range(20_000, 30_000), 100):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("a hundred ports are taken")
 
 
 def test_learner_is_told_of_a_port_for_weights_and_uses_it(tmp_path: Path) -> None:
