@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -117,14 +120,49 @@ runs = [
 """
 
 
+class ReadyClock:
+    """Stands at zero until the short runs are done and the long one has begun: processes may start as slowly as they like."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._zero, self._patience = folder, 0.0, time.monotonic() + 60.0
+        self.Timer = partial(ClockTimer, self)
+        self.Lock = threading.Lock
+
+    def monotonic(self) -> float:
+        if not self._zero and (self._is_ready() or time.monotonic() > self._patience):
+            self._zero = time.monotonic()
+        return time.monotonic() - self._zero if self._zero else 0.0
+
+    def _is_ready(self) -> bool:
+        begun = any("begun" in path.read_text(encoding="utf8") for path in self._folder.glob("*.log"))
+        lines = self._folder / "one.jsonl"
+        return begun and lines.exists() and lines.read_bytes().count(b"\n") == 2
+
+
+class ClockTimer(threading.Timer):
+    def __init__(self, clock: ReadyClock, seconds: float, function: Callable[..., object], args: Sequence[Any] = ()) -> None:
+        super().__init__(seconds, function, args)
+        self._clock, self._due = clock, clock.monotonic() + seconds
+
+    def run(self) -> None:
+        while self._clock.monotonic() < self._due:
+            if self.finished.wait(0.05):
+                return
+        self.function(*self.args)
+
+
 def test_queue_stops_in_time_goes_on_where_it_was_and_repeats_nothing(
     worklist: Any, study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "fake.py").write_text(FAKE, encoding="utf8")
     (tmp_path / "queue.toml").write_text(SMALL, encoding="utf8")
     monkeypatch.setattr(study, "TRAIN", tmp_path / "fake.py")
+    clock = ReadyClock(tmp_path)
+    for module in (study, worklist):
+        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(study, "threading", clock)
     words = ["one", "--results", str(tmp_path), "--states", str(tmp_path / "states"), "--device", "cpu", "--memory", "2"]
-    assert worklist.main([*words, "--minutes", "0.05", "--grace", "1"], tmp_path / "queue.toml") == 0
+    assert worklist.main([*words, "--minutes", "0.51", "--grace", "30"], tmp_path / "queue.toml") == 0
     told = capsys.readouterr().out
     assert "3 runs: 0 are done, 3 are left. They take about 1 min on cpu with 2 GiB, by the times of an H200" in told
     assert "2 of 3 runs are done, 1 were stopped and can go on" in told

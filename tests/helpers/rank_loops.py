@@ -32,7 +32,7 @@ from atoll.tensors.inventory import walk
 from atoll.tensors.local import local_part
 from atoll.tensors.placements import box_of
 
-PATIENCE_SECONDS = 90.0
+PATIENCE_SECONDS = 180.0
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "atoll.runtime.join.joining"])
 

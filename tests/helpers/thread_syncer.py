@@ -22,7 +22,7 @@ from atoll.tasks.registry import task_for
 from atoll.transport import server_credentials
 from atoll.transport.keys import load_server
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 UNHURRIED = {"silence_steps": 1e4, "patience_seconds": 60.0, "recovery_intervals": 1e4}
 """Of [limits]: a round takes milliseconds here, and deadlines follow from it; one thread may stall for seconds."""
 ONE_ROUND_A_STEP = {"local_steps_per_round": 2, "fragmentation": "sub_tensor", "fragments": 2, "overlap": 1, "codec_up": "fp32"}

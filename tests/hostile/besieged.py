@@ -21,7 +21,7 @@ from atoll.store.version_folder import newest_step
 from atoll.tape.format import Tape
 from atoll.transport import Backoff, LinkFailed, dial
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 NUMBERS = ("total_steps=1000000", "data.max_bytes=200000", "data.seq_len=16", "limits.leave_seconds=2", "data.batch_size=2")
 HERE = Path(__file__).parent
 

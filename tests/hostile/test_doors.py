@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from besieged import Besieged, besieged, outcome
+from besieged import PATIENCE_SECONDS, Besieged, besieged, outcome
+from ports import unused_port
 from unfinished_calls import Caller
 
 from atoll.transport.keys import make_keys
@@ -60,15 +60,13 @@ def test_unfinished_calls_without_a_token_hold_no_memory(around: Besieged) -> No
 
 
 def test_learner_is_told_of_a_port_for_weights_and_uses_it(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = unused_port()
     make_keys(tmp_path / "keys", learners=1)
     with besieged(tmp_path, open_files=1024, keys=tmp_path / "keys", learners=1, more=["--bulk-port", port]) as around:
         learner = around.learner(0, slow=1.0)
         learner.until("this is learner 0")
         connected = f":{port:04X} "
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_SECONDS
         while not any(connected in line and " 01 " in line for line in Path("/proc/net/tcp").read_text().splitlines()):
             assert time.monotonic() < end
             time.sleep(0.1)

@@ -50,5 +50,5 @@ def test_uploads_that_are_no_models_go_to_the_disk_one_at_a_time(tmp_path: Path)
         syncer.stop()
     assert sorted(r.retry for r in refusals[:4]) == [False, True, True, True], [r.reason for r in refusals]
     assert not refusals[4].retry and str(UPLOAD_BYTES_MAX) in refusals[4].reason
-    assert most < 40 << 20, f"{most >> 20} MB"
+    assert most < 64 << 20, f"{most >> 20} MB: one upload is 90, and what gRPC takes for both ends of four is up to 30"
     assert not (tmp_path / "model.received").exists()

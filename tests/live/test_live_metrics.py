@@ -9,7 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 from command import atoll
-from harness import LONG, STEADY, run, small
+from harness import LONG, PATIENT, STEADY, run, small
 
 from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import Stored
@@ -19,6 +19,8 @@ from atoll.tape.format import Record, Tape
 from atoll.views.metrics import METRICS
 
 pytestmark = pytest.mark.live
+
+ROUNDS = 40
 
 
 def scraped(folder: Path) -> str:
@@ -30,7 +32,7 @@ def scraped(folder: Path) -> str:
 
 
 class Pages:
-    """Scrapes everybody once enough rounds are stored."""
+    """Scrapes everybody once enough rounds are stored, and a few more: a syncer counts what it has taped already."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self.stored = directory, 0
@@ -38,7 +40,7 @@ class Pages:
 
     def __call__(self, cluster: LocalCluster, record: Record) -> None:
         self.stored += record.worker == SYNCER and isinstance(record.event, Stored)
-        if self.stored < 40 or self.syncer:
+        if self.stored < ROUNDS + 10 or self.syncer:
             return
         self.syncer = scraped(self._directory / "syncer")
         self.learners = [scraped(self._directory / "learners" / str(m)) for m in range(2)]
@@ -48,7 +50,7 @@ class Pages:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pages]:
     directory = tmp_path_factory.mktemp("scraped") / "run"
     seen = Pages(directory)
-    config = small(2, total_steps=LONG, inner=STEADY)
+    config = small(2, total_steps=LONG, limits=PATIENT, inner=STEADY)
     run(directory, config, watch=seen, until=lambda: bool(seen.syncer), metrics=MetricsAt("127.0.0.1:0"))
     return directory, seen
 
@@ -70,7 +72,7 @@ def test_prometheus_reads_the_pages_and_finds_what_the_tape_has(pages: tuple[Pat
         for sample in family.samples
     }
     stored = [record for record in Tape(directory / "syncer" / "run.tape").records() if isinstance(record.event, Stored)]
-    assert 40 <= found["atoll_round_seconds_count",] <= len(stored)
+    assert ROUNDS <= found["atoll_round_seconds_count",] <= len(stored)
     assert found["atoll_outer_step",] >= 30 and found["atoll_total_steps",] == LONG
     assert 0 < found["atoll_goodput_ratio",] <= 1.05
     for learner in ("0", "1"):

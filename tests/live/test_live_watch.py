@@ -22,28 +22,32 @@ from atoll.views.index.rows import EventKind, LaneState
 
 pytestmark = pytest.mark.live
 
+ROUNDS = 120
 SEGMENTS = {"tape_segment_bytes": 1 << 16}
 """Of [limits]: the syncers that come back go on from a checkpoint."""
 
 
 def test_index_that_killed_syncers_appended_is_the_one_that_the_tape_gives(tmp_path: Path) -> None:
-    """A learner is killed by a request from outside, as the page's button does, and the syncer by the plan."""
-    run, config = tmp_path / "run", harness.small(3, total_steps=90, limits=SEGMENTS)
+    """A learner is killed by a request from outside, as the page's button does, and then the syncer, by the cluster. Each at a
+    step and not after so many seconds, in which a quick machine is done with the run."""
+    run, config = tmp_path / "run", harness.small(3, total_steps=ROUNDS, limits=SEGMENTS)
     watched = WatchedRun(RunFolder(run, run / "syncer"), chaos=("kill",))
     seen: list[Any] = []
-    asked = False
+    struck: list[Kill | KillSyncer] = []
 
     def watch(cluster: LocalCluster, record: Record) -> None:
-        nonlocal asked
         step = max((e.outer_step for e in record.effects if isinstance(e, FixParticipants)), default=0)
-        if step >= 20 and not asked:
-            asked = True
-            cluster.ask_fault(Kill(0.0, 1, 0.5))
+        if step >= 20 and not struck:
+            struck.append(Kill(0.0, 1, 0.5))
+            cluster.ask_fault(struck[0])
+        elif step >= 40 and len(struck) == 1:
+            struck.append(KillSyncer(0.0, 0.5))
+            cluster.inject(struck[1])
         if step and step % 10 == 0:
             seen.append(watched.status())
 
     before = watched.status()
-    cluster = harness.run(run, config, KillSyncer(1.5, 0.5), watch=watch)
+    cluster = harness.run(run, config, watch=watch)
     assert before.state is RunState.STARTING and before.rounds == 0
     assert [line.split()[2] for line in cluster.struck if "kill" in line].count("kill") == 2
     live = [status for status in seen if status.state is RunState.LIVE]
@@ -63,7 +67,7 @@ def test_index_that_killed_syncers_appended_is_the_one_that_the_tape_gives(tmp_p
     mine = [event for event in events if event.learner == 1]
     assert any(event.state is LaneState.LOST for event in mine) and any(event.kind is EventKind.RECOVERED for event in mine)
     assert any(event.kind is EventKind.SYNCER_STARTED for event in events)
-    assert index.rounds == 90 and index.rows(89, 90)[0].loss is not None
+    assert index.rounds == ROUNDS and index.rows(ROUNDS - 1, ROUNDS)[0].loss is not None
 
 
 def test_fault_asked_for_before_the_run_begins_or_of_nobody_is_refused(tmp_path: Path) -> None:

@@ -150,8 +150,9 @@ def steps_of(tape: Path) -> list[StepDone]:
 
 def test_learners_of_two_layouts_train_one_loses_a_rank_and_comes_back(start: Callable[[Config], Watched]) -> None:
     """DDP of 2 and FSDP2 of 2 with AdamW. A rank of the second is killed: its learner goes down, the first trains on, and the
-    second comes back as a new incarnation, of three ranks, with the moments of the first."""
-    syncer = start(decoupled(total_steps=10**6))
+    second comes back as a new incarnation, of three ranks, with the moments of the first. Eleven tokens are learnt by then: what
+    still moves is a hundred times what is usual now and then, and a merge that is rejected for it empties all moments."""
+    syncer = start(decoupled(total_steps=10**6, limits=UNHURRIED | {"outlier_factor": 1e9}))
     enough = syncer.directory / "enough"
     first = Ranks(2, training_loop, *run_of(syncer, "ddp"), 0, (-1, 0), enough)
     kind, address, token, folder = run_of(syncer, "fsdp2")

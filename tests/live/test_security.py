@@ -32,7 +32,7 @@ from atoll.runtime.syncer.places import Placement
 from atoll.transport import ClientCredentials, Refused, client_credentials, dial
 from atoll.transport.keys import SYNCER_NAME, Credentials, JoinTokens, load_learner, make_keys, session_key
 
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 180.0
 NUMBERS = ("total_steps=1000000", "data.max_bytes=200000", "data.seq_len=16", "limits.leave_seconds=2")
 TINY = ["--learners", "2", *(word for number in NUMBERS for word in ("--set", number))]
 

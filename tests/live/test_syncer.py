@@ -73,7 +73,7 @@ def test_syncer_killed_in_the_phases_of_a_round_goes_on_where_it_was(tmp_path: P
             if not learners:
                 address = wait_for(tmp_path / "syncer" / "address", syncer)
                 learners = [fork_server.spawn(learner_argv(tmp_path, address, m), tmp_path / f"{m}.log") for m in range(2)]
-            syncer.wait(60)
+            syncer.wait(120)
             assert syncer.poll() == -signal.SIGKILL, f"it should have died when {moment}"
             assert all(learner.poll() is None for learner in learners), "learners train on"
         with occupied(address):
@@ -106,7 +106,7 @@ def test_syncer_whose_power_is_cut_at_any_write_goes_on_where_it_was(tmp_path: P
             if not learners:
                 address = wait_for(tmp_path / "syncer" / "address", syncer)
                 learners = [fork_server.spawn(learner_argv(tmp_path, address, m), tmp_path / f"{m}.log") for m in range(2)]
-            syncer.wait(60)
+            syncer.wait(120)
             assert syncer.poll() == -signal.SIGKILL, f"it should have died at operation {cut}: {log.read_text()[-2000:]}"
         last = [fork_server.spawn(["full", "300", *syncer_argv(tmp_path, config, address)], log), *learners]
         for child in last:

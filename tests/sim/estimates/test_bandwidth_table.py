@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from time import process_time
 
 import numpy as np
 import pytest
@@ -48,10 +48,11 @@ def test_cells_that_differ_are_these(rows: list[Row]) -> None:
 
 
 def test_the_table_takes_less_than_five_seconds() -> None:
-    begun = perf_counter()
+    """Of this process: what others take of the machine meanwhile is not the table's."""
+    begun = process_time()
     for model, method in BANDWIDTH:
         row(Question(model, MODELS[model], method), TARGETS, bandwidth_grid())
-    assert perf_counter() - begun < 2
+    assert process_time() - begun < 5
 
 
 def test_every_published_cell_is_a_printed_value_of_the_grid() -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from ports import unused_port
 
 from atoll.errors import UserError
 from atoll.protocol.vocabulary import DeadlinePassed
@@ -135,8 +136,10 @@ def test_what_cannot_be_served_is_refused(address: str | None, token: str | None
 def test_port_that_is_taken_is_refused_and_the_next_learner_has_the_next_port() -> None:
     with served(LOCAL) as (host, port), pytest.raises(UserError, match=rf"^--metrics-at {host}:{port}: cannot be listened on"):
         MetricsServer(MetricsAt(f"{host}:{port}"), str)
-    with served(LOCAL) as (host, port), pytest.raises(UserError, match=rf"^--metrics-at .*: cannot listen on {host}:{port}"):
-        refuse_taken_ports(MetricsAt(f"{host}:{port - 1}"), 2)
+    free = unused_port(2)
+    at = MetricsAt(f"127.0.0.1:{free + 1}")
+    with served(at) as (host, port), pytest.raises(UserError, match=rf"^--metrics-at .*: cannot listen on {host}:{port}"):
+        refuse_taken_ports(MetricsAt(f"{host}:{free}"), 2)
     with pytest.raises(UserError, match=r"^--metrics-at 127\.0\.0\.1:65535: address '127\.0\.0\.1:65536': must be host:port"):
         refuse_taken_ports(MetricsAt("127.0.0.1:65535"), 2)
     assert MetricsAt("127.0.0.1:9100").next_to(3) == "127.0.0.1:9103"

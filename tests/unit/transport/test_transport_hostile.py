@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 from raw_link import RawBulk, chunk, of_kind, raw_link
-from transport_peers import Recorder, credentials_of, run, serving
+from transport_peers import PATIENCE_SECONDS, Recorder, credentials_of, run, serving
 
 from atoll.transport import LinkLimits, Refused, Server, dial
 from atoll.transport.chunks import CHUNK_HEADER_BYTES
@@ -135,8 +135,12 @@ def test_messages_held_back_are_bounded_by_reading_no_further() -> None:
         async with serving(there, LIMITS) as (server, address), hostile(address) as (talk, (bulk,)):
             await talk.write(pack(BULK, 0, 0, 1, [b"first"]))
             flood = asyncio.create_task(talk_flood(talk))
-            await asyncio.wait({flood}, timeout=0.3)
+            await there.until(lambda: bool(there.links))
             link = there.links[0]
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                while not link._inbox.is_full:
+                    await asyncio.sleep(0.01)
+            await asyncio.wait({flood}, timeout=0.3)
             assert link._inbox.is_full and not there.heads
             assert len(link._inbox._controls) < LIMITS.queue_messages_max
             await bulk.write(chunk(0, 0, 1, b"x"))

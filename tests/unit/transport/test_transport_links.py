@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 
 import pytest
 from transport_peers import PATIENCE_SECONDS, Memory, Recorder, credentials_of, paired, run, serving
 
 from atoll.errors import UserError
 from atoll.transport import Backoff, Link, LinkFailed, LinkLimits, Refused, Server, call, dial, upload
+from atoll.transport.chunks import PREFACE
 from atoll.transport.frames import ANSWER, HEADER_BYTES, WELCOME, pack
+from atoll.transport.keys import split_address
 
 
 async def dialled(address: str, handler: Recorder, name: str = "learner0", limits: LinkLimits | None = None) -> Link:
@@ -99,16 +103,56 @@ def test_control_that_may_overtake_passes_a_bulk_that_is_stuck_and_the_others_wa
     run(story(), virtual=True)
 
 
+@asynccontextmanager
+async def slow_bulk(address: str, flowing: asyncio.Event) -> AsyncIterator[str]:
+    """The address of a proxy that forwards no more than a megabyte of a bulk connection until `flowing` is set."""
+    tasks: list[asyncio.Task[None]] = []
+    writers: list[asyncio.StreamWriter] = []
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, room: float) -> None:
+        while data := await reader.read(1 << 16):
+            room -= len(data)
+            if room < 0:
+                await flowing.wait()
+            writer.write(data)
+            await writer.drain()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        other_reader, other = await asyncio.open_connection(*split_address(address))
+        writers.extend([writer, other])
+        first = await reader.readexactly(len(PREFACE))
+        other.write(first)
+        up = pump(reader, other, 1 << 20 if first == PREFACE else math.inf)
+        tasks.extend([asyncio.create_task(up), asyncio.create_task(pump(other_reader, writer, math.inf))])
+
+    proxy = await asyncio.start_server(accept, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    finally:
+        proxy.close()
+        for task in tasks:
+            task.cancel()
+        for each in writers:
+            each.transport.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
 def test_control_overtakes_a_real_bulk_over_grpc() -> None:
+    """Which is held up on its way: whoever has the processor could else carry it there before a word of gRPC's."""
+
     async def story() -> None:
-        here, there = Recorder(), Recorder()
-        async with serving(there) as (_, address):
-            link = await dialled(address, here)
+        here, there, flowing = Recorder(), Recorder(), asyncio.Event()
+        async with serving(there) as (_, address), slow_bulk(address, flowing) as between:
+            link = await dialled(between, here)
             link.send(b"bulk", [bytes(48 << 20)])
             link.send(b"overtakes", may_overtake=True)
             link.send(b"waits")
+            await there.until(lambda: bool(there.heads))
+            flowing.set()
             await there.until(lambda: len(there.heads) == 3)
             assert there.heads == [b"overtakes", b"bulk", b"waits"]
+            link.close("that was all")
+            await link.wait_closed()
 
     run(story())
 

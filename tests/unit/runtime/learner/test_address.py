@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from atoll.errors import ConfigError, UserError
 from atoll.runtime.join import upload as join_upload
 from atoll.runtime.learner import address as addresses
 from atoll.runtime.learner.address import Address, request_place
+from atoll.runtime.log import PacedLog
 from atoll.runtime.syncer.places import Placement
 from atoll.tensors.access import named_tensors, read_buffers, read_params
 from atoll.tensors.inventory import frozen_digest, with_frozen
@@ -108,19 +110,26 @@ def test_first_learner_uploads_the_fingerprint_of_the_whole_model(monkeypatch: p
 def test_learner_that_waits_says_so_at_once_and_again_at_a_bounded_rate(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the name of the syncer, how long it waited and for how long it will, as warnings: a library's users see those."""
+    """With the name of the syncer, how long it waited and for how long it will, as warnings: a library's users see those. On a
+    clock of its own, which only its sleeps move."""
+    now = [100.0]
 
     async def closed(*_: object) -> bytes:
         raise LinkFailed("nobody listens there")
 
+    async def sleep(seconds: float) -> None:
+        now[0] += seconds
+
     monkeypatch.setattr(addresses, "call", closed)
-    monkeypatch.setattr(addresses, "WAIT_LINE_SECONDS", 0.5)
-    address = Address(syncer="127.0.0.1:1", token="t", join_timeout_seconds=2.0)
+    monkeypatch.setattr(addresses, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(addresses, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(addresses, "PacedLog", lambda seconds: PacedLog(seconds, lambda: now[0]))
+    address = Address(syncer="127.0.0.1:1", token="t", join_timeout_seconds=60.0)
     with caplog.at_level(logging.INFO), pytest.raises(UserError, match=r"^syncer 127\.0\.0\.1:1: cannot be joined: nobody"):
         asyncio.run(request_place(address, -1, random.Random(0)))
     first, *waits = caplog.records
     assert first.levelno == logging.INFO and "127.0.0.1:1" in first.getMessage()
-    assert 2 <= len(waits) <= 5 and {line.levelno for line in waits} == {logging.WARNING}
+    assert 4 <= len(waits) <= 7 and {line.levelno for line in waits} == {logging.WARNING}
     assert all("127.0.0.1:1" in line.getMessage() and "nobody listens there" in line.getMessage() for line in waits)
 
 

@@ -36,7 +36,7 @@ def run(finished: Path, tmp_path: Path) -> Path:
 
 
 def until(what: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 20
+    ends = time.monotonic() + 60
     while not what():
         assert time.monotonic() < ends
         time.sleep(0.02)
