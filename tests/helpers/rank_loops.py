@@ -216,7 +216,7 @@ def training_loop(
 
     model = Odd()
     whole = wrapped(model, kind, ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     data = torch.arange(512) % 11
 
     def loss_of_all() -> float:

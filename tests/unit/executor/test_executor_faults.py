@@ -241,7 +241,7 @@ def test_residual_is_committed_when_the_packet_was_merged() -> None:
     difference = learner._difference(0)
     packet, _ = contribution(learner, 4).content
     left = difference - codec("int4").decode(packet)
-    assert torch.equal(learner.state(with_residuals=True)["residuals"][0], left), "a snapshot assumes that what was sent is merged"
+    assert torch.equal(learner.state(with_residuals=True)["residuals"][0], left), "assumed merged"
     adopt(learner, 4, merged=True)
     assert torch.equal(learner.state(with_residuals=True)["residuals"][0], left)
 
