@@ -383,3 +383,26 @@ def test_run_that_never_trained_ends_with_exit_code_2(run: Path, tmp_path: Path)
     done = command.atoll("eval", "never", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("atoll: run never: holds only the weights it began with") and done.stderr.count("\n") == 1
+
+
+# ---------------------------------------------------------------- torch.distributed.checkpoint
+
+
+def test_exported_weights_begin_another_run(run: Path, tmp_path: Path) -> None:
+    """From its own end the next run has the loss at its beginning, whichever format the weights went through."""
+    written = atoll("export", run, "--dcp", tmp_path / "dcp")
+    assert ".metadata" in written and ".distcp" in written
+    (ended,) = (result["loss"] for result in json.loads(atoll("eval", run, "--json"))["results"])
+    (tmp_path / "small.toml").write_text((run / "config.toml").read_text())
+    for init in (f"dcp:{tmp_path / 'dcp'}", str(run / "theta.safetensors")):
+        words = ("train", tmp_path / "small.toml", "--virtual", "--init", init, "--out", tmp_path / str(len(init)), "--json")
+        summary = json.loads(atoll(*words))
+        assert summary["loss_first"] == ended
+
+
+def test_export_asks_for_one_format(run: Path, tmp_path: Path) -> None:
+    assert "give --hf DIR or --dcp DIR" in refusal("export", run)
+    assert "give --hf DIR or --dcp DIR" in refusal("export", run, "--hf", tmp_path / "a", "--dcp", tmp_path / "b")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    assert "exists and is not an empty folder" in refusal("export", run, "--dcp", tmp_path / "full")

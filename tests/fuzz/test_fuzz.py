@@ -40,8 +40,10 @@ def encoded(parser: Parser, tree: object) -> bytes:
 
 
 def warm(parser: Parser) -> None:
-    """The first calls import, compile and cache, which is no memory of their input's; compiling takes long while it is traced."""
+    """The first calls import, compile and cache, which is no memory of their input's. While traced, compiling takes long, and
+    so does Hypothesis's table of all characters, which a new checkout has not stored yet."""
     tracemalloc.stop()
+    st.text().validate()
     for data in (b"", *parser.seeds):
         with contextlib.suppress(*parser.refusals):
             parser.parse(data)

@@ -73,6 +73,14 @@ OutOption = Annotated[
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print one JSON object on standard output at the end; progress goes to standard error.")
 ]
+InitOption = Annotated[
+    str | None,
+    typer.Option(
+        "--init", metavar="WEIGHTS",
+        help="Begin with these weights: dcp:FOLDER, a checkpoint of torch.distributed.checkpoint, or a .safetensors file. "
+        "The same as model.init.",
+    ),
+]  # fmt: skip
 ThreadsOption = Annotated[
     int,
     typer.Option("--threads", min=1, max=256, help="CPU threads of torch in each process; they affect the bits."),
@@ -80,9 +88,11 @@ ThreadsOption = Annotated[
 
 
 def settings_from(
-    recipe: Path | None, preset: str | None, learners: int | None, seed: int | None, assignments: Sequence[str] | None
-) -> Config:
-    overrides = {key: value for key, value in (("learners", learners), ("seed", seed)) if value is not None}
+    recipe: Path | None, preset: str | None, learners: int | None, seed: int | None, assignments: Sequence[str] | None,
+    init: str | None = None,
+) -> Config:  # fmt: skip
+    given: dict[str, Any] = {"learners": learners, "seed": seed, "model": None if init is None else {"init": init}}
+    overrides = {key: value for key, value in given.items() if value is not None}
     settings = config.load(recipe, preset_name=preset, assignments=assignments or (), overrides=overrides)
     for warning in config.warnings(settings):
         err.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)

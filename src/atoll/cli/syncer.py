@@ -26,7 +26,7 @@ from atoll.cli.options import (
     QuietOption,
 )
 from atoll.cli.resume import _refuse_nothing_left
-from atoll.cli.shared import LearnersOption, PresetOption, Recipe, SeedOption, SetOption, ThreadsOption, settings_from
+from atoll.cli.shared import InitOption, LearnersOption, PresetOption, Recipe, SeedOption, SetOption, ThreadsOption, settings_from
 from atoll.errors import UserError
 from atoll.store.lock import refuse_locked
 from atoll.tape.folder import TAPE_FILE, refuse_unusable
@@ -108,6 +108,7 @@ def syncer(
     preset: PresetOption = None,
     learners: LearnersOption = None,
     set_: SetOption = None,
+    init: InitOption = None,
     seed: SeedOption = None,
     keys: KeysOption = None,
     insecure: InsecureOption = False,
@@ -132,7 +133,7 @@ def syncer(
     if tls_log:  # before gRPC is loaded
         os.environ.setdefault("GRPC_VERBOSITY", "INFO")
     log_to_stderr(verbose=not quiet)
-    settings = settings_from(recipe, preset, learners, seed, set_)
+    settings = settings_from(recipe, preset, learners, seed, set_, init)
     _refuse_early(directory, listen, bulk_port, keys, insecure)
     at = _metrics_of(metrics, metrics_token, keys)
     logging.getLogger("atoll.syncer").info("loading data and model")

@@ -25,6 +25,7 @@ from atoll.cli.resume import snapshot_to_resume
 from atoll.cli.runs import Sight, run_live, run_on_tape, run_virtually, with_curve
 from atoll.cli.shared import (
     ChaosOption,
+    InitOption,
     JsonOption,
     LearnersOption,
     OutOption,
@@ -65,6 +66,7 @@ def train(
     preset: PresetOption = None,
     learners: LearnersOption = None,
     set_: SetOption = None,
+    init: InitOption = None,
     chaos: ChaosOption = None,
     seed: SeedOption = None,
     out_dir: OutOption = None,
@@ -90,7 +92,7 @@ def train(
     At the end it prints a summary and where the trained weights are (theta.safetensors)."""
     page = Dashboard.of(dashboard, allow_chaos, live=not virtual and tape is None)
     if tape is not None:
-        others = (resume, snapshot, chaos, preset, learners, metrics, log_to)
+        others = (resume, snapshot, chaos, preset, learners, init, metrics, log_to)
         if virtual or twin or device != "cpu" or ranks > 1 or any(other is not None for other in others):
             raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads, --allow-model and --json only")
         show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json, allow_model or []), as_json)
@@ -98,13 +100,15 @@ def train(
     of_ranks = _rank_words(ranks, parallel, virtual=virtual)
     if virtual and (resume is not None or twin):
         raise UserError("--virtual: goes with neither --resume nor --twin")
+    if init is not None and resume is not None:
+        raise UserError("--init: a resumed run goes on with the weights of its snapshot; leave out --init or --resume")
     if snapshot is not None and resume is None:
         raise UserError("--snapshot: says which snapshot --resume starts from; give --resume RUN too")
     if resume is not None:
         resume = find_run(resume, "--resume").folder
         recipe = _recipe_to_resume(resume, recipe)
         _refuse_other_preset(resume, preset, f"--preset {preset}", "leave --preset out")
-    settings = settings_from(recipe, preset, learners, seed, set_)
+    settings = settings_from(recipe, preset, learners, seed, set_, init)
     if resume is not None:
         named = f"recipe {recipe} has preset {settings.preset!r}"
         _refuse_other_preset(resume, settings.preset, named, "leave the recipe out, or give --preset too")

@@ -164,6 +164,7 @@ def check_numbers(name: str, numbers: Mapping[str, Number], rules: Mapping[str, 
 def check_model(c: Config) -> None:
     """The checks of a model that need neither the model nor its data. A builder makes the others."""
     name, numbers = c.model.name, c.model.numbers
+    _check_init(c.model)
     if name == CUSTOM:
         return
     if name not in NUMBERS and not is_code(name):
@@ -178,6 +179,18 @@ def check_model(c: Config) -> None:
     if (name == "vlm" or c.data.tokenizer == "bytes") and numbers.get("vocab", BYTE_VOCAB) < BYTE_VOCAB:
         raise ConfigError(f"key model.numbers.vocab = {numbers['vocab']}: the tokenizer has {BYTE_VOCAB} entries")
     _check_images(c)
+
+
+def _check_init(model: Model) -> None:
+    if not model.init:
+        return
+    if model.name == CUSTOM:
+        raise ConfigError(
+            f"key model.init = {model.init!r}: a custom model begins with the weights of the first learner; load them in your "
+            f"own loop, before atoll.join"
+        )
+    if not model.init.startswith("dcp:") and not model.init.endswith(".safetensors"):
+        raise ConfigError(f"key model.init = {model.init!r}: must be dcp:FOLDER or a .safetensors file")
 
 
 def is_code(name: str) -> bool:

@@ -176,6 +176,9 @@ class Model(_Section, frozen=True):
     """Whether torch.compile builds the step. `auto`: on CUDA. A model that cannot be compiled needs `off`."""
     checkpoint_activations: bool = False
     """A decoder keeps the inputs of its layers only and computes the rest again in the backward pass: less memory, slower."""
+    init: str = ""
+    """The weights that a run begins with: `dcp:FOLDER`, a checkpoint of torch.distributed.checkpoint, or a .safetensors file, as
+    another run's theta.safetensors. Empty: drawn from the seed. Only the syncer reads it, and a resumed run does not."""
 
 
 class Data(_Section, frozen=True):

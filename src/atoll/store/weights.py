@@ -7,14 +7,28 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
+from atoll.errors import DataError
 from atoll.store.tensor_files import PARTIAL, tensor_chunks
 
 THETA_FILE: Final = "theta.safetensors"
 """A run's trained weights, written when it is over: in its folder, or in a live run's syncer folder."""
 AVERAGE_FILE: Final = "theta_average.safetensors"
 """Their average over time, beside them, where outer.average_decay asks for it."""
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """DataError for a file that cannot be read."""
+    try:
+        path.open("rb").close()  # safetensors reports every file that it cannot open as missing
+        return load_file(path)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise DataError(f"{path} cannot be read: {error}") from None
 
 
 def save_weights(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:

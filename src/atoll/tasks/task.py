@@ -19,6 +19,7 @@ from atoll.config.models import DECODER, SIZES, USUAL_SIZE
 from atoll.errors import ConfigError
 from atoll.ids import LearnerId
 from atoll.rules import samples_max, samples_of
+from atoll.store.checkpoints import load_initial
 from atoll.store.versions import Version
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers, write_params
 from atoll.tensors.layout import Layout, build_layout
@@ -191,9 +192,17 @@ def _check_own(config: Config, model: nn.Module) -> None:
         return
 
 
+def initial_model(task: Task) -> nn.Module:
+    """With the weights that the run begins with: drawn from the seed, or read from where `model.init` says."""
+    model = task.build()
+    if task.config.model.init:
+        load_initial(named_tensors(model), task.config.model.init)
+    return model
+
+
 def initial_versions(task: Task, device: torch.device | None = None) -> list[Version]:
     """Version 0 of every fragment: the initial weights. `device`: for runs whose tensors all stay there."""
-    tensors = named_tensors(task.build())
+    tensors = named_tensors(initial_model(task))
     rule = outer_rule(task.config)
     versions = []
     for fragment in task.layout.fragments:

@@ -10,18 +10,17 @@ from typing import Any, TypeAlias
 
 import msgspec
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import nn
 
 from atoll.config import CUSTOM, Config, load, read_toml
 from atoll.errors import UNDECODABLE, ConfigError, DataError, UserError
 from atoll.ids import OuterStep
+from atoll.store.checkpoints import write_dcp
 from atoll.store.durable import DurableVersions, Remerge
 from atoll.store.tokenizer_file import read_tokenizer_file, tokenizer_of, tokenizer_setting
 from atoll.store.version_file import FOLDER
 from atoll.store.versions import digest
-from atoll.store.weights import THETA_FILE, save_weights
+from atoll.store.weights import THETA_FILE, read_weights, save_weights
 from atoll.tasks.task import layout_for, model_builder
 from atoll.tasks.vision import VISION_MODELS
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers, write_params
@@ -141,13 +140,7 @@ def _summary_of(run: Path) -> _Summary | None:
 
 
 def _load(path: Path, model: nn.Module) -> None:
-    try:
-        path.open("rb").close()  # safetensors reports every file that it cannot open as missing
-        found = load_file(path)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
-    except SafetensorError as error:
-        raise DataError(f"{path} cannot be read: {error}") from None
+    found = read_weights(path)
     tensors = named_tensors(model)
     for name in sorted(set(found) | set(tensors)):
         if name not in found or name not in tensors or found[name].shape != tensors[name].shape:
@@ -220,6 +213,24 @@ def export_hf(trained: Trained, directory: Path) -> list[Path]:
     except OSError as error:
         raise UserError(f"--hf {directory}: cannot be written ({error.strerror})") from None
     return written
+
+
+def export_dcp(run: Path, directory: Path, remerge_for: RemergeFor | None = None) -> tuple[str | None, list[Path]]:
+    """Any run's weights by name; the code of a model is not needed where the run has ended. A warning, and the files."""
+    home = next((h for h in (run, run / "syncer") if (h / THETA_FILE).is_file()), None)
+    early = None
+    if home is not None:
+        tensors = read_weights(home / THETA_FILE)
+    elif config_of(run).model.name == CUSTOM:
+        raise UserError(f"run {run}: has not ended, so it has no {THETA_FILE} yet, and its model is your own code")
+    else:
+        trained = open_to_export(run, remerge_for)
+        tensors, early = named_tensors(trained.model), trained.early
+    try:
+        write_dcp(directory, tensors)
+    except OSError as error:
+        raise UserError(f"--dcp {directory}: cannot be written ({error.strerror})") from None
+    return early, sorted(directory.iterdir())
 
 
 @contextmanager

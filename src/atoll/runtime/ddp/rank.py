@@ -35,7 +35,7 @@ from atoll.store.versions import digest
 from atoll.store.weights import THETA_FILE, save_weights
 from atoll.tape.heldout import HeldoutPoint
 from atoll.tasks.registry import task_for
-from atoll.tasks.task import Task
+from atoll.tasks.task import Task, initial_model
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers
 from atoll.tensors.merge import merge_buffers
 from atoll.workload.data.seeds import generator
@@ -91,7 +91,7 @@ def _train(task: Task, rank: LearnerId, device: torch.device, channel: BinaryIO)
     config, count = task.config, task.config.inner.accumulate
     compute = resolved(config, device)
     task, loss_of_step = evaluated_on(task, device), loss_of(task.loss, compute, device)
-    model = task.build().to(device)
+    model = initial_model(task).to(device)
     loss_first = task.evaluate(model) if rank == 0 else None
     tensors = named_tensors(model)
     optimizer = build_optimizer(config, {n: t for n, t in tensors.items() if t.requires_grad}, task.layout.fragments)

@@ -116,7 +116,10 @@ class SyncerDirectory:
         if resume is not None:
             self._restored = self._load_snapshot(resume)
         elif self._task is not None:
-            self._build_executor(DurableVersions.create(self.directory, initial_versions(self._task)))
+            disk = DurableVersions.create(self.directory, initial_versions(self._task))
+            if self.config.model.init:  # for replay: what was read may be gone by then
+                link_versions(disk, self.directory / "start")
+            self._build_executor(disk)
         (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf8")
         if self._task is not None:
             write_tokenizer_file(self.directory, self._task)
