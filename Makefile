@@ -25,7 +25,7 @@ test: lint
 
 # Hugging Face and Lightning beside what is there: the constraint keeps torch as it is.
 test-extras: $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,extras,eval,release,tensorboard,wandb,mlflow,page,ray,jobset]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[test,extras,eval,release,tensorboard,wandb,mlflow,page,ray,titan,jobset]"
 	$(BIN)/python -m pytest tests/live/test_examples.py
 	$(BIN)/python -m pytest -m extras tests/unit tests/extras
 

@@ -98,12 +98,7 @@ def train(
         show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json, allow_model or []), as_json)
         return
     of_ranks = _rank_words(ranks, parallel, virtual=virtual)
-    if virtual and (resume is not None or twin):
-        raise UserError("--virtual: goes with neither --resume nor --twin")
-    if init is not None and resume is not None:
-        raise UserError("--init: a resumed run goes on with the weights of its snapshot; leave out --init or --resume")
-    if snapshot is not None and resume is None:
-        raise UserError("--snapshot: says which snapshot --resume starts from; give --resume RUN too")
+    _refuse_unfit(resume, snapshot, init, virtual=virtual, twin=twin)
     if resume is not None:
         resume = find_run(resume, "--resume").folder
         recipe = _recipe_to_resume(resume, recipe)
@@ -137,6 +132,15 @@ def train(
         summary = with_curve(msgspec.structs.replace(summary, twin_loss=again.loss_final), directory, again)
         write_summary(directory, summary)
     show(summary, as_json)
+
+
+def _refuse_unfit(resume: Path | None, snapshot: int | None, init: str | None, *, virtual: bool, twin: bool) -> None:
+    if virtual and (resume is not None or twin):
+        raise UserError("--virtual: goes with neither --resume nor --twin")
+    if init is not None and resume is not None:
+        raise UserError("--init: a resumed run goes on with the weights of its snapshot; leave out --init or --resume")
+    if snapshot is not None and resume is None:
+        raise UserError("--snapshot: says which snapshot --resume starts from; give --resume RUN too")
 
 
 def _rank_words(ranks: int, parallel: str, *, virtual: bool) -> list[str]:

@@ -26,18 +26,19 @@ METADATA: Final = ".metadata"
 
 def write_dcp(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Into a new or empty folder."""
-    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"--dcp {directory}: exists and is not an empty folder; choose another")
     directory.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings(action="ignore"):  # that no process group is there
-        checkpoint.save({name: tensor.contiguous() for name, tensor in tensors.items()}, checkpoint_id=directory, no_dist=True)
+        save({name: tensor.contiguous() for name, tensor in tensors.items()}, checkpoint_id=directory, no_dist=True)
 
 
 def read_dcp(directory: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors that `like` names, in its shapes, as they are stored."""
-    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     entries = _entries(directory)
     prefix = _prefix_of(entries, like, str(directory))
@@ -48,15 +49,15 @@ def read_dcp(directory: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         found[prefix + name] = torch.empty(tuple(entry.size), dtype=entry.properties.dtype)
     try:
         with warnings.catch_warnings(action="ignore"):
-            checkpoint.load(found, checkpoint_id=directory, no_dist=True)
-    except checkpoint.CheckpointException as error:  # not an Exception; with a traceback of every rank
+            load(found, checkpoint_id=directory, no_dist=True)
+    except CheckpointException as error:  # not an Exception; with a traceback of every rank
         causes = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
         raise DataError(f"{directory}: the checkpoint cannot be read: {causes}") from None
     return {name: found[prefix + name] for name in like}
 
 
 def _entries(directory: Path) -> dict[str, Any]:
-    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     if not (directory / METADATA).is_file():
