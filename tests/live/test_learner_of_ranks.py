@@ -16,7 +16,9 @@ from safetensors.torch import load_file
 from thread_syncer import PATIENCE_SECONDS, UNHURRIED, Syncer
 
 from atoll.config import Config, load
+from atoll.errors import UserError
 from atoll.protocol.vocabulary import Received, Report, Stored
+from atoll.runtime.join.built_in import mesh_shape
 from atoll.runtime.ranks.launch import launch
 from atoll.tape.format import Tape
 from atoll.tasks.registry import task_for
@@ -73,7 +75,10 @@ def flat(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("ranks", "parallel"),
-    [("2", "fsdp2"), pytest.param("2", "ddp", marks=pytest.mark.soak), pytest.param("4", "fsdp2", marks=pytest.mark.soak)],
+    [
+        ("2", "fsdp2"),
+        *(pytest.param(*case, marks=pytest.mark.soak) for case in [("2", "ddp"), ("4", "fsdp2"), ("4", "hsdp")]),
+    ],
 )
 def test_several_ranks_train_what_one_process_trains(start: Callable[[Config], Syncer], ranks: str, parallel: str) -> None:
     """The same samples in other sums: weights differ in their last bits. Four ranks have one or two of six samples each."""
@@ -170,6 +175,21 @@ def test_what_ranks_cannot_do_is_one_sentence(start: Callable[[Config], Syncer])
     assert process.returncode == 2
     assert "atoll: key inner.optimizer = 'Muon': turns whole matrices" in said
     assert said.count("Muon") == 1, "one rank speaks for all"
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks", "of_machine", "shape"),
+    [("fsdp2", 3, 3, (3,)), ("hsdp", 4, 0, (2, 2)), ("hsdp", 4, 4, (2, 2)), ("hsdp", 16, 8, (2, 8)), ("hsdp", 2, 2, (2, 1)),
+     ("hsdp", 24, 8, (3, 8))],
+)  # fmt: skip
+def test_machines_hold_the_same_under_hsdp(parallel: str, ranks: int, of_machine: int, shape: tuple[int, ...]) -> None:
+    assert mesh_shape(parallel, ranks, of_machine) == shape
+
+
+@pytest.mark.parametrize(("ranks", "of_machine"), [(1, 1), (3, 0), (5, 2)])
+def test_uneven_groups_are_refused(ranks: int, of_machine: int) -> None:
+    with pytest.raises(UserError, match="give an even number of ranks"):
+        mesh_shape("hsdp", ranks, of_machine)
 
 
 def test_ranks_that_disagree_with_the_environment_are_refused() -> None:

@@ -41,9 +41,10 @@ RanksOption = Annotated[
     typer.Option("--ranks", min=1, max=1024, help="Processes of one learner on its machine, each with its part of every batch."),
 ]
 ParallelOption = Annotated[
-    Literal["ddp", "fsdp2"],
+    Literal["ddp", "fsdp2", "hsdp"],
     typer.Option(
-        "--parallel", metavar="ddp|fsdp2", help="What ranks hold: the whole model each, or a part of every tensor each.",
+        "--parallel", metavar="ddp|fsdp2|hsdp",
+        help="What ranks hold: the whole model each, a part of every tensor each, or such parts in several groups of ranks.",
     ),
 ]
 ObeyOption = Annotated[bool, typer.Option("--obey-stdin", hidden=True, help="For launchers: end when standard input ends.")]

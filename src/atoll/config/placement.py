@@ -52,8 +52,9 @@ class Group(_Part, frozen=True):
     """The most, where the engine can follow a cluster that grows (Ray). 0: `count`."""
     ranks: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Processes of one learner, all on its machine: each trains a part of every batch. `resources` are the learner's."""
-    parallel: Literal["", "ddp", "fsdp2"] = ""
-    """What ranks hold: all of the model each (`ddp`), or a part of every tensor each (`fsdp2`). Empty: `ddp`."""
+    parallel: Literal["", "ddp", "fsdp2", "hsdp"] = ""
+    """What ranks hold: all of the model each (`ddp`), a part of every tensor each (`fsdp2`), or such parts in several groups of
+    ranks (`hsdp`). Empty: `ddp`."""
     resources: Resources = Resources()
     site: Annotated[str, Meta(max_length=60)] = ""
     """Where these learners run: a Slurm constraint, a Kubernetes zone, a Ray resource `site:NAME`. Empty: anywhere."""

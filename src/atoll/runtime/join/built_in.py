@@ -12,7 +12,7 @@ import logging
 import os
 import random
 import time
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 import torch
@@ -44,7 +44,6 @@ from atoll.workload.data.seeds import generator
 
 log = logging.getLogger("atoll.learner")
 
-PARALLEL: Final = ("ddp", "fsdp2")
 
 
 def run_rank(options: WorkerOptions, parallel: str) -> bool:
@@ -167,18 +166,19 @@ def refuse_unfit(config: Config, parallel: str) -> None:
     for unfit, why in (
         (p.contribution == "gradient", f"preset {config.preset!r} has one process a learner: leave out --ranks"),
         (p.freeze_not_due, "key protocol.freeze_not_due: is not for learners of several ranks; leave out --ranks"),
-        (parallel == "fsdp2" and config.inner.optimizer == "Muon",
-         "key inner.optimizer = 'Muon': turns whole matrices, and fsdp2 gives each rank a part of them; say --parallel ddp"),
+        (parallel != "ddp" and config.inner.optimizer == "Muon",
+         f"key inner.optimizer = 'Muon': turns whole matrices, and {parallel} gives a rank a part of them; say --parallel ddp"),
     ):  # fmt: skip
         if unfit:
             raise UserError(why)
 
 
 def parallelised(model: nn.Module, parallel: str, device: torch.device) -> nn.Module:
-    """What the loss is computed with. Under fsdp2 the model itself is changed: its parameters become sharded ones."""
+    """What the loss is computed with. Else than under ddp the model itself is changed: its parameters become sharded ones."""
     if parallel == "ddp":
         return DistributedDataParallel(model)
-    mesh = init_device_mesh(device.type, (world()[1],))
+    shape = mesh_shape(parallel, world()[1], int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     for blocks in [module for module in model.modules() if isinstance(module, nn.ModuleList)]:
         for block in blocks:
             if not any(isinstance(inside, nn.ModuleList) for inside in block.modules()):
@@ -187,6 +187,16 @@ def parallelised(model: nn.Module, parallel: str, device: torch.device) -> nn.Mo
                     register_fsdp_forward_method(block, "with_balance")
     fully_shard(model, mesh=mesh)
     return model
+
+
+def mesh_shape(parallel: str, ranks: int, of_machine: int) -> tuple[int, ...]:
+    """Under hsdp the ranks of a machine share the model, and machines hold the same; on one machine, two halves of its ranks."""
+    if parallel == "fsdp2":
+        return (ranks,)
+    groups, rest = divmod(ranks, of_machine) if 0 < of_machine < ranks else (2, ranks % 2)
+    if rest:
+        raise UserError(f"--parallel hsdp: {ranks} ranks are not two or more groups of one size; give an even number of ranks")
+    return groups, ranks // groups
 
 
 @contextlib.contextmanager
