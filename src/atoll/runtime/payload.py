@@ -111,7 +111,8 @@ def from_buffer(body: Message, data: memoryview) -> Payload:
     if isinstance(body, StateTransfer):
         return Payload("state", size, unpack_state(data))
     if size < _PREFIX.size:
-        raise DataError(f"payload of {size} bytes is too short" if size else "it is empty: the learner found NaN or Inf in it")
+        empty = "it is empty: the learner found NaN or Inf in it, or lost a rank"
+        raise DataError(f"payload of {size} bytes is too short" if size else empty)
     tag, length = _PREFIX.unpack_from(data)
     rest = data[_PREFIX.size :]
     if tag not in (_PACKET, _PLAIN) or length > rest.nbytes or (rest.nbytes - length) % 4:
