@@ -97,9 +97,11 @@ class StateParts:
 
     # ------------------------------------------------------------ tensors
 
+    def _pieces(self, name: str) -> list[tuple[Tensor, Box | None]]:
+        return [(part["state"]["tensors"][name], boxes.get(name)) for part, boxes in zip(self._parts, self._boxes, strict=True)]
+
     def _tensor(self, name: str, box: Box | None) -> Tensor:
-        pieces = [(part["state"]["tensors"][name], boxes.get(name)) for part, boxes in zip(self._parts, self._boxes, strict=True)]
-        return _cut(_put_together(pieces), box)
+        return _cut(_put_together(self._pieces(name)), box)
 
     def _moments(self, boxes: Boxes, names: Names) -> dict[int, Any]:
         found: dict[int, Any] = {}
@@ -108,7 +110,7 @@ class StateParts:
                 found[number] = entries
                 continue
             name = names.get(number, "")
-            whole_shape = self._whole_shape(name) if name in boxes else None
+            whole_shape = _shape_of(self._pieces(name)) if name in boxes else None
             found[number] = {key: self._moment(number, key, whole_shape, boxes.get(name)) for key in entries}
         return found
 
@@ -121,10 +123,6 @@ class StateParts:
             pieces.append((value, None if of is None else Box(*map(tuple, of))))
         whole = _put_together(pieces)
         return _cut(whole, box if tuple(whole.shape) == shape else None)
-
-    def _whole_shape(self, name: str) -> tuple[int, ...]:
-        pieces = [(part["state"]["tensors"][name], boxes.get(name)) for part, boxes in zip(self._parts, self._boxes, strict=True)]
-        return _shape_of(pieces)
 
     # ------------------------------------------------------------ vectors of fragments
 
