@@ -96,6 +96,13 @@ def test_state_of_one_process_is_one_part() -> None:
     assert alike(StateParts([whole], FRAGMENTS).whole(), whole)
 
 
+def test_residual_that_one_rank_has_not_is_nobodys() -> None:
+    whole, world = whole_state(), LAYOUTS["2 shards of rows"]
+    parts = [held_by(rank, world, whole) for rank in range(2)]
+    del parts[1]["state"]["residuals"][0]
+    assert StateParts(parts, FRAGMENTS).whole()["residuals"] == {}
+
+
 def test_parts_that_leave_a_gap_are_refused() -> None:
     whole, world = whole_state(), [{"a": Box((0, 0), (10, 29))}, {"a": Box((12, 0), (25, 29))}]
     with pytest.raises((DataError, ConfigError), match="a"):

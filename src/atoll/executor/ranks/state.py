@@ -91,8 +91,9 @@ class StateParts:
                 for p, (version, _, buffers) in first["kept"].items()
             },
         }
-        if "residuals" in first:
-            state["residuals"] = {p: self._flat(p, [s["residuals"][p] for s in states], boxes) for p in first["residuals"]}
+        if "residuals" in first:  # a rank whose part of a packet held NaN has none
+            left = [p for p in first["residuals"] if all(p in s["residuals"] for s in states)]
+            state["residuals"] = {p: self._flat(p, [s["residuals"][p] for s in states], boxes) for p in left}
         return state
 
     # ------------------------------------------------------------ tensors
