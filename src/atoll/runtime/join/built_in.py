@@ -36,6 +36,7 @@ from atoll.runtime.learner.place import kept_place
 from atoll.runtime.learner.process import LOG_EVERY_SECONDS, Launcher, WorkerOptions, task_for_placement
 from atoll.runtime.loop import LoopThread
 from atoll.runtime.ranks.launch import end_with_parent, leave_signals_to_rank_0
+from atoll.runtime.ranks.leading import LeadingLearner
 from atoll.runtime.ranks.rendezvous import world
 from atoll.runtime.syncer.places import Placement
 from atoll.tasks.task import Task
@@ -82,7 +83,7 @@ def _run(options: WorkerOptions, parallel: str, device: torch.device) -> bool:
     with learner:
         learner.train(model, launcher)
     log.info("rank %d of %d: the run is over for this learner at outer step %d", rank, ranks, learner.outer_step)
-    return leaving.asked
+    return leaving.asked and not learner.finished
 
 
 class BuiltInRanks(RankedLearner):
@@ -105,6 +106,11 @@ class BuiltInRanks(RankedLearner):
 
     def _agree_with_syncer(self, placement: Placement, frozen: str) -> None:
         """The syncer has built the same model from the same recipe."""
+
+    @property
+    def finished(self) -> bool:
+        """On rank 0: the run is over, and this learner has heard so."""
+        return isinstance(self._live, LeadingLearner) and self._live.finished
 
     # ------------------------------------------------------------ training
 

@@ -32,6 +32,10 @@ class LeadingLearner:
         """From a boundary on: all ranks must learn it at the same step."""
         return self._over
 
+    @property
+    def finished(self) -> bool:
+        return self._live.finished
+
     def leave(self, reason: str, within_seconds: float | None = None, *, returns: bool = False) -> None:
         self._live.leave(reason, within_seconds, returns=returns)
 
