@@ -39,14 +39,15 @@ class JoinedTrainer(Trainer):
             super().train()
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        before = self.ntokens_seen
+        before, self._share = self.ntokens_seen, torch.zeros((), device=self.device)
         super().train_step(data_iterator)
         self.learner.step(tokens=self.ntokens_seen - before, loss=self._share * torch.distributed.get_world_size())
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
-        """Returns this rank's share of the mean loss: its sum over the tokens of all ranks."""
-        self._share = super().forward_backward_step(**batch).detach()
-        return self._share
+        """Returns this rank's share of the mean loss: its sum over the tokens of all ranks and micro-batches."""
+        share = super().forward_backward_step(**batch)
+        self._share += share.detach()
+        return share
 
     def should_continue_training(self) -> bool:
         return super().should_continue_training() and not self.learner.over

@@ -23,7 +23,6 @@ from atoll.executor.cuda.transfer import on_host, to_device
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.executor.peer_state import PeerStateCheck
 from atoll.executor.ranks.state import StateParts
-from atoll.executor.ranks.stitch import owned_block
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
@@ -396,7 +395,7 @@ class TensorLearner:
         """A learner of several ranks stores its state in parts, and may come back as one process."""
         assert self._snapshots is not None
         found = self._snapshots.learner_state(snapshot, self._learner)
-        return StateParts(found if isinstance(found, list) else [found], self._fragments, owned_block(self._config)).whole()
+        return StateParts(found if isinstance(found, list) else [found], self._fragments).whole()
 
     def _load_state(self, state: dict[str, Any], *, resumes: bool = False) -> None:
         """From a peer, or from this learner's snapshot: then residuals are part of it, and versions are announced again. A peer's

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from atoll.errors import ConfigError, DataError
+from atoll.store.tensor_files import discard
 from atoll.store.weights import read_weights
 
 DCP: Final = "dcp:"
@@ -26,13 +27,19 @@ METADATA: Final = ".metadata"
 
 def write_dcp(directory: Path, tensors: Mapping[str, Tensor]) -> None:
     """Into a new or empty folder."""
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_saver import save
 
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise ConfigError(f"--dcp {directory}: exists and is not an empty folder; choose another")
     directory.mkdir(parents=True, exist_ok=True)
-    with warnings.catch_warnings(action="ignore"):  # that no process group is there
-        save({name: tensor.contiguous() for name, tensor in tensors.items()}, checkpoint_id=directory, no_dist=True)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # that no process group is there
+            save({name: tensor.contiguous() for name, tensor in tensors.items()}, checkpoint_id=directory, no_dist=True)
+    except CheckpointException as error:
+        for path in directory.iterdir():
+            discard(path)
+        raise ConfigError(f"--dcp {directory}: cannot be written ({_causes(error)})") from None
 
 
 def read_dcp(directory: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -51,9 +58,12 @@ def read_dcp(directory: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with warnings.catch_warnings(action="ignore"):
             load(found, checkpoint_id=directory, no_dist=True)
     except CheckpointException as error:  # not an Exception; with a traceback of every rank
-        causes = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
-        raise DataError(f"{directory}: the checkpoint cannot be read: {causes}") from None
+        raise DataError(f"{directory}: the checkpoint cannot be read: {_causes(error)}") from None
     return {name: found[prefix + name] for name in like}
+
+
+def _causes(error: Any) -> str:
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
 
 
 def _entries(directory: Path) -> dict[str, Any]:
@@ -95,7 +105,7 @@ def load_initial(tensors: Mapping[str, Tensor], init: str) -> None:
     """Copies the weights at `init` into the model's, each cast to the model's dtype."""
     found = read_dcp(Path(init[len(DCP) :]), tensors) if init.startswith(DCP) else _read_safetensors(Path(init), tensors)
     for name, tensor in tensors.items():
-        if found[name].is_floating_point() and not bool(torch.isfinite(found[name]).all()):
+        if found[name].is_floating_point() and not bool(torch.isfinite(found[name].float()).all()):
             raise DataError(f"{init}: {name} holds NaN or Inf")
         tensor.copy_(found[name])
 

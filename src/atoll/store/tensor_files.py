@@ -303,6 +303,14 @@ def refuse_unserialisable(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(f"inner optimizer {type(optimizer).__name__} cannot be stored or sent: {error}") from None
 
 
+def use_plain_floats(optimizer: torch.optim.Optimizer) -> None:
+    """A scheduler that computes with numpy leaves numpy floats behind, which messages and files cannot carry."""
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if isinstance(value, float) and type(value) is not float:
+                group[key] = float(value)
+
+
 def load_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
     """`load_state_dict` with dtypes and strides as if the state had been created here. torch casts state to its parameter's
     dtype, which rounds the fp32 master weights of a bf16 parameter. And stored bytes have no strides: the moments of a

@@ -22,6 +22,7 @@ from atoll.rules import samples_max, samples_of
 from atoll.store.checkpoints import load_initial
 from atoll.store.versions import Version
 from atoll.tensors.access import named_tensors, read_buffers, read_params, write_buffers, write_params
+from atoll.tensors.inventory import frozen_parameters
 from atoll.tensors.layout import Layout, build_layout
 from atoll.tensors.outer import initial_state, outer_rule
 from atoll.workload.data.corpus import Progress
@@ -196,6 +197,11 @@ def initial_model(task: Task) -> nn.Module:
     """With the weights that the run begins with: drawn from the seed, or read from where `model.init` says."""
     model = task.build()
     if task.config.model.init:
+        if frozen := frozen_parameters(model):
+            raise ConfigError(
+                f"key model.init = {task.config.model.init!r}: {min(frozen)} does not train, so learners do not exchange it and "
+                f"would not get its weights"
+            )
         load_initial(named_tensors(model), task.config.model.init)
     return model
 

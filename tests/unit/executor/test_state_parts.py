@@ -96,6 +96,23 @@ def test_state_of_one_process_is_one_part() -> None:
     assert alike(StateParts([whole], FRAGMENTS).whole(), whole)
 
 
+def test_parameters_tied_by_their_memory_have_one_name() -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 4, bias=False), "b": torch.nn.Linear(3, 4, bias=False)})
+    model["b"].weight = torch.nn.Parameter(model["a"].weight.data)
+    assert set(names_of(model, torch.optim.SGD(model.parameters())).values()) == {"a.weight"}
+
+
+def test_moment_sharded_in_another_shape_is_refused_by_ranks() -> None:
+    whole, world = whole_state(), LAYOUTS["2 shards of rows"]
+    parts = [held_by(rank, world, whole) for rank in range(2)]
+    (number,) = (n for n, name in NAMES.items() if name == "a")
+    for rank, part in enumerate(parts):
+        part["state"]["optimizer"]["state"][number]["exp_avg"] = torch.ones(5)
+        part["optimizer_boxes"][number]["exp_avg"] = ((5 * rank,), (5,))
+    with pytest.raises(DataError, match=r"exp_avg of parameter .* another shape than the parameter"):
+        StateParts(parts, FRAGMENTS).of(world[0], NAMES)
+
+
 def test_residual_that_one_rank_has_not_is_nobodys() -> None:
     whole, world = whole_state(), LAYOUTS["2 shards of rows"]
     parts = [held_by(rank, world, whole) for rank in range(2)]

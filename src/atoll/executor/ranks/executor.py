@@ -22,6 +22,7 @@ from atoll.executor.ranks.state import StateParts, boxes_of_moments, like_parame
 from atoll.executor.ranks.stitch import EncodedPart, block_of, encode_part, owned_block, packs_randomly
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.vocabulary import NO_VERSION, Stage
+from atoll.store.tensor_files import use_plain_floats
 from atoll.tasks.task import Task
 from atoll.tensors.access import named_tensors, read_buffers, read_params
 from atoll.tensors.layout import Fragment
@@ -119,14 +120,15 @@ class RankExecutor(TensorLearner):
 
     def part(self, *, with_residuals: bool = False) -> dict[str, Any]:
         """This rank's part of the learner's state, copied to the host."""
+        use_plain_floats(self.optimizer)
         boxes = boxes_of_moments(self.optimizer.state_dict()["state"])
         state = each_tensor(self.state(with_residuals=with_residuals), lambda tensor: tensor.cpu())
-        return part_of(state, self.world[self.rank], boxes)
+        return part_of(state, self.world[self.rank], boxes, owned_block(self._config))
 
     @property
     def announced(self) -> dict[FragmentId, tuple[OuterStep, Tensor]]:
         """This rank's pieces of the versions that wait to be adopted."""
-        return {p: (version, announced) for p, (version, announced, _) in self._kept.items()}
+        return {p: (version, announced) for p, (version, announced, _) in dict(self._kept).items()}
 
     def cut(self, parts: StateParts, rank: int) -> dict[str, Any]:
         """What `rank` holds of a state."""
@@ -134,7 +136,7 @@ class RankExecutor(TensorLearner):
 
     def parts_of(self, found: Any) -> StateParts:
         """`found`: a whole state, or a list of parts."""
-        return StateParts(found if isinstance(found, list) else [found], self.whole, owned_block(self._config))
+        return StateParts(found if isinstance(found, list) else [found], self.whole)
 
     def _optimizer_state(self) -> dict[str, Any]:
         local: dict[str, Any] = local_value(self.optimizer.state_dict())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from atoll.codecs import BLOCK
 from atoll.errors import DataError
-from atoll.tensors.access import named_tensors
+from atoll.tensors.inventory import walk
 from atoll.tensors.layout import Fragment
 from atoll.tensors.local import is_dtensor, local_part
 from atoll.tensors.pieces import Box, Boxes, Run, cut_from, held_of, owned_of
@@ -24,24 +24,27 @@ from atoll.tensors.placements import box_of
 
 StatePart: TypeAlias = Mapping[str, Any]
 """`state`, as `TensorLearner.state` makes it; `boxes` by tensor; `optimizer_boxes` by the optimiser's number of a parameter, and
-by key. A tensor that no box is named of is whole."""
+by key. A tensor that no box is named of is whole. `align`: ranks with the same elements shared them in ranges of so many, and
+what a packet did not carry is known to the rank that sent it."""
 Names: TypeAlias = Mapping[int, str]
 """By the optimiser's number of a parameter, the parameter's name."""
 
 
-def part_of(state: Mapping[str, Any], boxes: Boxes, optimizer_boxes: Mapping[int, Mapping[str, Box]]) -> dict[str, Any]:
+def part_of(
+    state: Mapping[str, Any], boxes: Boxes, optimizer_boxes: Mapping[int, Mapping[str, Box]], align: int = BLOCK
+) -> dict[str, Any]:
     return {
-        "state": dict(state),
+        "state": dict(state), "align": align,
         "boxes": {name: (tuple(box.start), tuple(box.shape)) for name, box in boxes.items()},
         "optimizer_boxes": {
             number: {key: (tuple(box.start), tuple(box.shape)) for key, box in found.items()}
             for number, found in optimizer_boxes.items()
         },
-    }
+    }  # fmt: skip
 
 
 def is_part(state: Any) -> bool:
-    return isinstance(state, Mapping) and state.keys() == {"state", "boxes", "optimizer_boxes"}
+    return isinstance(state, Mapping) and state.keys() == {"state", "align", "boxes", "optimizer_boxes"}
 
 
 def boxes_of_moments(state: Mapping[int, Any]) -> dict[int, dict[str, Box]]:
@@ -56,21 +59,22 @@ def boxes_of_moments(state: Mapping[int, Any]) -> dict[int, dict[str, Box]]:
 
 
 def names_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    names = {id(tensor): name for name, tensor in named_tensors(model).items()}
+    """Tied parameters have one name, also where they are two objects with the same memory."""
+    first = {name: entry.name for entry in walk(model) for name in entry.names}
+    names = {id(parameter): first[name] for name, parameter in model.named_parameters(remove_duplicate=False)}
     numbers = [number for group in optimizer.state_dict()["param_groups"] for number in group["params"]]
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {number: names[id(parameter)] for number, parameter in zip(numbers, held, strict=True)}
 
 
 class StateParts:
-    def __init__(self, parts: Sequence[StatePart], fragments: Sequence[Fragment], align: int = BLOCK) -> None:
-        """`fragments` of the whole model. `align`: as the ranks shared them (`owned_block`), since what a packet did not carry is
-        known to the rank that sent it. DataError if the parts are not of this model."""
+    def __init__(self, parts: Sequence[StatePart], fragments: Sequence[Fragment]) -> None:
+        """`fragments` of the whole model. DataError if the parts are not of this model."""
         self._parts = [part if is_part(part) else part_of(part, {}, {}) for part in parts]
         self._boxes = [{name: Box(*map(tuple, box)) for name, box in part["boxes"].items()} for part in self._parts]
         self._fragments = fragments
         try:
-            self._owned = [owned_of(fragment, self._boxes, align) for fragment in fragments]
+            self._owned = [owned_of(fragment, self._boxes, int(self._parts[0]["align"])) for fragment in fragments]
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise DataError(f"these are not the parts of one learner's state: {error}") from None
 
@@ -123,13 +127,18 @@ class StateParts:
                 return value
             pieces.append((value, None if of is None else Box(*map(tuple, of))))
         whole = _put_together(pieces)
-        return _cut(whole, box if tuple(whole.shape) == shape else None)
+        if tuple(whole.shape) == shape:
+            return _cut(whole, box)
+        if shape is not None and any(of is not None for _, of in pieces):
+            raise DataError(f"the optimiser's {key} of parameter {number} is sharded in another shape than the parameter")
+        return whole
 
     # ------------------------------------------------------------ vectors of fragments
 
     def _flats(self, found: Sequence[Sequence[Tensor | None]], boxes: Boxes) -> list[Tensor | None]:
         return [
-            None if found[0][p] is None else self._flat(p, [own[p] for own in found], boxes) for p in range(len(self._fragments))
+            None if any(own[p] is None for own in found) else self._flat(p, [own[p] for own in found], boxes)
+            for p in range(len(self._fragments))
         ]
 
     def _flat(self, p: int, found: Sequence[Tensor | None], boxes: Boxes) -> Tensor:
@@ -138,7 +147,7 @@ class StateParts:
         whole = first if len(found) == 1 and not self._boxes[0] else torch.empty(fragment.numel, dtype=first.dtype)
         if whole is not first:
             for runs, own in zip(self._owned[p], found, strict=True):
-                assert own is not None, "ranks stage and adopt together"
+                assert own is not None
                 _spread(whole, runs, own)
         return cut_from(whole, held_of(fragment, boxes).runs) if boxes else whole
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from atoll.config import CUSTOM, Config
 from atoll.errors import ConfigError
 from atoll.runtime.ranks.rendezvous import world
-from atoll.store.tensor_files import refuse_unserialisable
+from atoll.store.tensor_files import refuse_unserialisable, use_plain_floats
 from atoll.tensors.local import is_dtensor
 
 DDP: Final = "DistributedDataParallel"
@@ -127,11 +127,3 @@ def refuse_unfit_run(config: Config) -> None:
         )
     if p.freeze_not_due:
         raise ConfigError("key protocol.freeze_not_due = true: your own loop chooses what it trains; set it to false")
-
-
-def use_plain_floats(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler that computes with numpy leaves numpy floats behind, which messages cannot carry."""
-    for group in optimizer.param_groups:
-        for key, value in group.items():
-            if isinstance(value, float) and type(value) is not float:
-                group[key] = float(value)

@@ -9,7 +9,7 @@ from atoll.config import Config
 from atoll.executor.learner import TensorLearner
 from atoll.protocol.interface import Finding, Payload
 from atoll.protocol.vocabulary import Effect, Event, Message, RecordState, Send, StateTransfer
-from atoll.runtime.join.checks import use_plain_floats
+from atoll.store.tensor_files import use_plain_floats
 from atoll.tasks.task import Task
 from atoll.tensors.layout import Layout
 

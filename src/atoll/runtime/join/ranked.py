@@ -156,6 +156,7 @@ class RankedLearner(Learner):
     def _check_first_step(self) -> None:
         checks.reshard(self._sharded)
         super()._check_first_step()
+        _refuse_local_moments(self._optimizer)
         for parameter, state in self._optimizer.state.items():
             if is_dtensor(parameter) and isinstance(state, dict) and (held := state.keys() & set(MASTER_KEYS)):
                 raise ConfigError(
@@ -180,6 +181,17 @@ class RankedLearner(Learner):
 
 def _boxes_of(agreed: Agreed) -> list[Boxes]:
     return [{name: Box(*box) for name, box in boxes.items()} for boxes in agreed.boxes]
+
+
+def _refuse_local_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Which part of the whole such a tensor is, nobody could say."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items() if is_dtensor(parameter) and isinstance(state, dict) else ():
+            if isinstance(value, Tensor) and value.numel() > 1 and not is_dtensor(value):
+                raise ConfigError(
+                    f"the optimizer keeps {key} of a sharded parameter as a plain tensor, which no other layout could take over: "
+                    f"create it like the parameter (torch.zeros_like)"
+                )
 
 
 def _digest(value: Any) -> str:

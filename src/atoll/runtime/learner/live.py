@@ -246,13 +246,23 @@ class LiveLearner:
             self._sender.put(job, waits_for_device=waits, control=payload is None, overtakes=overtakes)
 
     def _send_to_peer(self, peer: LearnerId, head: bytes, payload: Payload | None) -> None:
-        def job() -> None:
+        if not wire.waits_for_device(payload):
             self._peers.send(peer, head, wire.to_buffers(payload) if payload is not None else None)
+            return
 
-        if wire.waits_for_device(payload):  # a state whose parts other ranks send: training goes on meanwhile
-            threading.Thread(target=job, name="state for a peer", daemon=True).start()
-        else:
-            job()
+        def gather() -> None:
+            """Of a state whose parts other ranks send. If they do not, the peer takes its state from another."""
+            assert payload is not None
+            try:
+                buffers = wire.to_buffers(payload)
+                if not buffers:
+                    raise RunFailed("a rank of this learner is gone")
+                self._peers.send(peer, head, buffers)
+            except Exception as error:
+                log.warning("learner %d gets no state from this one: %s", peer, error)
+                self._loop.call_soon_threadsafe(self._peers.cut, peer, f"its state could not be gathered: {error}"[:300])
+
+        threading.Thread(target=gather, name="state for a peer", daemon=True).start()  # training goes on meanwhile
 
     # ------------------------------------------------------------ the loop's thread
 
@@ -378,6 +388,8 @@ class LiveLearner:
                 flaw = misfit if misfit is not None else anchors.result()
             if flaw is None:
                 payload = self._arriving(body, payload)
+        except RunFailed:  # a rank of this learner is gone: no fault of the peer's
+            raise
         except Exception as error:
             payload, flaw = Payload("state", len(data), None), Reason(Why.BAD_STATE, f"bytes that cannot be used: {error}"[:300])
         if flaw is not None:

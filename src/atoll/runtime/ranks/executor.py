@@ -103,6 +103,8 @@ class LeadExecutor:
             case _ if isinstance(effect, TOLD):
                 if isinstance(effect, Stage | Adopt):
                     self._settle(effect.fragment)
+                if isinstance(effect, Stage | LoadTheta):
+                    self._drop_unloaded()
                 self._lead.tell(Do(effect))
                 found = list(self._inner.execute(effect, payload))
                 if isinstance(effect, Stage):  # as on a GPU: what was found since the last boundary is told at this one
@@ -209,9 +211,14 @@ class LeadExecutor:
         self._lead.await_taken(arrival)
         return Payload(payload.kind, payload.nbytes, RankShare(arrival, own, buffers, difference))
 
-    def _arriving_state(self, payload: Payload) -> Payload:
-        if self._unloaded:  # the one before came too late to be loaded
+    def _drop_unloaded(self) -> None:
+        """A state that came too late to be loaded."""
+        if self._unloaded:
             self._lead.tell(DropArrival(self._unloaded))
+            self._unloaded = 0
+
+    def _arriving_state(self, payload: Payload) -> Payload:
+        self._drop_unloaded()
         arrival = self._unloaded = self._lead.number()
         parts = self._inner.parts_of(payload.content)
         for rank in range(1, self._lead.ranks):

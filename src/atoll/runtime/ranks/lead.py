@@ -40,7 +40,8 @@ class RankLead:
         self._boundaries: dict[int, StepReached] = {}
         self._profiles: dict[int, Profile] = {}
         self._answers: dict[tuple[int, int], tuple[Part | PartWritten, Tensor]] = {}
-        self._taken: dict[int, int] = {}
+        self._taken: set[tuple[int, int]] = set()
+        """Rank and arrival. A state and the versions announced meanwhile arrive in any order."""
         self._left: dict[int, str] = {}
         self._numbers = 0
         self._ended = False
@@ -114,13 +115,17 @@ class RankLead:
         return [rank for rank in self._connected if (rank, request) not in self._answers]
 
     def await_taken(self, arrival: int) -> None:
-        self._wait(lambda: [r for r in self._connected if self._taken.get(r, 0) < arrival], "did not take a new version")
+        self._wait(lambda: [r for r in self._connected if (r, arrival) not in self._taken], "did not take what it was sent")
+        with self._condition:
+            self._taken -= {(rank, arrival) for rank in self._connected}
 
     def _wait(self, missing: Callable[[], list[int]], what: str, *, must_train: bool = False) -> None:
         """`must_train`: a rank whose loop has ended does not do it any more. It answers until the learner has left."""
         until = time.monotonic() + self._timeout
         with self._condition:
             while self.failure is None and (late := missing()):
+                if self._ended:
+                    raise RunFailed("the learner has ended")
                 if must_train and (gone := [rank for rank in late if rank in self._left]):
                     self._fail(gone[0], f"its loop ended ({self._left[gone[0]]}), and those of the others have not")
                 elif not self._condition.wait(max(0.0, until - time.monotonic())) and time.monotonic() >= until:
@@ -150,7 +155,7 @@ class RankLead:
                     case Part(request=request) | PartWritten(request=request):
                         self._answers[rank, request] = (note, data)
                     case ArrivalTaken(arrival=arrival):
-                        self._taken[rank] = arrival
+                        self._taken.add((rank, arrival))
                     case RankLeaves(reason=reason):
                         self._left[rank] = reason
                     case _:

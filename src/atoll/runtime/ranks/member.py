@@ -80,6 +80,8 @@ class RankMember:
         self._over = self._closing = False
         self._error: RunFailed | None = None
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="rank-parts")
+        self._writes = ThreadPoolExecutor(1, thread_name_prefix="rank-snapshot")
+        """Apart: a pull is not answered later because a disk is slow."""
         self._threads = [
             read_in_thread(connected.control, self._take, self._closed, "rank-0"),
             read_in_thread(connected.bulk, self._take_bytes, self._bulk_closed, "rank-0-bulk"),
@@ -142,6 +144,7 @@ class RankMember:
         self._ready.set()
         self._connected.close()
         self._answers.shutdown(wait=False)
+        self._writes.shutdown(wait=False)
         for thread in self._threads:
             thread.join(PATIENCE_SECONDS)
 
@@ -189,10 +192,10 @@ class RankMember:
             case ReadWeights(request=request, fragment=p):
                 self._send_weights(request, p)
             case ReadState(request=request):
-                self._answers.submit(self._send_state, request, self._executing().part())
+                self._later(self._answers, self._send_state, request, self._executing().part())
             case WritePart(request=request, snapshot=snapshot, folder=folder):
                 part = self._executing().part(with_residuals=True)
-                self._answers.submit(self._write_part, request, Path(folder), snapshot, part)
+                self._later(self._writes, self._write_part, request, Path(folder), snapshot, part)
             case SeamResidual(fragment=p):
                 self._executing().seams_not_carried(p, data.view(torch.float32))
             case DropArrival(arrival=arrival):
@@ -248,7 +251,18 @@ class RankMember:
 
     def _answer(self, note: Part, tensors: list[Tensor]) -> None:
         """In another thread: the next word of rank 0 must not wait behind these bytes."""
-        self._answers.submit(self._send_bytes, note, tensors)
+        self._later(self._answers, self._send_bytes, note, tensors)
+
+    def _later(self, pool: ThreadPoolExecutor, work: Callable[..., None], *arguments: Any) -> None:
+        """What raises there takes the learner down, as here: rank 0 waits for an answer."""
+
+        def run() -> None:
+            try:
+                work(*arguments)
+            except BaseException as error:
+                self._closed(error)
+
+        pool.submit(run)
 
     def _send_state(self, request: int, part: dict[str, Any]) -> None:
         chunks = tensors_of(pack_state(part))
