@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tarfile
@@ -119,7 +118,7 @@ def test_watch_shows_a_run_as_text_and_as_a_page(installed: Installed) -> None:
         assert address is not None
         page = urllib.request.urlopen(address[0], timeout=20).read().decode()
         status = json.load(urllib.request.urlopen(address[0].replace("/?", "/api/status?"), timeout=20))
-        serving.send_signal(signal.SIGINT)
+        serving.terminate()  # a job in the background ignores SIGINT
     assert "<script" in page and status["last_step"] == 24
 
 

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from atoll.errors import DataError
+from atoll.ids import LearnerId
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.store.tensor_files import StorageFailed, discard
 from atoll.transport import Refused, Sink
@@ -23,8 +25,12 @@ RECEIVED_FILE = "model.received"
 
 
 class ModelUploads:
-    def __init__(self, directory: SyncerDirectory, taken: Callable[[], None]) -> None:
-        """`taken` is called when the run has its model."""
+    def __init__(
+        self, directory: SyncerDirectory, taken: Callable[[], None], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`taken` is called when the run has its model. A place stays with whoever uploads, or asks again while another does:
+        both take longer than a place is reserved."""
+        self._clock = clock
         self._directory = directory
         self._taken = taken
         self._current: _UploadFile | None = None
@@ -32,15 +38,19 @@ class ModelUploads:
 
     def begin(self, metadata: Mapping[str, str]) -> Sink | bytes:
         """The digest of the model, if there is one: a second model is not read."""
-        self._directory.places.admit(metadata)
+        placed = self._directory.places.admit(metadata)
+        self.touch(placed.learner)
         if self._directory.layout is not None:
             return self._directory.layout_digest.encode()
         if self._current is not None:
             raise Refused("another learner is uploading the model", retry=True)
-        self._current = _UploadFile(self, metadata.get("learner", ""), self._directory)
+        self._current = _UploadFile(self, placed.learner, self._directory)
         return self._current
 
-    def take(self, learner: str, path: Path) -> bytes:
+    def touch(self, learner: LearnerId) -> None:
+        self._directory.places.touch(learner, self._clock())
+
+    def take(self, learner: LearnerId, path: Path) -> bytes:
         try:
             self._directory.take_model(path)
         except StorageFailed as error:
@@ -48,7 +58,7 @@ class ModelUploads:
         except (DataError, MemoryError) as error:
             raise Refused(str(error) or "there is no memory for a model of this size", retry=False) from None
         self._taken()
-        log.info("learner %s uploaded the model", learner)
+        log.info("learner %d uploaded the model", learner)
         return self._directory.layout_digest.encode()
 
     def ended(self) -> None:
@@ -58,17 +68,19 @@ class ModelUploads:
 class _UploadFile:
     """A `Sink`. Files are opened, written and synced outside the event loop."""
 
-    def __init__(self, uploads: ModelUploads, learner: str, directory: SyncerDirectory) -> None:
+    def __init__(self, uploads: ModelUploads, learner: LearnerId, directory: SyncerDirectory) -> None:
         self.bytes_max = directory.config.limits.upload_bytes_max
         self._uploads, self._learner, self._path = uploads, learner, directory.directory / RECEIVED_FILE
         self._descriptor = -1
 
     async def write(self, data: memoryview) -> None:
         await self._on_disk(lambda: self._write(data))
+        self._uploads.touch(self._learner)
 
     async def finish(self) -> bytes:
         await self._on_disk(self._close)
         answer = self._uploads.take(self._learner, self._path)
+        self._uploads.touch(self._learner)
         self._uploads.ended()
         return answer
 

@@ -14,7 +14,7 @@ from thread_syncer import custom, cut, model_of
 
 from atoll.config import Config
 from atoll.runtime.syncer.directory import SyncerDirectory
-from atoll.runtime.syncer.places import Caller
+from atoll.runtime.syncer.places import RESERVED_SECONDS, Caller
 from atoll.runtime.syncer.uploads import RECEIVED_FILE, ModelUploads
 from atoll.store.model_upload import pack_model
 from atoll.store.tensor_files import pack_state, unpack_state
@@ -68,6 +68,30 @@ def test_second_learner_waits_and_then_gets_the_digest_of_the_first(home: Syncer
     digest = asyncio.run(sent(sink, packed(home.config)))
     assert taken == [1] and digest and uploads.begin(second) == digest == home.layout_digest.encode()
     assert not (home.directory / RECEIVED_FILE).exists() and (home.directory / "model.upload").exists()
+
+
+def test_place_stays_with_whoever_uploads_and_with_whoever_waits_for_it(home: SyncerDirectory) -> None:
+    """A large model takes longer than a place is reserved; nobody else is given it meanwhile."""
+    now = 0.0
+    uploads = ModelUploads(home, lambda: None, lambda: now)
+    first, second = shown(home, 0), shown(home, 1)
+    sink = uploads.begin(first)
+    assert not isinstance(sink, bytes)
+
+    async def slowly() -> None:
+        nonlocal now
+        for _ in range(4):
+            now += 0.7 * RESERVED_SECONDS
+            with pytest.raises(Refused, match="another learner is uploading"):
+                uploads.begin(second)
+            await sink.write(memoryview(b""))
+        sink.abandon()
+
+    asyncio.run(slowly())
+    assert home.places.place(-1, now, Caller())[0].learner not in (0, 1)
+    for taken in (0, 1):
+        with pytest.raises(Refused, match="is reserved for the process that had it"):
+            home.places.place(taken, now, Caller())
 
 
 def test_learner_without_a_place_may_not_begin(home: SyncerDirectory) -> None:
