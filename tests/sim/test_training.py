@@ -8,7 +8,7 @@ import pytest
 
 from atoll.chaos import ChaosPlan, Kill, KillSyncer, Partition, Pause
 from atoll.config import PRESETS, Config, load
-from atoll.errors import ReplayDiverged
+from atoll.errors import ReplayDiverged, UserError
 from atoll.sim.run import Outputs, replay_run, run_virtual
 from atoll.tape.format import Tape, TapeWriter
 
@@ -93,6 +93,25 @@ def test_replay_with_weights_that_differ_stops_at_the_first_theta_that_does(tmp_
     assert replay_run(Tape(tmp_path / "other.tape"), weights=False)[0].outer_step == 24
     with pytest.raises(ReplayDiverged, match=r"Theta of outer step 1 has digest"):
         replay_run(Tape(tmp_path / "other.tape"), weights=True)
+
+
+def test_replay_to_a_tolerance_counts_thetas_that_differ_and_holds_the_last_to_it(tmp_path: Path) -> None:
+    go("decoupled", tmp_path, plan=ChaosPlan())
+    outcome, _, _ = replay_run(Tape(tmp_path / "run.tape"), weights=True, tolerance=0.0)
+    assert (outcome.differing, outcome.distance) == (0, 0.0)
+    tape = Tape(tmp_path / "run.tape")
+    header = tape.header
+    header.config["inner"]["learning_rate"] *= 1.01
+    with TapeWriter.create(tmp_path / "other.tape", header) as writer:
+        for r in tape.records():
+            writer.append(r.now, r.worker, r.event, r.effects)
+    outcome, _, _ = replay_run(Tape(tmp_path / "other.tape"), weights=True, tolerance=0.1)
+    assert outcome.differing == 24 and 0 < outcome.distance < 0.1
+    with pytest.raises(ReplayDiverged, match=r"of its norm away from the recorded one, more than --tolerance"):
+        replay_run(Tape(tmp_path / "other.tape"), weights=True, tolerance=outcome.distance / 2)
+    (tmp_path / "theta.safetensors").unlink()
+    with pytest.raises(UserError, match=r"^--tolerance: compares with .*theta\.safetensors"):
+        replay_run(Tape(tmp_path / "run.tape"), weights=True, tolerance=0.1)
 
 
 def test_snapshots_of_a_training_run_hold_every_live_learner_and_the_syncer(tmp_path: Path) -> None:

@@ -174,6 +174,9 @@ class Model(_Section, frozen=True):
     itself: `bf16` (autocast) on CUDA, `fp32` on a CPU."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Whether torch.compile builds the step. `auto`: on CUDA. A model that cannot be compiled needs `off`."""
+    deterministic: bool = False
+    """On a GPU: only operations of torch that give the same bits each time, so that `atoll replay --weights --device cuda` can
+    demand every Theta bit for bit. Slower. A CPU is deterministic anyway."""
     checkpoint_activations: bool = False
     """A decoder keeps the inputs of its layers only and computes the rest again in the backward pass: less memory, slower."""
     init: str = ""

@@ -7,6 +7,7 @@ what is exchanged are fp32 always, so none of this is visible to another process
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,15 +22,20 @@ from atoll.errors import ConfigError, UserError
 BatchLoss = Callable[[nn.Module, Any], Tensor]
 COMPILERS = ("c++", "g++", "clang++")
 WORDS_MAX = 200
+CUBLAS_SETTING = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+"""Buffers with which cuBLAS is deterministic, as its documentation says."""
 
 
 class ComputeMode(NamedTuple):
     precision: str
     """`fp32`, `tf32` or `bf16`."""
     compiled: bool
+    deterministic: bool = False
+    """On a GPU; a CPU always is, and need not say so."""
 
     def __str__(self) -> str:
-        return f"{self.precision}, {'compiled' if self.compiled else 'eager'}"
+        how = f"{self.precision}, {'compiled' if self.compiled else 'eager'}"
+        return f"{how}, deterministic" if self.deterministic else how
 
 
 PLAIN = ComputeMode("fp32", compiled=False)
@@ -48,7 +54,7 @@ def resolved(config: Config, device: torch.device) -> ComputeMode:
         raise UserError(f"key model.precision = '{m.precision}': {name} has no bf16; write model.precision = 'fp32' or 'tf32'")
     if compiled and (lacking := _lacking(cuda)):
         raise UserError(f"key model.compile = '{m.compile}': there is no {lacking} here; write model.compile = 'off'")
-    return ComputeMode(precision, compiled)
+    return ComputeMode(precision, compiled, deterministic=cuda and m.deterministic)
 
 
 def _lacking(cuda: bool) -> str:
@@ -65,6 +71,21 @@ def use_matrix_precision(compute: ComputeMode, device: torch.device) -> None:
     """For the whole process: fp32 products that autocast leaves take TF32, unless fp32 was asked for."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("highest" if compute.precision == "fp32" else "high")
+        if compute.deterministic:
+            use_deterministic(compiled=compute.compiled)
+
+
+def use_deterministic(*, compiled: bool) -> None:
+    """For the whole process, before its first product on a GPU: cuBLAS reads its setting once. An operation of torch that has no
+    deterministic form raises an error that names it."""
+    os.environ.setdefault(*CUBLAS_SETTING)
+    torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(True)
+    if compiled:
+        from torch._inductor import config as inductor
+
+        # Without it the compiler times several forms of a reduction and takes the fastest, which need not be the same twice.
+        inductor.deterministic = True
 
 
 def loss_of(task_loss: BatchLoss, compute: ComputeMode, device: torch.device) -> BatchLoss:

@@ -38,13 +38,18 @@ def cpu_capability() -> str:
     return f"{torch.backends.cpu.get_cpu_capability()}, {kernels}"
 
 
-def mismatches(header: Header, compute_here: str, *, decisions_only: bool = False) -> list[str]:
-    """Reasons why a replay here, on the CPU, may differ in bits from the tape. Decisions depend on the code alone."""
+def device_words(device: torch.device) -> str:
+    """Its kind, and the name of a GPU: two of different names need not give the same bits."""
+    return f"{device.type} ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else device.type
+
+
+def mismatches(header: Header, compute_here: str, device_here: str = "cpu", *, decisions_only: bool = False) -> list[str]:
+    """Reasons why a replay here may differ in bits from the tape. Decisions depend on the code alone."""
     pairs = [
         ("thread count", header.threads, torch.get_num_threads()),
         ("torch", header.torch_version, str(torch.__version__)),
         ("CPU capability", header.cpu_capability, cpu_capability()),
-        ("device", header.device, "cpu"),
+        ("device", header.device, device_here if header.compute else "cpu"),
         ("arithmetic", header.compute or compute_here, compute_here),
         ("code", header.code_version, code_version()),
     ]

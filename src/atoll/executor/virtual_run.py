@@ -7,7 +7,7 @@ not support (images, experts, data-parallel, other optimisers) steps one learner
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Final
 
@@ -19,10 +19,12 @@ from atoll.errors import UserError
 from atoll.executor.compute import autocast, resolved
 from atoll.executor.fleet.executor import FleetExecutor
 from atoll.executor.fleet.optimizer import STACKED
+from atoll.executor.late import LateContent
 from atoll.executor.learner import TensorLearner
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import SYNCER, Incarnation, LearnerId, WorkerId
-from atoll.protocol.interface import Executor
+from atoll.protocol.interface import Executor, Payload
+from atoll.protocol.vocabulary import Effect, Event, Keep, Send
 from atoll.store.memory_snapshots import MemorySnapshots
 from atoll.store.versions import MemoryVersions
 from atoll.tasks.task import Task, initial_versions
@@ -89,13 +91,13 @@ def is_fleet(config: Config) -> bool:
 
 class TensorExecutor:
     """Makes the executor of every worker of one virtual run. Versions and snapshots outlive the workers. `device`: where all
-    tensors are, the syncer's too; by default the host."""
+    tensors are, the syncer's too; by default the host. `hosted`: the syncer's stay on the host, as those of a live run."""
 
     def __init__(
         self, task: Task, disk: MemoryVersions | None = None, snapshots: MemorySnapshots | None = None,
-        device: torch.device | None = None,
+        device: torch.device | None = None, *, hosted: bool = False,
     ) -> None:
-        self.task, self._device = task, device
+        self.task, self._device, self._hosted = task, device, hosted
         self.disk = disk or MemoryVersions(initial_versions(task, device))
         self.snapshots = snapshots or MemorySnapshots(self.disk)
         self.learners: dict[LearnerId, TensorLearner] = {}
@@ -103,9 +105,34 @@ class TensorExecutor:
     def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Executor:
         if worker == SYNCER:
             return TensorSyncer(self.task.config, self.task.layout.fragments, self.disk, self.snapshots)
-        resident = self._device is not None
-        self.learners[worker] = TensorLearner(self.task, worker, self.snapshots, device=self._device, resident=resident)
-        return self.learners[worker]
+        if self._hosted:
+            learner: TensorLearner = HostedLearner(self.task, worker, self.snapshots, device=self._device)
+        else:
+            resident = self._device is not None
+            learner = TensorLearner(self.task, worker, self.snapshots, device=self._device, resident=resident)
+        self.learners[worker] = learner
+        return learner
+
+
+class HostedLearner(TensorLearner):
+    """A live learner's executor on its device, in one process with a syncer on the host: what it sends is complete when it is
+    sent, because no thread waits for the device here."""
+
+    def payload_for(self, send: Send) -> Payload | None:
+        payload = super().payload_for(send)
+        if payload is None or not isinstance(payload.content, LateContent):
+            return payload
+        found = payload.content.resolve()
+        if found is None:
+            return Payload(payload.kind, 0, None)
+        packet, buffers = found  # copies: the memory is used again for later packets
+        own = dataclasses.replace(packet, codes=packet.codes.clone(), scales=packet.scales.clone())
+        return Payload(payload.kind, payload.nbytes, (own, buffers.clone()))
+
+    def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
+        if isinstance(effect, Keep) and payload is not None and self._cuda is not None:
+            payload = self._cuda.arriving(payload)
+        return super().execute(effect, payload)
 
 
 def executor_on(task: Task, device: torch.device, learners: int) -> TensorExecutor | FleetExecutor:

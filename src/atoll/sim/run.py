@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from atoll.chaos import ChaosPlan, Scavenge
 from atoll.config import Config, changed, from_builtins, to_toml
-from atoll.errors import UserError
+from atoll.errors import ReplayDiverged, UserError
 from atoll.executor.compute import resolved
-from atoll.executor.environment import mismatches, tape_header
+from atoll.executor.environment import device_words, mismatches, tape_header
 from atoll.executor.fleet.executor import FleetExecutor
 from atoll.executor.virtual_run import TensorExecutor, evaluated_on, executor_on
 from atoll.ids import SYNCER, Nanos, WorkerId
@@ -25,7 +27,7 @@ from atoll.sim.cluster import VirtualCluster
 from atoll.sim.slices import SliceHardware
 from atoll.store.tokenizer_file import write_tokenizer_file
 from atoll.store.versions import average_of
-from atoll.store.weights import AVERAGE_FILE, THETA_FILE, save_weights
+from atoll.store.weights import AVERAGE_FILE, THETA_FILE, read_weights, save_weights
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Header, Tape, TapeWriter
 from atoll.tape.heldout import HeldoutPoint, append_point
@@ -90,7 +92,7 @@ def header_for(
 ) -> Header:
     return tape_header(
         config, data_fingerprint=task.fingerprint if task else "", tensors=task is not None,
-        plan=msgspec.to_builtins(plan.faults), hardware=hardware or {}, device=device,
+        plan=msgspec.to_builtins(plan.faults), hardware=hardware or {}, device=device_words(torch.device(device)),
         compute=str(resolved(config, torch.device(device))) if task else "",
     )  # fmt: skip
 
@@ -217,12 +219,12 @@ def _average(directory: Path | None, task: Task, executor: TensorExecutor | Flee
     return task.evaluate_theta(*average)
 
 
-def replay_mismatches(tape: TapeSource, task: Task | None) -> list[str]:
+def replay_mismatches(tape: TapeSource, task: Task | None, device: torch.device = HOST) -> list[str]:
     """Differences between this machine and the tape's that may change decisions or bits."""
     found: list[str] = []
     for h in tape.headers():
-        here = str(resolved(task.config, HOST)) if task else ""
-        new = mismatches(h, here, decisions_only=task is None)
+        here = str(resolved(task.config, device)) if task else ""
+        new = mismatches(h, here, device_words(device), decisions_only=task is None)
         found += [each for each in new if each not in found]
     h = tape.header
     if task is not None and task.fingerprint != h.data_fingerprint:
@@ -234,9 +236,11 @@ def replay_run(
     tape: TapeSource, *, weights: bool, progress: Callable[[int, int], None] | None = None,
     on_mismatch: Callable[[str], None] | None = None,
     executor_of: Callable[[Task], TensorExecutor] = TensorExecutor, allowed: Collection[str] = (),
+    device: torch.device = HOST, tolerance: float | None = None,
 ) -> tuple[Outcome, str | None, list[str]]:  # fmt: skip
     """Replay the decisions, and with `weights` every Theta. `on_mismatch` gets the reasons for which bits may differ before the
-    replay begins, so that a difference stands beside its explanation."""
+    replay begins, so that a difference stands beside its explanation. `device`: where `executor_of` puts the learners.
+    `tolerance`: of the final Theta's relative distance; by default every Theta is demanded bit for bit."""
     if weights and not tape.header.tensors:
         raise UserError(
             f"tape {tape.path}: was recorded without weights (atoll sim) or by a custom training loop; only its decisions can "
@@ -249,12 +253,36 @@ def replay_run(
             f"process; only the run's decisions can be replayed, so leave --weights out"
         )
     task = task_for(msgspec.convert(tape.header.config, Config), allowed) if weights else None
-    mismatches_found = replay_mismatches(tape, task)
+    recorded = _recorded_theta(tape.path) if weights and tolerance is not None else {}
+    mismatches_found = replay_mismatches(tape, task, device)
     if on_mismatch is not None:
         for sentence in mismatches_found:
             on_mismatch(sentence)
     if task is None:
         return replay(tape, progress=progress), None, mismatches_found
     executor: Any = executor_of(task)
-    outcome = replay(tape, executor, progress)
+    outcome = replay(tape, executor, progress, exact=tolerance is None)
+    if tolerance is not None:
+        away = _distance(named_tensors(task.model_of(*executor.disk.theta())), recorded)
+        outcome = msgspec.structs.replace(outcome, distance=away)
+        if not away <= tolerance:
+            raise ReplayDiverged(
+                f"the final Theta is {away:.2e} of its norm away from the recorded one, more than --tolerance {tolerance:g}; "
+                f"{outcome.differing} of the Thetas before it differ"
+            )
     return outcome, executor.disk.theta_sha256(), mismatches_found
+
+
+def _recorded_theta(path: Path) -> dict[str, Tensor]:
+    """Of a live run's folder, or beside a virtual run's tape."""
+    folder = path / "syncer" if path.is_dir() else path.parent
+    if not (folder / THETA_FILE).is_file():
+        raise UserError(f"--tolerance: compares with {folder / THETA_FILE}, which a run leaves when it is over; there is none")
+    return read_weights(folder / THETA_FILE)
+
+
+def _distance(here: Mapping[str, Tensor], recorded: Mapping[str, Tensor]) -> float:
+    """The L2 norm of the difference over that of the recorded weights."""
+    pairs = [(here[name].detach().cpu().double(), tensor.double()) for name, tensor in recorded.items() if name in here]
+    apart = sum(float((mine - theirs).square().sum()) for mine, theirs in pairs)
+    return math.sqrt(apart / sum(float(theirs.square().sum()) for _, theirs in pairs))

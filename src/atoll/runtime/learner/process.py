@@ -19,7 +19,7 @@ from atoll.chaos import Hostile
 from atoll.config import CUSTOM, Config, from_builtins
 from atoll.errors import PlaceLost, UserError
 from atoll.executor.compute import ComputeMode, resolved
-from atoll.executor.environment import tape_header, use_threads
+from atoll.executor.environment import device_words, tape_header, use_threads
 from atoll.executor.learner import TensorLearner
 from atoll.executor.peer_state import state_bytes_max
 from atoll.executor.virtual_run import checked_device
@@ -149,8 +149,8 @@ def task_for_placement(config: Config, placement: Placement, allowed: Collection
 
 def _header(placement: Placement, config: Config, task: Task, device: torch.device, compute: ComputeMode) -> Header:
     return tape_header(
-        config, data_fingerprint=task.fingerprint, tensors=True, device=str(device), run=placement.run, worker=placement.learner,
-        epoch=placement.epoch, compute=str(compute),
+        config, data_fingerprint=task.fingerprint, tensors=True, device=device_words(device), run=placement.run,
+        worker=placement.learner, epoch=placement.epoch, compute=str(compute),
     )  # fmt: skip
 
 

@@ -106,6 +106,8 @@ class _StartSnapshots(MemorySnapshots):
         return load_learner_part(self._directory / "learners" / str(learner) / "start").state
 
 
-def executor_for_replay(directory: Path) -> Callable[[Task], TensorExecutor]:
-    """An executor that trains a live run again from its start."""
-    return lambda task: TensorExecutor(task, _start(directory, task), _StartSnapshots(directory))
+def executor_for_replay(directory: Path, device: torch.device | None = None) -> Callable[[Task], TensorExecutor]:
+    """An executor that trains a live run again from its start, with its learners on `device`."""
+    return lambda task: TensorExecutor(
+        task, _start(directory, task), _StartSnapshots(directory), device, hosted=device is not None
+    )
