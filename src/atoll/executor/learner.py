@@ -5,7 +5,7 @@ On CUDA the host does not wait for the device at a boundary; `executor.cuda` has
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, Protocol
 
@@ -345,9 +345,13 @@ class TensorLearner:
             announced = sent
         self._kept[p] = (version, announced, buffers)
 
-    def arriving(self, body: Message, payload: Payload) -> Payload:
-        """Called by the receiving thread, before the machine sees the message."""
-        return payload if self._cuda is None or isinstance(body, StateTransfer) else self._cuda.arriving(payload)
+    @property
+    def arriving(self) -> Callable[[Message, Payload], Payload] | None:
+        """To be called by the receiving thread, before the machine sees the message. None on a CPU: there is nothing to do."""
+        cuda = self._cuda
+        if cuda is None:
+            return None
+        return lambda body, payload: payload if isinstance(body, StateTransfer) else cuda.arriving(payload)
 
     def _adopt(self, effect: Adopt) -> None:
         p = effect.fragment

@@ -74,6 +74,10 @@ def raw(tensor: Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(b"")
 
 
+QUICK_BYTES: Final = 1 << 18
+"""A payload up to this size is decoded where it is: to hand it to another thread and back costs more than its decoding."""
+
+
 def waits_for_device(payload: Payload | None) -> bool:
     """Whether `to_buffers` would wait for the device, or for other ranks."""
     return payload is not None and isinstance(payload.content, LateContent)

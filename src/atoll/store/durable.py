@@ -19,6 +19,7 @@ import logging
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +46,8 @@ WHOLE_EVERY: Final = 8
 """Of so many versions of a fragment one is written whole in the background. It bounds the merges after a restart."""
 LOGGED_MAX: Final = 32
 """Versions in a row that may be stored by their inputs where the background does not keep up."""
+CHECKS_AT_ONCE: Final = min(4, os.cpu_count() or 1)
+"""Files that are read and checked at once after a restart."""
 _UNREAD: Final = Packet("fp32", 0, torch.empty(0), None)
 
 Remerge: TypeAlias = Callable[[FragmentId, MergeInputs, Version, Sequence[Tensor]], Version]
@@ -252,7 +255,8 @@ class DurableVersions:
             anchors = [announced[a] if a in announced else self._announced(p, a) for a in inputs.anchors]
             assert remerge is not None
             version = remerge(p, inputs, version, anchors)
-            if checksum([version.theta, version.buffers]) != inputs.result:
+            # Of the last only: it is made of all before it, and a checksum takes as long as half a merge.
+            if not ahead and checksum([version.theta, version.buffers]) != inputs.result:
                 raise DataError(f"{self.inputs_path(p, step)}: merged again it gives other bytes than this run announced")
             later = {anchor for s in ahead for anchor in stored.logged[s][1]}
             announced = {a: vector for a, vector in (*announced.items(), (step, version.announced)) if a in later}
@@ -421,8 +425,8 @@ class DurableVersions:
             raise DataError(f"directory {self._folder} has {len(self._index)} fragments, not {len(kept)} with a version each")
         needed = [stored.needed(set(versions)) for stored, versions in zip(self._stored, kept, strict=True)]
         names = {path.name for p, versions in enumerate(needed) for path in self._paths(p, versions)}
-        for name in sorted(names):
-            check_version(self._folder / name)
+        with ThreadPoolExecutor(CHECKS_AT_ONCE, "checks") as pool:
+            list(pool.map(check_version, (self._folder / name for name in sorted(names))))  # raises what a check raises
         for path in self._folder.iterdir():
             if path.name not in names and FILE_NAME.fullmatch(path.name.removesuffix(PARTIAL)):  # a user's own file stays
                 state.discard(path)

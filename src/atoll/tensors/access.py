@@ -55,7 +55,7 @@ def write_buffers(model_tensors: Mapping[str, Tensor], fragment: Fragment, flat:
 
 def is_finite(flat: Tensor) -> bool:
     """One pass without a copy: NaN and Inf propagate into a sum, and a double holds any sum of floats."""
-    return math.isfinite(flat.sum(dtype=torch.float64))
+    return not flat.numel() or math.isfinite(flat.sum(dtype=torch.float64))
 
 
 def cast_like(fragment: Fragment, flat: Tensor) -> Tensor:
@@ -77,6 +77,8 @@ def cast_like(fragment: Fragment, flat: Tensor) -> Tensor:
 @torch.no_grad()
 def _read(model_tensors: Mapping[str, Tensor], slots: Sequence[Slot], numel: int, out: Tensor | None) -> Tensor:
     if out is None:
+        if slots and all(slot.dtype == torch.float32 for slot in slots):  # their offsets follow each other: one operation
+            return torch.cat([_piece(model_tensors, slot).reshape(-1) for slot in slots])
         device = model_tensors[slots[0].name].device if slots else None
         out = torch.empty(numel, dtype=torch.float32, device=device)
     assert out.shape == (numel,) and out.dtype == torch.float32, f"out must be a flat fp32 vector of {numel} elements"

@@ -13,6 +13,8 @@ LEAF: Final = 1024
 """Elements that are summed first. Sums are over halves: element i and element i + n/2, until one is left. Zeros fill the elements
 up to a power of two and change no sum of squares."""
 _BATCH: Final = 1 << 20
+SMALL: Final = 1 << 17
+"""Elements up to which numpy is faster."""
 FACTOR_MAX: Final = float(np.finfo(np.float32).max) / 128
 Array = np.ndarray[Any, Any]
 
@@ -49,6 +51,8 @@ def _products(rows: Tensor, others: Tensor) -> Tensor:
     if rows.is_cuda:  # reductions on a GPU do not depend on CPU threads, and one launch is fastest
         return rows.to(torch.float64).mul_(others).sum(-1)
     count, width = rows.shape
+    if 0 < rows.numel() <= SMALL and rows.dtype == others.dtype == torch.float32:
+        return torch.from_numpy(_small_products(rows.numpy(), others.numpy()))
     leaves = torch.zeros(count, max(1, -(-width // LEAF)), dtype=torch.float64, device=rows.device)
     for left in range(0, width, _BATCH):
         span = min(_BATCH, width - left)
@@ -65,6 +69,25 @@ def _products(rows: Tensor, others: Tensor) -> Tensor:
     filled = torch.zeros(count, _power_of_two(leaves.shape[1]), dtype=torch.float64, device=rows.device)
     filled[:, : leaves.shape[1]] = leaves
     return _halved(filled)
+
+
+def _small_products(rows: Array, others: Array) -> Array:
+    """The same additions by numpy, which begins an operation ten times as fast as torch: small vectors are nothing but that."""
+    count, width = rows.shape
+    leaf = min(LEAF, _power_of_two(width))
+    wide = np.zeros((count, max(1, -(-width // leaf)) * leaf))
+    np.multiply(rows, others, out=wide[:, :width], dtype=np.float64)
+    sums = _halved_array(wide.reshape(count, -1, leaf))
+    filled = np.zeros((count, _power_of_two(sums.shape[1])))
+    filled[:, : sums.shape[1]] = sums
+    return _halved_array(filled)
+
+
+def _halved_array(x: Array) -> Array:
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return np.ascontiguousarray(x[..., 0])
 
 
 def tree_sum(leaves: np.ndarray[Any, np.dtype[np.float64]]) -> float:

@@ -34,7 +34,7 @@ from atoll.transport.server import COUNT_KEY, SESSION_KEY
 from atoll.transport.wire import CALL_SERVICE, Channel, GrpcStream, Metadata, RpcError, StreamBroken, failure
 
 BACKOFF_LEAST_SECONDS: Final = 0.05
-BACKOFF_MOST_SECONDS: Final = 5.0
+BACKOFF_MOST_SECONDS: Final = 2.0
 REASON_SECONDS: Final = 1.0
 """How long to wait for the server's reason after it closed a bulk connection."""
 

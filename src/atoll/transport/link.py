@@ -90,6 +90,7 @@ class Link:
         self._tasks: list[asyncio.Task[None]] = []
         self._bulks: Sequence[BulkConnection] = ()
         self._pulse_is_due = False
+        self._writer_told = False
         self._ended = asyncio.Event()
         self._released = asyncio.Event()
         self._reason: str | None = None
@@ -137,7 +138,7 @@ class Link:
         if overflow is not None:
             self.close(overflow)
         elif payload is None:
-            self._in_loop(self._to_send.notify_all)
+            self._wake_writer()
         else:
             for bulk in self._bulks:
                 bulk.wake()
@@ -193,6 +194,16 @@ class Link:
 
     def connection_lost(self, why: str) -> None:
         self._end(self._peer_reason or f"the connection broke ({why})", None)
+
+    def _wake_writer(self) -> None:
+        """From any thread. A loop that was told and has not looked yet is not told again: that is a call of the system each."""
+        if not self._writer_told:
+            self._writer_told = True
+            self._in_loop(self._let_writer_look)
+
+    def _let_writer_look(self) -> None:
+        self._writer_told = False  # before it looks: what is queued from now on tells it again
+        self._to_send.notify_all()
 
     # The end
 
@@ -337,7 +348,7 @@ class Link:
             transfer = chunk.transfer
             if transfer.total > self._limits.chunk_bytes and transfer.started is not None:
                 self.bulk_bytes_per_second_up = transfer.total / max(now - transfer.started, 1e-9)
-            self._in_loop(self._to_send.notify_all)
+            self._wake_writer()
 
     def claim(self, chunk: ChunkHeader, now: float, reader: int) -> memoryview | None:
         return self._inbox.claim(chunk, now, reader) if self._reason is None else None

@@ -22,7 +22,7 @@ HARMLESS = {
     "outer.outer_learning_rate", "outer.outer_momentum", "inner.learning_rate", "outer.momentum_warmup",
     "outer.momentum_schedule", "outer.rate_schedule", "outer.average_decay",
     "inner.clip_norm", "inner.schedule", "inner.warmup_share", "inner.final_share", "inner.preserve_optimizer_state",
-    "model.precision", "model.compile", "model.checkpoint_activations", "model.init",
+    "model.precision", "model.compile", "model.deterministic", "model.checkpoint_activations", "model.init",
     "data.cache", "data.heldout_batches", "data.heldout_every", "data.augment",
 }  # fmt: skip
 BY_ANOTHER = {

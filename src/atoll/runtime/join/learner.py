@@ -361,7 +361,7 @@ class Learner:
 
     def _executor(
         self, placement: Placement, snapshots: LearnerSnapshots, stack: contextlib.ExitStack
-    ) -> tuple[Executor, Callable[[Message, Payload], Payload]]:
+    ) -> tuple[Executor, Callable[[Message, Payload], Payload] | None]:
         inner = TensorLearner(
             self._task, placement.learner, snapshots, model=self._model, optimizer=self._optimizer, device=self._device
         )

@@ -78,10 +78,10 @@ class LiveLearner:
     def __init__(
         self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
         resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop, state_bytes_max: int = STATE_BYTES_MAX,
-        arriving: Callable[[Message, Payload], Payload] = lambda body, payload: payload, metrics: LearnerMetrics | None = None,
+        arriving: Callable[[Message, Payload], Payload] | None = None, metrics: LearnerMetrics | None = None,
     ) -> None:  # fmt: skip
         """`state_bytes_max`: of a peer's recovery state. `arriving`: is given what came with an announcement in the receiving
-        thread, before the driver's lock is taken. `metrics` sees every event."""
+        thread, before the driver's lock is taken; it may wait. `metrics` sees every event."""
         self.placement = placement
         self.config = from_builtins(placement.config)
         self.machine = LearnerMachine(self.config, placement.learner, placement.incarnation)
@@ -371,12 +371,18 @@ class LiveLearner:
         if isinstance(body, StateTransfer):
             payload, flaw = await self._loop.run_in_executor(None, self._read_state, body, data if data is not None else b"")
         elif data is not None:
-            payload = await self._loop.run_in_executor(None, lambda: self._arriving(body, wire.from_buffer(body, data)))
+            payload = await self._read(body, data)
             misfit = self._executor.inspect(body, payload).flaw
             if misfit is not None:
                 raise RunFailed(f"{worker_name(envelope.sender)} sent what does not fit: {misfit}")
         if still() and not self._over:
             self.dispatch(Received(envelope, data.nbytes if data is not None else 0, flaw), payload)
+
+    async def _read(self, body: Message, data: memoryview) -> Payload:
+        if self._arriving is None and data.nbytes <= wire.QUICK_BYTES:
+            return wire.from_buffer(body, data)
+        arriving = self._arriving or (lambda body, payload: payload)
+        return await self._loop.run_in_executor(None, lambda: arriving(body, wire.from_buffer(body, data)))
 
     def _read_state(self, body: StateTransfer, data: memoryview | bytes) -> tuple[Payload, Reason | None]:
         """In another thread: a peer's state, with the reason if it cannot be used. Its bytes end a recovery, never a learner."""
@@ -386,7 +392,7 @@ class LiveLearner:
                 anchors = beside.submit(wrong_anchor, body, payload.content, self._digests)
                 misfit = self._executor.inspect(body, payload).flaw
                 flaw = misfit if misfit is not None else anchors.result()
-            if flaw is None:
+            if flaw is None and self._arriving is not None:
                 payload = self._arriving(body, payload)
         except RunFailed:  # a rank of this learner is gone: no fault of the peer's
             raise

@@ -342,7 +342,8 @@ class SyncerProcess:
                 self._driver.dispatch(Received(envelope, 0))
             return
         body = envelope.body
-        payload, flaw = await self._loop.run_in_executor(None, wire.packet_of_peer, body, data)
+        read, quick = wire.packet_of_peer, data.nbytes <= wire.QUICK_BYTES
+        payload, flaw = read(body, data) if quick else await self._loop.run_in_executor(None, read, body, data)
         found, inspected = Finding(flaw), False
         while found.flaw is None and not inspected and (self._storage_blocked or self._is_expected(peer.learner, body)):
             try:

@@ -100,13 +100,17 @@ def _expert_mlp(shape: DecoderShape) -> ExpertMlp:
 
 
 def rotary_tables(shape: DecoderShape) -> tuple[Tensor, Tensor]:
-    """cos and sin, [context, 1, head width]; sin includes the sign of the rotation, which saves a negation and a cat."""
+    """cos and sin, [context, 1, head width]; sin includes the sign of the rotation, which saves a negation and a cat.
+
+    Computed on the CPU also where a model is built without its numbers (the meta device): there arange imports torch's compiler,
+    which takes longer than everything else at the start of a syncer."""
     half = shape.width // shape.heads // 2
-    rates = ROPE_BASE ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.arange(shape.context, dtype=torch.float64)[:, None] * rates
+    rates = ROPE_BASE ** (-torch.arange(half, dtype=torch.float64, device="cpu") / half)
+    angles = torch.arange(shape.context, dtype=torch.float64, device="cpu")[:, None] * rates
     cos = torch.cat((angles.cos(), angles.cos()), dim=1)
     sin = torch.cat((-angles.sin(), angles.sin()), dim=1)
-    return cos[:, None, :].float(), sin[:, None, :].float()
+    there = torch.get_default_device()
+    return cos[:, None, :].float().to(there), sin[:, None, :].float().to(there)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
