@@ -1,11 +1,12 @@
 """One syncer's process with 64 learners: the latency of a round, and the syncer's use of CPU and memory.
 
     python bench/syncer_load.py [--learners 64] [--seconds 90] [--codec-up fp32] [--width 256] [--mlp 1024] [--layers 6]
+    python bench/syncer_load.py --learners 512 --step 2 --settle 90 --codec-up int4 --width 64 --mlp 192 --layers 2 --processes 2
 
-The learners are scripted (bench/scripted.py) and take steps of half a second, so each reports twice a second. P = H = 24,
-tau = 2, K = 1, adaptive grace, pace 1, as in `decoupled`: a round every step, with nearly all learners. A contribution is 1 MB:
-fragments of 262,144 parameters in fp32 up, half of that down in bf16. With --codec-up int4 --width 768 --mlp 2048 --layers 7
-contributions are 1 MB too, from fragments of two million parameters, and announcements are 4 MB each.
+The learners are scripted (bench/scripted.py) and take steps of half a second (`--step`), so each reports twice a second.
+P = H = 24, tau = 2, K = 1, adaptive grace, pace 1, as in `decoupled`: a round every step, with nearly all learners. A
+contribution is 1 MB: fragments of 262,144 parameters in fp32 up, half of that down in bf16. With --codec-up int4 --width 768
+--mlp 2048 --layers 7 contributions are 1 MB too, from fragments of two million parameters, and announcements are 4 MB each.
 
 The latency of a round is the time from FixParticipants to its Stored on the syncer's tape; the announcements are sent at once
 after that. A round is late if it takes more than tau median step times: learners have then trained without it for longer than
@@ -18,6 +19,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import sys
 import time
@@ -25,6 +28,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from provenance import commit
 from scripted import Cluster, Process, Sampler, load_average
 
 from atoll.config import Config, load
@@ -35,7 +39,6 @@ from atoll.tape.format import Tape
 FLAT = 1.05
 SETTLE_SECONDS = 15.0
 """From the first round to the first that counts: by then every learner has Theta, and every time has been measured."""
-STEP_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def settings(options: argparse.Namespace) -> Config:
         "data": {"max_bytes": 200_000, "seq_len": 64, "batch_size": 8, "heldout_batches": 1},
         "model": {"numbers": {"width": options.width, "mlp": options.mlp, "layers": options.layers, "heads": 4}},
         "protocol": {"codec_up": options.codec_up},
+        "limits": {"start_wait_seconds": 300.0},
     })  # fmt: skip
 
 
@@ -70,7 +74,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def measured(tape: Path, tau: int) -> Rounds:
+def measured(tape: Path, tau: int, settle: float) -> Rounds:
     fixed: dict[int, tuple[int, int]] = {}
     latencies: list[tuple[int, int, float]] = []
     adopted: dict[int, float] = {}
@@ -81,7 +85,7 @@ def measured(tape: Path, tau: int) -> Rounds:
         now = end = record.now
         for effect in record.effects:
             if isinstance(effect, FixParticipants):
-                first = first or now + int(SETTLE_SECONDS * 1e9)
+                first = first or now + int(settle * 1e9)
                 fixed[effect.outer_step] = (now, len(effect.participants))
             elif isinstance(effect, Discard) and now >= first > 0:
                 dropped += 1
@@ -130,8 +134,8 @@ def idle_seconds() -> tuple[float, float]:
     return fields[3] + fields[4], sum(fields[:8])
 
 
-def watched(cluster: Cluster, learners: Sequence[Process], seconds: float) -> Burden:
-    time.sleep(SETTLE_SECONDS)
+def watched(cluster: Cluster, learners: Sequence[Process], seconds: float, settle: float) -> Burden:
+    time.sleep(settle)
     sampler = Sampler(lambda: cluster.syncer.memory("VmRSS"), 0.5)
     began, syncer0, learners0 = time.monotonic(), cluster.syncer.cpu_seconds(), sum(p.cpu_seconds() for p in learners)
     idle0, all0 = idle_seconds()
@@ -159,6 +163,9 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--mlp", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--step", type=float, default=0.5, help="seconds of a learner's step")
+    parser.add_argument("--settle", type=float, default=SETTLE_SECONDS, help="seconds before anything counts")
+    parser.add_argument("--out", type=Path, help="append the line to this file")
     parser.add_argument("--processes", type=int, default=1, help="number of processes for the learners")
     options = parser.parse_args()
     config = settings(options)
@@ -166,13 +173,13 @@ def main() -> int:
     with Cluster(config) as cluster:
         share = -(-options.learners // options.processes)
         learners = [
-            cluster.learners(first, min(share, options.learners - first), "--step", str(STEP_SECONDS))
+            cluster.learners(first, min(share, options.learners - first), "--step", str(options.step))
             for first in range(0, options.learners, share)
         ]
-        burden = watched(cluster, learners, options.seconds)
+        burden = watched(cluster, learners, options.seconds, options.settle)
         busy = load_average()
         cluster.syncer.kill()  # before the learners leave, so that leaving is not on its tape
-        rounds = measured(cluster.tape, tau)
+        rounds = measured(cluster.tape, tau, options.settle)
         tape_bytes = cluster.tape.stat().st_size
     growth = burden.rss_last_third / burden.rss_first_third
     print(f"{options.learners} scripted learners, {options.codec_up} up, {rounds.seconds:.0f} s, load average {busy}")
@@ -190,10 +197,15 @@ def main() -> int:
     print(f"{'PASS' if on_time else 'FAIL'} no round late: {rounds.late} of {rounds.count} took over {tau} step times or lost a"
           f" participant ({rounds.dropped} dropped, {rounds.silent} changes of standing)")  # fmt: skip
     print(f"{'PASS' if growth <= FLAT else 'FAIL'} memory flat: {growth:.3f} (at most {FLAT})")
-    print(json.dumps({
-        "bench": "syncer_load", "learners": options.learners, "codec_up": options.codec_up, "load_average": busy,
-        "rounds": asdict(rounds), "burden": asdict(burden),
-    }))  # fmt: skip
+    line = json.dumps({
+        "bench": "syncer_load", "learners": options.learners, "step": options.step, "codec_up": options.codec_up,
+        "load_average": busy, "rounds": asdict(rounds), "burden": asdict(burden), "cores": os.cpu_count(),
+        "machine": platform.machine(), "commit": commit(),
+    })  # fmt: skip
+    print(line)
+    if options.out is not None:
+        with options.out.open("a", encoding="utf8") as file:
+            file.write(line + "\n")
     return 0 if on_time and growth <= FLAT else 1
 
 
