@@ -75,7 +75,7 @@ class FragmentMerger:
         self._rule = outer_rule(config)
         self._up = codec(config.protocol.codec_up)
         self._down = codec(config.protocol.codec_down)
-        self._fused = Fused(config) if worthwhile(fragments) and has_numba() else None
+        self._fused = Fused(config) if worthwhile(fragments, config.learners) and has_numba() else None
         self._warm_seconds = self._fused.warm_up(self._rule) if self._fused is not None and warm_up else 0.0
 
     @property

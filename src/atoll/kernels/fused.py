@@ -37,6 +37,8 @@ Array = np.ndarray[Any, Any]
 
 WORTHWHILE: Final = 1 << 20
 """Elements of the largest fragment. Below, torch takes milliseconds and the import of numba a second."""
+MANY_LEARNERS: Final = 32
+"""From so many on also of small fragments: torch begins a dozen operations for each contribution."""
 CHUNK: Final = 64 * LEAF
 """Elements that a thread works on at a time. A chunk of each operand fits the second-level cache."""
 KINDS: Final = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3, "e3m0": 4}
@@ -111,8 +113,8 @@ class _Source(NamedTuple):
     """The announced version; empty where no drift is added."""
 
 
-def worthwhile(fragments: Sequence[Fragment]) -> bool:
-    return _asked_for() == "numba" or max(f.numel for f in fragments) >= WORTHWHILE
+def worthwhile(fragments: Sequence[Fragment], learners: int) -> bool:
+    return _asked_for() == "numba" or max(f.numel for f in fragments) >= WORTHWHILE or learners >= MANY_LEARNERS
 
 
 def has_numba() -> bool:

@@ -8,12 +8,12 @@ adoption, which cannot be earlier than the one reported when the adopted version
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import median
 from typing import NamedTuple
 
 from atoll.config import Config
 from atoll.ids import FragmentId, LearnerId, LocalStep, Nanos, OuterStep
 from atoll.protocol.counters import Count
+from atoll.protocol.medians import Medians
 from atoll.protocol.vocabulary import Contribution
 from atoll.rules import samples_per_step_max, tokens_per_step_max
 
@@ -102,23 +102,30 @@ def credit_while_away(elapsed: Nanos, step_time: Nanos, interval: int) -> int:
 
 def bounded_counts(counts: Mapping[LearnerId, Count], *, own_data: bool) -> dict[LearnerId, Count]:
     """Each count, lowered to `RATIO_MAX` times the median of the others. `own_data`: no config says what a step holds."""
-    if len(counts) < 2:
+    trained = [count for count in counts.values() if count.steps]
+    if len(trained) < 2:
         return dict(counts)
-    return {m: _bounded(count, [c for o, c in counts.items() if o != m], own_data) for m, count in counts.items()}
+    usual = _Usual(trained)
+    return {m: usual.bounded(count, own_data) if count.steps else count for m, count in counts.items()}
 
 
-def _bounded(count: Count, others: Sequence[Count], own_data: bool) -> Count:
-    trained = [other for other in others if other.steps]
-    if not count.steps or not trained:
-        return count
-    steps = min(count.steps, int(RATIO_MAX * median(other.steps for other in trained)) or 1)
-    tokens, samples = count.tokens / count.steps, count.samples / count.steps
-    if own_data:
-        tokens = min(tokens, RATIO_MAX * median(other.tokens / other.steps for other in trained))
-        samples = min(samples, RATIO_MAX * median(other.samples / other.steps for other in trained))
-    elif steps == count.steps:
-        return count
-    return Count(steps, min(count.tokens, int(tokens * steps)), min(count.samples, int(samples * steps)))
+class _Usual:
+    """What those of a round that trained did, to compare each of them with the others."""
+
+    def __init__(self, trained: Sequence[Count]) -> None:
+        self._steps = Medians(count.steps for count in trained)
+        self._tokens = Medians(count.tokens / count.steps for count in trained)
+        self._samples = Medians(count.samples / count.steps for count in trained)
+
+    def bounded(self, count: Count, own_data: bool) -> Count:
+        steps = min(count.steps, int(RATIO_MAX * self._steps.without(count.steps)) or 1)
+        tokens, samples = count.tokens / count.steps, count.samples / count.steps
+        if own_data:
+            tokens = min(tokens, RATIO_MAX * self._tokens.without(tokens))
+            samples = min(samples, RATIO_MAX * self._samples.without(samples))
+        elif steps == count.steps:
+            return count
+        return Count(steps, min(count.tokens, int(tokens * steps)), min(count.samples, int(samples * steps)))
 
 
 def capped(weights: Mapping[LearnerId, float], share_max: float, from_learners: int = 4) -> dict[LearnerId, float]:

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from atoll.config import Config
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.accounts import RATIO_MAX
+from atoll.protocol.medians import Medians
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Measure
 from atoll.rules import learning_rate
@@ -46,6 +47,8 @@ class Norms:
         fragments = config.protocol.fragments
         self._norms: list[dict[LearnerId, deque[float]]] = [{} for _ in range(fragments)]
         self._jumps: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(fragments)]
+        self._known_usual: list[float | None] = [None] * fragments
+        """`_usual` since a norm or a jump was last added: every contribution asks."""
 
     def scale(self, steps: int, outer_step: OuterStep) -> float:
         """Steps x learning rate, to which an honest difference is roughly proportional. In the warm-up both grow: a fragment
@@ -59,7 +62,10 @@ class Norms:
         """Judges a contribution by itself, when it arrives."""
         if not math.isfinite(measure.norm):
             return Reason(Why.POISONED, f"fragment {fragment} holds NaN or Inf")
-        usual = scale * self._usual(fragment)
+        found = self._known_usual[fragment]
+        if found is None:
+            found = self._known_usual[fragment] = self._usual(fragment)
+        usual = scale * found
         if usual > 0:
             return self._far(fragment, measure.norm, usual, self._factor, "the usual")
         if measure.weights > 0:  # too few to say what is usual: no step moves weights by many times their own size
@@ -70,12 +76,14 @@ class Norms:
         """Judges the contributions of one round against each other: at the same moment of training, honest ones are alike. More
         steps go farther, by at most `RATIO_MAX`; fewer steps are allowed the norm of the others."""
         found = {}
+        trained = [each for each in judged.values() if each.steps]
+        all_norms, all_steps = Medians(each.norm for each in trained), Medians(each.steps for each in trained)
         for learner, (norm, steps) in judged.items():
-            others = [other for m, other in judged.items() if m != learner and other.steps]
-            if len(others) < PEERS_LEAST - 1:
+            if len(trained) - bool(steps) < PEERS_LEAST - 1:
                 continue
-            farther = max(1.0, min(RATIO_MAX, steps / median(other.steps for other in others)))
-            usual = farther * median(other.norm for other in others)
+            others_steps = all_steps.without(steps) if steps else all_steps.all()
+            farther = max(1.0, min(RATIO_MAX, steps / others_steps))
+            usual = farther * (all_norms.without(norm) if steps else all_norms.all())
             reason = self._far(fragment, norm, usual, self._peer_factor, "the other learners'") if usual > 0 else None
             if reason is not None:
                 found[learner] = reason
@@ -83,6 +91,7 @@ class Norms:
 
     def merged(self, fragment: FragmentId, outer_step: OuterStep, judged: Mapping[LearnerId, Judged]) -> None:
         """These were merged: they are what later ones are compared with."""
+        self._known_usual[fragment] = None
         for learner, (norm, steps) in judged.items():
             if steps:
                 seen = self._norms[fragment].setdefault(learner, deque(maxlen=WINDOW))
@@ -97,6 +106,7 @@ class Norms:
 
     def moved(self, fragment: FragmentId, jump: float, scale: float) -> None:
         if jump > 0:
+            self._known_usual[fragment] = None
             self._jumps[fragment].append(jump / scale)
 
     def _usual(self, fragment: FragmentId) -> float:

@@ -228,7 +228,9 @@ def test_environment_names_the_kernels_and_a_wrong_name_is_refused(monkeypatch: 
     monkeypatch.setattr(fused, "WORTHWHILE", NUMEL + 1)
     for name, worth, numba in (("", False, True), ("numba", True, True), ("torch", False, False)):
         monkeypatch.setenv("ATOLL_KERNELS", name)
-        assert (fused.worthwhile((fragment(),)), fused.has_numba()) == (worth, numba)
+        assert (fused.worthwhile((fragment(),), 8), fused.has_numba()) == (worth, numba)
+    monkeypatch.setenv("ATOLL_KERNELS", "")
+    assert fused.worthwhile((fragment(),), fused.MANY_LEARNERS)
     monkeypatch.setenv("ATOLL_KERNELS", "cuda")
     with pytest.raises(UserError, match="is torch, numba, or not set"):
         fused.has_numba()
