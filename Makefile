@@ -57,18 +57,19 @@ soak: $(INSTALLED)
 	$(BIN)/python bench/hostile_messages.py --messages 1000000
 	ATOLL_EXAMPLES=anew $(BIN)/python -m pytest -n 2 --dist loadgroup -m "not extras"
 
+# A bench whose target is missed says so and returns 1; the others run all the same.
 bench: $(INSTALLED)
-	$(BIN)/python bench/codecs.py
-	$(BIN)/python bench/events.py
-	$(BIN)/python bench/step_overhead.py
-	$(BIN)/python bench/sight.py
-	$(BIN)/python bench/syncer_memory.py
-	$(BIN)/python bench/wire.py
-	$(BIN)/python bench/syncer_load.py
-	$(BIN)/python bench/simulators.py
-	$(BIN)/python bench/plan.py
-	$(BIN)/python bench/synthetic_tape.py
-	$(BIN)/python bench/agreement.py
+	-$(BIN)/python bench/codecs.py
+	-$(BIN)/python bench/events.py
+	-$(BIN)/python bench/step_overhead.py
+	-$(BIN)/python bench/sight.py
+	-$(BIN)/python bench/syncer_memory.py
+	-$(BIN)/python bench/wire.py
+	-$(BIN)/python bench/syncer_load.py
+	-$(BIN)/python bench/simulators.py
+	-$(BIN)/python bench/plan.py
+	-$(BIN)/python bench/synthetic_tape.py
+	-$(BIN)/python bench/agreement.py
 
 # torch comes by a pinned constraint, so that a CPU machine does not pull gigabytes of CUDA packages. Python compiles what it
 # imports; compiling all of torch beforehand would take longer than the rest of the installation.

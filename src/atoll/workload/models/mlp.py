@@ -13,8 +13,9 @@ from atoll.workload.data.seeds import generator
 
 def uninitialised_linear(inputs: int, outputs: int, bias: bool = False) -> nn.Linear:
     """A Linear without initial values, which the owning model fills: torch's own initialisation would advance the global
-    generator."""
-    return cast(nn.Linear, nn.utils.skip_init(nn.Linear, inputs, outputs, bias=bias))
+    generator. (`torch.nn.utils.skip_init` would import sympy where a model is built without its numbers.)"""
+    linear, there = nn.Linear(inputs, outputs, bias=bias, device="meta"), torch.get_default_device()
+    return linear if there.type == "meta" else linear.to_empty(device=there)
 
 
 class Mlp(nn.Module):
