@@ -6,7 +6,7 @@
 The syncer's real process, one scripted learner that sends different packets each round (int4 up, int8 down). After `--rounds`
 outer steps it is killed with SIGKILL and started again at once, `--kills` times. Times count from the start of the new process:
 until it listens (its tape fed to a machine, versions read, and merged again where they are stored by their inputs), and until
-the learner is in sync again. One JSON line. The target is 15 s at 560M parameters.
+the first learner is in sync again. One JSON line. The target is 15 s at 560M parameters.
 
 With `--events` a small model and eight scripted learners, until the syncer has recorded so many events; then it is killed once.
 The line has its memory as it goes: at a million events it should be what it was at ten thousand.
@@ -115,7 +115,7 @@ def events_on(tape: Path) -> int:
     """The number of the last whole record. A new segment begins with its header, which says how many there were before."""
     with tape.open("rb") as file:
         file.seek(max(0, tape.stat().st_size - 65536))
-        found = re.findall(rb'"n":(\d+)', file.read())
+        found = re.findall(rb'"(?:n|records)":(\d+)', file.read())
     return int(found[-1]) if found else 0
 
 

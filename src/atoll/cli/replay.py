@@ -101,8 +101,12 @@ def _executor_of(tape: Tape | Woven, device: torch.device) -> Callable[[Task], A
 
     if isinstance(tape, Woven):
         return executor_for_replay(tape.path, None if device.type == "cpu" else device)
-    plan = msgspec.convert({"faults": tape.header.plan}, ChaosPlan)
-    return lambda task: executor_on(task, device, learners_expected(task.config, plan))
+    faults = tape.header.plan
+
+    def together(task: Task) -> Any:
+        return executor_on(task, device, learners_expected(task.config, msgspec.convert({"faults": faults}, ChaosPlan)))
+
+    return together
 
 
 def _tapes_of(run: Path, since: int | None, *, weights: bool) -> Tape | Woven:

@@ -105,6 +105,8 @@ class TensorExecutor:
     def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Executor:
         if worker == SYNCER:
             return TensorSyncer(self.task.config, self.task.layout.fragments, self.disk, self.snapshots)
+        if worker in self.learners:
+            self.learners[worker].close()  # an earlier incarnation; on a GPU its memory is needed
         if self._hosted:
             learner: TensorLearner = HostedLearner(self.task, worker, self.snapshots, device=self._device)
         else:
@@ -126,7 +128,8 @@ class HostedLearner(TensorLearner):
         if found is None:
             return Payload(payload.kind, 0, None)
         packet, buffers = found  # copies: the memory is used again for later packets
-        own = dataclasses.replace(packet, codes=packet.codes.clone(), scales=packet.scales.clone())
+        scales = None if packet.scales is None else packet.scales.clone()
+        own = dataclasses.replace(packet, codes=packet.codes.clone(), scales=scales)
         return Payload(payload.kind, payload.nbytes, (own, buffers.clone()))
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:

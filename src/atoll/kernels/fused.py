@@ -1,8 +1,8 @@
 """Merges, outer steps and announcements by compiled loops, on all cores. The results are the bits of the torch path.
 
-`Fused` is made if numba is there and the fragments are worth its import. What it has no loops for (a robust or registered
-merge, RDA by rows, delayed Nesterov, a codec other than those in `KINDS`) it leaves to torch, part by part: torch decodes a
-packet, merges a gradient or encodes an announcement, and the rest is fused all the same. `why_torch` says which.
+`Fused` is made if numba is there and the fragments, or the number of learners, are worth its import. What it has no loops for (a
+robust or registered merge, RDA by rows, delayed Nesterov, a codec other than those in `KINDS`) it leaves to torch, part by part:
+torch decodes a packet, merges a gradient or encodes an announcement, and the rest is fused all the same. `why_torch` says which.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def has_numba() -> bool:
 
 
 def _asked_for() -> str:
-    """`torch`: no kernels; `numba`: for small fragments too; "" leaves it to their size."""
+    """`torch`: no kernels; `numba`: for small fragments too; "" leaves it to their size and to the number of learners."""
     asked = os.environ.get("ATOLL_KERNELS", "")
     if asked not in ("", "torch", "numba"):
         raise UserError(f"ATOLL_KERNELS={asked}: is torch, numba, or not set")

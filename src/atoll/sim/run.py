@@ -268,7 +268,7 @@ def replay_run(
         if not away <= tolerance:
             raise ReplayDiverged(
                 f"the final Theta is {away:.2e} of its norm away from the recorded one, more than --tolerance {tolerance:g}; "
-                f"{outcome.differing} of the Thetas before it differ"
+                f"{outcome.differing} Thetas differ in bits"
             )
     return outcome, executor.disk.theta_sha256(), mismatches_found
 
@@ -282,7 +282,10 @@ def _recorded_theta(path: Path) -> dict[str, Tensor]:
 
 
 def _distance(here: Mapping[str, Tensor], recorded: Mapping[str, Tensor]) -> float:
-    """The L2 norm of the difference over that of the recorded weights."""
-    pairs = [(here[name].detach().cpu().double(), tensor.double()) for name, tensor in recorded.items() if name in here]
+    """The L2 norm of the difference over that of the recorded weights. Counts of batches and the like are no weights."""
+    floating = {name: tensor for name, tensor in recorded.items() if tensor.is_floating_point()}
+    if unknown := sorted(floating.keys() - here.keys()):
+        raise UserError(f"--tolerance: {THETA_FILE} has the tensor {unknown[0]}, which this model has not")
+    pairs = [(here[name].detach().cpu().double(), tensor.double()) for name, tensor in floating.items()]
     apart = sum(float((mine - theirs).square().sum()) for mine, theirs in pairs)
     return math.sqrt(apart / sum(float(theirs.square().sum()) for _, theirs in pairs))

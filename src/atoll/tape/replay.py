@@ -194,7 +194,7 @@ def _differs(record: Record, digests: dict[int, str], *, exact: bool) -> bool:
     event = record.event
     if not isinstance(event, Stored) or digests.get(event.outer_step) == event.digest:
         return False
-    if exact:
+    if exact or event.outer_step not in digests:  # not even stored: its merge was rejected here
         raise ReplayDiverged(
             f"record {record.number}: Theta of outer step {event.outer_step} has digest {digests.get(event.outer_step)} here, "
             f"{event.digest} on the tape; compare thread count, precision, torch and CPU with those in the tape's header"

@@ -11,11 +11,23 @@ from typer.testing import CliRunner
 
 from atoll.chaos import ChaosPlan, Kill, Scavenge
 from atoll.cli.app import app
+from atoll.codecs import Packet, codec
 from atoll.config import Config, load
 from atoll.errors import UserError
 from atoll.executor import virtual_run as where
 from atoll.executor.compute import PLAIN, ComputeMode
-from atoll.executor.virtual_run import TensorExecutor, checked_device, evaluated_on, executor_on, is_fleet, refuse_too_many
+from atoll.executor.late import LateContent
+from atoll.executor.learner import TensorLearner
+from atoll.executor.virtual_run import (
+    HostedLearner,
+    TensorExecutor,
+    checked_device,
+    evaluated_on,
+    executor_on,
+    is_fleet,
+    refuse_too_many,
+)
+from atoll.protocol.interface import Payload
 from atoll.sim.cluster import VirtualCluster
 from atoll.sim.run import learners_expected
 from atoll.tasks.registry import task_for
@@ -121,3 +133,34 @@ def test_device_that_is_not_there_is_refused_with_one_sentence(tmp_path: Path) -
     words = ["train", "--virtual", "--device", "rubbish", "--out", str(tmp_path / "run")]
     done = CliRunner().invoke(app, words)
     assert done.exit_code != 0 and not (tmp_path / "run").exists()
+
+
+class OnDevice(LateContent):
+    """A packet that a device has encoded, in memory that it will use again."""
+
+    def __init__(self, found: tuple[Packet, torch.Tensor] | None) -> None:
+        self.found = found
+
+    def resolve(self) -> tuple[Packet, torch.Tensor] | None:
+        return self.found
+
+
+@pytest.mark.parametrize("name", ["int4", "fp32"])
+def test_learner_beside_a_syncer_on_the_host_sends_a_packet_of_its_own_memory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    staged = (codec(name).encode(torch.arange(8.0)), torch.ones(2))
+    monkeypatch.setattr(TensorLearner, "payload_for", lambda self, send: Payload("packet", 7, OnDevice(staged)))
+    learner: Any = HostedLearner(task_for(small()), 0)
+    payload = learner.payload_for(None)
+    packet, buffers = payload.content
+    staged[0].codes.zero_()
+    staged[1].zero_()
+    assert payload.nbytes == 7 and torch.equal(buffers, torch.ones(2))
+    assert torch.equal(codec(name).decode(packet), codec(name).decode(codec(name).encode(torch.arange(8.0))))
+    assert (packet.scales is None) == (name == "fp32")
+
+
+def test_learner_beside_a_syncer_on_the_host_sends_nothing_where_nan_was_staged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TensorLearner, "payload_for", lambda self, send: Payload("packet", 7, OnDevice(None)))
+    learner: Any = HostedLearner(task_for(small()), 0)
+    payload = learner.payload_for(None)
+    assert (payload.kind, payload.nbytes, payload.content) == ("packet", 0, None)

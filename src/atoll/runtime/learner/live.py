@@ -364,7 +364,8 @@ class LiveLearner:
         await self.take(message.envelope, data, lambda: link is self._link)
 
     async def take(self, envelope: Any, data: memoryview | None, still: Callable[[], bool]) -> None:
-        """Decodes and checks the payload outside the loop, then dispatches the message, unless its connection is lost by then."""
+        """Decodes and checks the payload, a large one outside the loop, then dispatches the message, unless its connection is
+        lost by then."""
         payload, flaw, body = None, None, envelope.body
         if envelope.sender != SYNCER and (impossible := objection(self.config, envelope)) is not None:
             raise DataError(str(impossible))

@@ -342,7 +342,7 @@ class SyncerProcess:
                 self._driver.dispatch(Received(envelope, 0))
             return
         body = envelope.body
-        read, quick = wire.packet_of_peer, data.nbytes <= wire.QUICK_BYTES
+        read, quick = wire.packet_of_peer, data.nbytes <= wire.QUICK_BYTES and self._is_expected(peer.learner, body)
         payload, flaw = read(body, data) if quick else await self._loop.run_in_executor(None, read, body, data)
         found, inspected = Finding(flaw), False
         while found.flaw is None and not inspected and (self._storage_blocked or self._is_expected(peer.learner, body)):
