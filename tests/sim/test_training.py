@@ -81,15 +81,20 @@ def test_same_seed_gives_the_same_tape_and_weights_and_another_does_not(tmp_path
     assert first.theta_sha256 == again.theta_sha256 != other.theta_sha256
 
 
+def with_another_rate(folder: Path, factor: float) -> None:
+    """Writes other.tape: the run's records, and a config with another inner learning rate."""
+    tape = Tape(folder / "run.tape")
+    header = tape.header
+    header.config["inner"]["learning_rate"] *= factor
+    with TapeWriter.create(folder / "other.tape", header) as writer:
+        for r in tape.records():
+            writer.append(r.now, r.worker, r.event, r.effects)
+
+
 def test_replay_with_weights_that_differ_stops_at_the_first_theta_that_does(tmp_path: Path) -> None:
     """A tape whose config says another inner learning rate decides alike and trains otherwise."""
     go("decoupled", tmp_path, plan=ChaosPlan())
-    tape = Tape(tmp_path / "run.tape")
-    header = tape.header
-    header.config["inner"]["learning_rate"] *= 1.5
-    with TapeWriter.create(tmp_path / "other.tape", header) as writer:
-        for r in tape.records():
-            writer.append(r.now, r.worker, r.event, r.effects)
+    with_another_rate(tmp_path, 1.5)
     assert replay_run(Tape(tmp_path / "other.tape"), weights=False)[0].outer_step == 24
     with pytest.raises(ReplayDiverged, match=r"Theta of outer step 1 has digest"):
         replay_run(Tape(tmp_path / "other.tape"), weights=True)
@@ -99,12 +104,7 @@ def test_replay_to_a_tolerance_counts_thetas_that_differ_and_holds_the_last_to_i
     go("decoupled", tmp_path, plan=ChaosPlan())
     outcome, _, _ = replay_run(Tape(tmp_path / "run.tape"), weights=True, tolerance=0.0)
     assert (outcome.differing, outcome.distance) == (0, 0.0)
-    tape = Tape(tmp_path / "run.tape")
-    header = tape.header
-    header.config["inner"]["learning_rate"] *= 1.01
-    with TapeWriter.create(tmp_path / "other.tape", header) as writer:
-        for r in tape.records():
-            writer.append(r.now, r.worker, r.event, r.effects)
+    with_another_rate(tmp_path, 1.01)
     outcome, _, _ = replay_run(Tape(tmp_path / "other.tape"), weights=True, tolerance=0.1)
     assert outcome.differing == 24 and 0 < outcome.distance < 0.1
     with pytest.raises(ReplayDiverged, match=r"of its norm away from the recorded one, more than --tolerance"):
