@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from atoll.config import Config
+from atoll.store.versions import IN_BLOCKS
 from atoll.tape.format import Header
 from atoll.version import __version__
 
@@ -63,5 +64,6 @@ def tape_header(config: Config, *, data_fingerprint: str, tensors: bool, compute
     return Header(
         config=msgspec.to_builtins(config), code_version=code_version(), data_fingerprint=data_fingerprint,
         threads=torch.get_num_threads(), torch_version=str(torch.__version__),
-        cpu_capability=cpu_capability(), tensors=tensors, compute=compute, **more,
+        cpu_capability=cpu_capability(), tensors=tensors, compute=compute, digests=IN_BLOCKS,
+        **more,
     )  # fmt: skip

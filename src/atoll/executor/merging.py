@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,13 +23,14 @@ from atoll.executor.optim.build import build_optimizer, optimizer_step
 from atoll.ids import FragmentId, OuterStep
 from atoll.kernels.fused import Fused, MergePart, has_numba, why_torch, worthwhile
 from atoll.store.durable import Remerge
-from atoll.store.versions import MergeInputs, Version
+from atoll.store.versions import MergeInputs, Met, Version
 from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
 from atoll.tensors.merge import mean, merge, merge_buffers
-from atoll.tensors.norms import block_leaves, may_overflow, outlier_norm, tree_sum
+from atoll.tensors.norms import Array, PartSquares, block_leaves, may_overflow, outlier_norm, tree_sum
 from atoll.tensors.outer import OuterRule, OuterState, averaged, outer_rule, outer_step
 from atoll.tensors.robust import ROBUST
+from atoll.tensors.stripes import CutSlot, Meeting
 
 PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
 
@@ -49,10 +50,30 @@ class Merged(NamedTuple):
     version: Version
     repeatable: bool = False
     """Whether `FragmentMerger.again` gives the same bytes on any machine: by the kernels, or by torch in their place."""
-    jump: float | None = None
-    """How far it moved Theta, where the kernels have measured it."""
-    size: float | None = None
-    """The norm of the announced vector, likewise."""
+    moves: Array | None = None
+    """The squares of how far it moved Theta, leaf by leaf, where the kernels have measured it."""
+    sizes: Array | None = None
+    """Of the announced vector, likewise."""
+    met: Met = ()
+    """Of a stripe: the norms that it learnt of slots which it has parts of. They are inputs of the merge."""
+
+
+class Attended:
+    """Norms of slots that several shards have parts of: learnt from the others and kept, or those of a merge that is repeated."""
+
+    def __init__(self, meeting: Meeting | None, before: Met = ()) -> None:
+        self._meeting = meeting
+        self._before = list(before)
+        self.met: list[tuple[tuple[int, tuple[float, ...]], ...]] = []
+
+    def norms(self, parts: Mapping[int, Sequence[PartSquares]]) -> Mapping[int, Sequence[float]]:
+        if self._before:
+            given = self._before.pop(0)
+        else:
+            assert self._meeting is not None, "a stripe is merged where the other shards are"
+            given = tuple((slot, tuple(norms)) for slot, norms in sorted(self._meeting.norms(parts).items()))
+        self.met.append(given)
+        return dict(given)
 
 
 def remerge_for(config: Config, fragments: Sequence[Fragment]) -> Remerge:
@@ -68,14 +89,22 @@ def remerge_for(config: Config, fragments: Sequence[Fragment]) -> Remerge:
 
 
 class FragmentMerger:
-    def __init__(self, config: Config, fragments: Sequence[Fragment], *, warm_up: bool = True) -> None:
-        """`warm_up`: build the kernels now, which takes seconds, and not in the first round."""
+    meeting: Meeting | None = None
+    """Of a shard: where it learns what its stripes cannot tell it."""
+
+    def __init__(
+        self, config: Config, fragments: Sequence[Fragment], *, warm_up: bool = True, threads: int | None = None,
+        cut: Sequence[Sequence[CutSlot]] | None = None,
+    ) -> None:  # fmt: skip
+        """`warm_up`: build the kernels now, which takes seconds, and not in the first round. `threads`: of the kernels; all
+        cores by default. `cut`: where the fragments are stripes, which slots of each are parts."""
+        self._cut = cut or [()] * len(fragments)
         self._config = config
         self._fragments = fragments
         self._rule = outer_rule(config)
         self._up = codec(config.protocol.codec_up)
         self._down = codec(config.protocol.codec_down)
-        self._fused = Fused(config) if worthwhile(fragments, config.learners) and has_numba() else None
+        self._fused = Fused(config, threads) if worthwhile(fragments, config.learners) and has_numba() else None
         self._warm_seconds = self._fused.warm_up(self._rule) if self._fused is not None and warm_up else 0.0
 
     @property
@@ -106,8 +135,9 @@ class FragmentMerger:
     ) -> Merged:
         """`announced`: the vector that each contribution is a difference to. `t` counts for the inner schedule, which only
         data-parallel has here."""
-        merged, decay = self._stepped(t, p, inputs, previous, announced), self._config.outer.average_decay
-        outer = merged.version.outer
+        attended = Attended(self.meeting, inputs.met)
+        merged, decay = self._stepped(t, p, inputs, previous, announced, attended), self._config.outer.average_decay
+        outer, merged = merged.version.outer, merged._replace(met=tuple(attended.met))
         if not decay or outer is None:
             return merged
         before = None if previous.outer is None else previous.outer.average
@@ -115,19 +145,20 @@ class FragmentMerger:
         return merged._replace(version=replace(merged.version, outer=outer))
 
     def _stepped(
-        self, t: OuterStep, p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor]
+        self, t: OuterStep, p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor], meeting: Meeting
     ) -> Merged:
         fragment, weights = self._fragments[p], list(inputs.weights)
         own = self._rule.at(previous.outer.count) if self._rule is not None and previous.outer is not None else None
         if self._fused is not None and own is not None and not previous.theta.is_cuda:
             rule = PLAIN if inputs.plain_average else own
             if self._fused.steps(rule):
-                return self._merge_fused(self._fused, fragment, inputs, previous, announced, rule)
+                return self._merge_fused(self._fused, fragment, inputs, previous, announced, rule, meeting)
         deltas = self._outer_gradients(fragment, previous, inputs.packets, announced)
         robust = self._config.protocol.merge in ROBUST
         buffers = merge_buffers(list(inputs.buffers), weights, fragment, robust=robust)
         plain = inputs.plain_average or own is None
-        delta = mean(deltas, weights) if plain and not robust else self._merged_delta(fragment, deltas, weights, previous)
+        averages = plain and not robust
+        delta = mean(deltas, weights) if averages else self._merged_delta(fragment, deltas, weights, previous, meeting)
         if own is None:
             theta, inner = self._inner_step(fragment, previous, delta, t)
             return Merged(self._announced(previous, theta, buffers, None, inner))
@@ -140,7 +171,7 @@ class FragmentMerger:
 
     def _merge_fused(
         self, fused: Fused, fragment: Fragment, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor],
-        rule: OuterRule,
+        rule: OuterRule, meeting: Meeting,
     ) -> Merged:  # fmt: skip
         """The same as above in two passes over memory."""
         weights, robust = list(inputs.weights), self._config.protocol.merge in ROBUST
@@ -149,10 +180,12 @@ class FragmentMerger:
                 MergePart(packet, self._drifts_from(fragment, previous, vector))
                 for packet, vector in zip(inputs.packets, announced, strict=True)
             ]
-            delta, factors = fused.merged(fragment, previous.theta, given, weights, plain=inputs.plain_average)
+            delta, factors = fused.merged(
+                fragment, previous.theta, given, weights, plain=inputs.plain_average, cut=self._cut[fragment.id], meeting=meeting
+            )
         else:
             deltas = self._outer_gradients(fragment, previous, inputs.packets, announced)
-            delta = self._merged_delta(fragment, deltas, weights, previous)
+            delta = self._merged_delta(fragment, deltas, weights, previous, meeting)
             factors = np.ones(len(fragment.params), np.float32)
         before = OuterState(None, None, 0) if inputs.plain_average else previous.outer
         assert before is not None
@@ -162,9 +195,9 @@ class FragmentMerger:
         repeatable = not why_torch(self._config)
         if stepped.announced is None:
             version = self._announced(previous, stepped.theta, buffers, outer, None)
-            return Merged(version, repeatable, stepped.jump)
+            return Merged(version, repeatable, stepped.moves)
         version = Version(stepped.theta, buffers, outer, None, stepped.announced, stepped.packet)
-        return Merged(version, repeatable, stepped.jump, stepped.size)
+        return Merged(version, repeatable, stepped.moves, stepped.sizes)
 
     def _drifts_from(self, fragment: Fragment, present: Version, announced: Tensor) -> Tensor | None:
         if self._config.protocol.anchor != "present":
@@ -173,12 +206,13 @@ class FragmentMerger:
         return None if base is present.theta else base
 
     def _merged_delta(
-        self, fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float], previous: Version
+        self, fragment: Fragment, deltas: Sequence[Tensor], weights: Sequence[float], previous: Version, meeting: Meeting
     ) -> Tensor:
         c, momentum = self._config.protocol, None if previous.outer is None else previous.outer.momentum
         return merge(
-            deltas, weights, fragment, method=c.merge, embedding_method=c.embedding_merge, norm=c.merge_norm, momentum=momentum
-        )
+            deltas, weights, fragment, method=c.merge, embedding_method=c.embedding_merge, norm=c.merge_norm, momentum=momentum,
+            cut=self._cut[fragment.id], meeting=meeting,
+        )  # fmt: skip
 
     def _outer_gradients(
         self, fragment: Fragment, present: Version, packets: Sequence[Packet], announced: Sequence[Tensor]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec
 from atoll.config import Config
-from atoll.executor.merging import FragmentMerger
+from atoll.executor.merging import FragmentMerger, Merged
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
@@ -46,7 +46,7 @@ from atoll.protocol.vocabulary import (
 )  # fmt: skip
 from atoll.store.versions import MergeInputs, Version, VersionStore, checksum
 from atoll.tensors.layout import Fragment
-from atoll.tensors.norms import outlier_norm
+from atoll.tensors.norms import outlier_norm, tree_sum
 
 NORMS_KEPT = 4
 """Versions of a fragment that learners hold at the same time, and a few more."""
@@ -74,8 +74,11 @@ class _Accepted(NamedTuple):
 
 class TensorSyncer:
     def __init__(
-        self, config: Config, fragments: Sequence[Fragment], disk: VersionStore, snapshots: SnapshotStore | None = None
-    ) -> None:
+        self, config: Config, fragments: Sequence[Fragment], disk: VersionStore, snapshots: SnapshotStore | None = None, *,
+        in_blocks: bool = True, merger: FragmentMerger | None = None,
+    ) -> None:  # fmt: skip
+        """`in_blocks`: how the run digests its versions."""
+        self._in_blocks = in_blocks
         self._config = config
         self._fragments = fragments
         self.disk = disk
@@ -91,7 +94,7 @@ class TensorSyncer:
         """How far the merge moved Theta, where the kernels have measured it."""
         self._inputs: dict[tuple[OuterStep, FragmentId], MergeInputs] = {}
         """Of merges that can be repeated to the same bytes, until they are stored."""
-        self.merger = FragmentMerger(config, fragments)
+        self.merger = FragmentMerger(config, fragments) if merger is None else merger
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         match effect:
@@ -190,12 +193,16 @@ class TensorSyncer:
         )  # fmt: skip
         merged = self.merger.merge(t, p, inputs, previous, [part.announced for part in parts])
         if merged.repeatable:
-            self._inputs[t, p] = inputs
-        if merged.jump is not None:
-            self._jumps[t, p] = merged.jump
-        if merged.size is not None:
-            self._know_norm(p, t, merged.size)
+            self._inputs[t, p] = replace(inputs, met=merged.met)
+        self._measured(t, p, merged)
         return merged.version
+
+    def _measured(self, t: OuterStep, p: FragmentId, merged: Merged) -> None:
+        """What the kernels have measured on the way need not be measured again."""
+        if merged.moves is not None:
+            self._jumps[t, p] = math.sqrt(tree_sum(merged.moves))
+        if merged.sizes is not None:
+            self._know_norm(p, t, math.sqrt(tree_sum(merged.sizes)))
 
     def _store(self, effect: Store) -> Stored | MergeRejected:
         t, fragments = effect.outer_step, effect.fragments
@@ -205,16 +212,19 @@ class TensorSyncer:
         for p, jump, limit in zip(fragments, jumps, limits, strict=True):
             if not math.isfinite(jump) or (limit > 0 and jump > limit):
                 return MergeRejected(t, p, jump)
-        digest = _checksum(*versions.values())
+        digest = self._checksum(*versions.values())
         logged = {p: self._inputs[t, p] for p in fragments if (t, p) in self._inputs}
         for p, inputs in logged.items():
-            logged[p] = replace(inputs, result=digest if len(versions) == 1 else _checksum(versions[p]))
+            logged[p] = replace(inputs, result=digest if len(versions) == 1 else self._checksum(versions[p]))
         self.disk.put(t, versions, logged)
         for p in fragments:
             del self._merged[t, p], self._previous[t, p]
             for by_round in (self._jumps, self._accepted, self._inputs):
                 by_round.pop((t, p), None)
         return Stored(t, digest, jumps)
+
+    def _checksum(self, *versions: Version) -> str:
+        return checksum([tensor for version in versions for tensor in (version.theta, version.buffers)], in_blocks=self._in_blocks)
 
     def _jump(self, t: OuterStep, p: FragmentId) -> float:
         found = self._jumps.get((t, p))
@@ -230,7 +240,3 @@ class TensorSyncer:
         if packet is None:
             return Payload("fragment", 4 * version.announced.numel() + bytes_of_buffers, (version.announced, version.buffers))
         return Payload("fragment", packet.nbytes + bytes_of_buffers, (packet, version.buffers))
-
-
-def _checksum(*versions: Version) -> str:
-    return checksum([tensor for version in versions for tensor in (version.theta, version.buffers)])

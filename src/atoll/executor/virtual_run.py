@@ -101,10 +101,13 @@ class TensorExecutor:
         self.disk = disk or MemoryVersions(initial_versions(task, device))
         self.snapshots = snapshots or MemorySnapshots(self.disk)
         self.learners: dict[LearnerId, TensorLearner] = {}
+        self.in_blocks = True
+        """How the run digests its versions; a replay sets it as the tape says."""
 
     def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Executor:
         if worker == SYNCER:
-            return TensorSyncer(self.task.config, self.task.layout.fragments, self.disk, self.snapshots)
+            fragments = self.task.layout.fragments
+            return TensorSyncer(self.task.config, fragments, self.disk, self.snapshots, in_blocks=self.in_blocks)
         if worker in self.learners:
             self.learners[worker].close()  # an earlier incarnation; on a GPU its memory is needed
         if self._hosted:

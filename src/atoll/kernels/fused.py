@@ -28,9 +28,10 @@ from atoll.codecs.layout import block_count
 from atoll.config import Config
 from atoll.errors import UserError
 from atoll.tensors.layout import Fragment, Slot
-from atoll.tensors.merge import CANCELLED, direction_factor, voters_of
-from atoll.tensors.norms import LEAF, block_leaves, may_overflow, tree_sum
+from atoll.tensors.merge import direction_factor, radial_factor, voters_of
+from atoll.tensors.norms import LEAF, PartSquares, block_leaves, may_overflow, part_ends, tree_sum
 from atoll.tensors.outer import OuterRule, OuterState
+from atoll.tensors.stripes import CutSlot, Meeting
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Array = np.ndarray[Any, Any]
@@ -98,10 +99,10 @@ class FusedStep(NamedTuple):
     announced: Tensor | None
     """None: announcements of this codec are encoded by torch, or in full."""
     packet: Packet | None
-    jump: float
-    """How far Theta moved."""
-    size: float
-    """The norm of what is announced; 0 where torch encodes it."""
+    moves: Array
+    """The squares of how far Theta moved, leaf by leaf."""
+    sizes: Array
+    """Of what is announced, likewise; zeros where torch encodes it."""
 
 
 class _Source(NamedTuple):
@@ -197,21 +198,29 @@ class Fused:
     # ------------------------------------------------------------ merging
 
     def merged(
-        self, fragment: Fragment, theta: Tensor, parts: Sequence[MergePart], weights: Sequence[float], *, plain: bool
-    ) -> tuple[Tensor, Floats]:
-        """The merged outer gradient, each slot still to be multiplied by its factor. `plain`: the mean of everything."""
+        self, fragment: Fragment, theta: Tensor, parts: Sequence[MergePart], weights: Sequence[float], *, plain: bool,
+        cut: Sequence[CutSlot] = (), meeting: Meeting | None = None,
+    ) -> tuple[Tensor, Floats]:  # fmt: skip
+        """The merged outer gradient, each slot still to be multiplied by its factor. `plain`: the mean of everything. `cut`: of a
+        stripe, the slots that it has only parts of; `meeting` gives their norms."""
         config = self._config.protocol
         present = _array(theta)
         bases = {id(part.base): NOTHING if part.base is None else _array(part.base) for part in parts}
         voters, shares = voters_of([self._source(part.packet, bases[id(part.base)]) for part in parts], weights)
         out = self._buffers.take(fragment.numel, np.float32)
         factors = np.ones(len(fragment.params), np.float32)
+        parts_of, shared = {part.index: part for part in cut}, list[CutSlot]()
         for index, slot in enumerate(fragment.params):
             how = "mean" if plain else config.embedding_merge if slot.embedding else config.merge
             if how == "mean" or len(voters) == 1 or not slot.numel:
                 self._mean(slot, present, voters, shares, out)
+            elif index in parts_of:
+                shared.append(parts_of[index])
             else:
                 factors[index] = self._rda(slot, present, voters, shares, out)
+        if shared:
+            assert meeting is not None
+            self._rda_parts(fragment, shared, present, voters, shares, out, factors, meeting)
         return out, factors
 
     def _mean(self, slot: Slot, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], out: Tensor) -> None:
@@ -226,17 +235,8 @@ class Fused:
 
     def _rda(self, slot: Slot, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], out: Tensor) -> Any:
         """The sum of directions into `out`, and the factor that gives it the mean magnitude."""
-        count = -(-slot.numel // LEAF)
-        leaves, length = np.empty((len(voters), count)), np.empty(count)
-
-        def measure(left: int, right: int) -> None:
-            part = slice((left - slot.offset) // LEAF, -(-(right - slot.offset) // LEAF))
-            for index, (source, drift) in enumerate(self._with_drifts(theta, voters, left, right)):
-                kind, codes, factors, numel, _ = source
-                self._loops.gradient_leaves(kind, codes, factors, numel, left, right, drift, leaves[index, part])
-
-        self._spread(measure, slot.offset, slot.numel)
-        norms = [math.sqrt(tree_sum(row)) for row in leaves]
+        leaves = self._measured(slot.offset, slot.numel, theta, voters)
+        norms, length = [math.sqrt(tree_sum(row)) for row in leaves], np.empty(leaves.shape[1])
         directions = [direction_factor(norm, share) for norm, share in zip(norms, shares, strict=True)]
 
         def add(left: int, right: int) -> None:
@@ -245,14 +245,77 @@ class Fused:
             self._loops.square_leaves(_array(out)[left:right], length[part])
 
         self._spread(add, slot.offset, slot.numel)
-        total, long = sum(shares), math.sqrt(tree_sum(length))
-        if long <= CANCELLED * total:
+        factor = radial_factor(norms, shares, math.sqrt(tree_sum(length)))
+        if factor is None:
             self._mean(slot, theta, voters, shares, out)
-            return np.float32(1.0)
-        magnitude = 0.0
-        for norm, share in zip(norms, shares, strict=True):
-            magnitude += norm * share
-        return np.float32((magnitude / total) / long)
+        return np.float32(1.0 if factor is None else factor)
+
+    def _measured(self, offset: int, numel: int, theta: Floats, voters: Sequence[_Source]) -> Array:
+        """The sums of squares of a range, leaf by leaf, for each voter."""
+        leaves = np.empty((len(voters), -(-numel // LEAF)))
+
+        def measure(left: int, right: int) -> None:
+            part = slice((left - offset) // LEAF, -(-(right - offset) // LEAF))
+            for index, (source, drift) in enumerate(self._with_drifts(theta, voters, left, right)):
+                kind, codes, factors, numel, _ = source
+                self._loops.gradient_leaves(kind, codes, factors, numel, left, right, drift, leaves[index, part])
+
+        self._spread(measure, offset, numel)
+        return leaves
+
+    def _rda_parts(
+        self, fragment: Fragment, cut: Sequence[CutSlot], theta: Floats, voters: Sequence[_Source], shares: Sequence[float],
+        out: Tensor, factors: Floats, meeting: Meeting,
+    ) -> None:  # fmt: skip
+        """As `_rda`, of slots of which this stripe has parts, with the norms of the whole slots."""
+        norms = meeting.norms({part.whole: self._part_squares(fragment, part, theta, voters) for part in cut})
+        for part in cut:
+            slot = fragment.params[part.index]
+            directions = [direction_factor(norm, share) for norm, share in zip(norms[part.whole], shares, strict=True)]
+            self._spread(partial(self._add_range, theta, voters, directions, out), slot.offset, slot.numel)
+        lengths = meeting.norms({part.whole: [self._length_squares(fragment, part, out)] for part in cut})
+        for part in cut:
+            factor = radial_factor(norms[part.whole], shares, lengths[part.whole][0])
+            if factor is None:
+                self._mean(fragment.params[part.index], theta, voters, shares, out)
+            else:
+                factors[part.index] = np.float32(factor)
+
+    def _part_squares(
+        self, fragment: Fragment, part: CutSlot, theta: Floats, voters: Sequence[_Source]
+    ) -> list[PartSquares]:
+        slot = fragment.params[part.index]
+        first, last = part_ends(part.at, slot.numel, ends=part.ends)
+        leaves = self._measured(slot.offset + first, last - first, theta, voters)
+        heads = self._gradients(slot.offset, first, theta, voters)
+        tails = self._gradients(slot.offset + last, slot.numel - last, theta, voters)
+        return [PartSquares(*given) for given in zip(heads, leaves, tails, strict=True)]
+
+    def _gradients(self, left: int, count: int, theta: Floats, voters: Sequence[_Source]) -> list[Floats]:
+        """The numbers of each voter's outer gradient, at the end of a part."""
+        found = [np.empty(count, np.float32) for _ in voters]
+        if count:
+            for ((kind, codes, factors, numel, _), drift), target in zip(
+                self._with_drifts(theta, voters, left, left + count), found, strict=True
+            ):
+                self._loops.gradient(kind, codes, factors, numel, left, drift, target)
+        return found
+
+    def _length_squares(self, fragment: Fragment, part: CutSlot, out: Tensor) -> PartSquares:
+        slot = fragment.params[part.index]
+        first, last = part_ends(part.at, slot.numel, ends=part.ends)
+        x, leaves = _array(out)[slot.offset : slot.offset + slot.numel], np.empty(-(-(last - first) // LEAF))
+
+        def measure(left: int, right: int) -> None:
+            self._loops.square_leaves(x[left:right], leaves[(left - first) // LEAF : -(-(right - first) // LEAF)])
+
+        self._spread(measure, first, last - first)
+        return PartSquares(x[:first].copy(), leaves, x[last:].copy())
+
+    def _add_range(
+        self, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], out: Tensor, left: int, right: int
+    ) -> None:
+        self._add(theta, voters, shares, _array(out)[left:right], left)
 
     def _add(self, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], total: Floats, left: int) -> None:
         """The sum of the outer gradients of a range, each times its share."""
@@ -315,7 +378,7 @@ class Fused:
         self._spread(lambda left, right: self._loops.step(*arguments, left, right), 0, numel)
         outer = OuterState(next_momentum if moves else None, None, state.count + 1)
         packet = Packet(down, numel, codes, scales if down == "int8" else None) if fused_down else None
-        return FusedStep(next_theta, outer, next_announced, packet, math.sqrt(tree_sum(leaves)), math.sqrt(tree_sum(sizes)))
+        return FusedStep(next_theta, outer, next_announced, packet, leaves, sizes)
 
     # ------------------------------------------------------------ threads
 

@@ -26,7 +26,7 @@ from atoll.protocol.vocabulary import Effect, Event, Stored
 from atoll.sim.cluster import VirtualCluster
 from atoll.sim.slices import SliceHardware
 from atoll.store.tokenizer_file import write_tokenizer_file
-from atoll.store.versions import average_of
+from atoll.store.versions import IN_BLOCKS, average_of
 from atoll.store.weights import AVERAGE_FILE, THETA_FILE, read_weights, save_weights
 from atoll.tape.folder import refuse_used
 from atoll.tape.format import Header, Tape, TapeWriter
@@ -261,6 +261,7 @@ def replay_run(
     if task is None:
         return replay(tape, progress=progress), None, mismatches_found
     executor: Any = executor_of(task)
+    executor.in_blocks = tape.header.digests == IN_BLOCKS
     outcome = replay(tape, executor, progress, exact=tolerance is None)
     if tolerance is not None:
         away = _distance(named_tensors(task.model_of(*executor.disk.theta())), recorded)

@@ -36,7 +36,7 @@ from atoll.errors import UNDECODABLE, DataError
 from atoll.ids import FragmentId, OuterStep
 from atoll.store import tensor_files as state
 from atoll.store.tensor_files import ByteChunk, TensorEntry
-from atoll.store.versions import MergeInputs, Version
+from atoll.store.versions import MergeInputs, Met, Version
 from atoll.tensors.outer import OuterState
 
 FOLDER: Final = "versions"
@@ -75,6 +75,7 @@ class _InputsMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     result: str
     """xxh3-128 of Theta and buffers after the merge."""
     digests: dict[str, str]
+    met: Met = ()
 
 
 _AnyMetadata: TypeAlias = _Metadata | _InputsMetadata
@@ -118,6 +119,7 @@ def encode_inputs(p: FragmentId, fragments: int, v: OuterStep, inputs: MergeInpu
     metadata = _InputsMetadata(
         INPUTS_FORMAT, p, fragments, v, inputs.previous, inputs.plain_average, inputs.weights, inputs.anchors,
         tuple(packet.codec for packet in inputs.packets), inputs.packets[0].numel, inputs.result, _digests(tensors),
+        inputs.met,
     )  # fmt: skip
     return _chunks(metadata, tensors)
 
@@ -224,8 +226,9 @@ def read_inputs(path: Path) -> MergeInputs:
     )
     buffers = tuple(_required(path, tensors, f"{i}.buffers") for i in count)
     return MergeInputs(
-        metadata.previous, metadata.plain_average, metadata.weights, metadata.anchors, packets, buffers, metadata.result
-    )
+        metadata.previous, metadata.plain_average, metadata.weights, metadata.anchors, packets, buffers, metadata.result,
+        metadata.met,
+    )  # fmt: skip
 
 
 def _read_metadata(stream: io.RawIOBase, size: int, path: Path) -> tuple[_AnyMetadata, dict[str, TensorEntry], str]:

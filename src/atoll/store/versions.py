@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 import torch
 import xxhash
@@ -14,6 +14,10 @@ from torch import Tensor
 from atoll.codecs import Packet
 from atoll.ids import FragmentId, OuterStep
 from atoll.tensors.outer import OuterState
+
+
+Met: TypeAlias = tuple[tuple[tuple[int, tuple[float, ...]], ...], ...]
+"""What a shard learnt from the others while it merged a stripe, in order: by slot of the fragment the norms of the whole slot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class MergeInputs:
     buffers: tuple[Tensor, ...]
     result: str = ""
     """Checksum of the merged Theta and buffers, where they are stored: what is merged again must have it."""
+    met: Met = ()
+    """Of a stripe: without the other shards it cannot be merged again otherwise."""
 
     @property
     def nbytes(self) -> int:
@@ -133,15 +139,68 @@ def digest(tensors: Sequence[Tensor]) -> str:
     return sha.hexdigest()
 
 
-def checksum(tensors: Sequence[Tensor]) -> str:
-    """For every outer step, where SHA-256 would take longer than the merge. It finds damage, not malice."""
+IN_BLOCKS: Final = "blocks"
+"""In a tape's header: the run's checksums are of blocks."""
+DIGEST_BLOCK: Final = 1 << 18
+"""Elements that have a digest of their own in the checksum of a longer vector, so that shards can compute it in parts."""
+
+
+class DigestPart(NamedTuple):
+    """Of a part of a vector: the digests of its whole blocks, and the bytes at its ends, of blocks that other parts complete."""
+
+    head: bytes
+    blocks: bytes
+    tail: bytes
+
+
+def checksum(tensors: Sequence[Tensor], *, in_blocks: bool = True) -> str:
+    """For every outer step, where SHA-256 would take longer than the merge. It finds damage, not malice. `in_blocks`: False for
+    runs that began before long vectors were digested in blocks."""
     xxh = xxhash.xxh3_128()
     for tensor in tensors:
         if tensor.is_cuda:  # copying it to the host would cost more than the round
             xxh.update(_device_digest(tensor).to_bytes(8, "little", signed=True))
+        elif in_blocks and tensor.numel() > DIGEST_BLOCK:
+            xxh.update(digest_part(tensor, 0, tensor.numel()).blocks)
         else:
             xxh.update(tensor.contiguous().numpy().data)
     return str(xxh.hexdigest())
+
+
+def digest_part(part: Tensor, at: int, whole: int) -> DigestPart:
+    """Of a part that begins `at` in a vector of `whole` elements."""
+    data = memoryview(part.contiguous().view(-1).view(torch.uint8).numpy().data) if part.numel() else memoryview(b"")
+    if whole <= DIGEST_BLOCK:
+        return DigestPart(bytes(data), b"", b"")
+    size = DIGEST_BLOCK * part.element_size()
+    first = min(len(data), -at * part.element_size() % size)
+    last = len(data) if at + part.numel() == whole else first + (len(data) - first) // size * size
+    blocks = b"".join(xxhash.xxh3_128_digest(data[left : min(last, left + size)]) for left in range(first, last, size))
+    return DigestPart(bytes(data[:first]), blocks, bytes(data[last:]))
+
+
+def checksum_of_parts(vectors: Sequence[Sequence[DigestPart]], itemsize: int = 4) -> str:
+    """`checksum` of the vectors that the parts make."""
+    xxh = xxhash.xxh3_128()
+    for parts in vectors:
+        if not any(part.blocks or part.tail for part in parts) and sum(len(p.head) for p in parts) <= DIGEST_BLOCK * itemsize:
+            xxh.update(b"".join(part.head for part in parts))
+        else:
+            xxh.update(_joined_blocks(parts, DIGEST_BLOCK * itemsize))
+    return str(xxh.hexdigest())
+
+
+def _joined_blocks(parts: Sequence[DigestPart], size: int) -> bytes:
+    found, open_block = bytearray(), bytearray()
+    for part in parts:
+        open_block += part.head
+        if len(open_block) == size:
+            found += xxhash.xxh3_128_digest(bytes(open_block))
+            open_block.clear()
+        assert not (part.blocks and open_block), "a part of the vector is missing"
+        found += part.blocks
+        open_block += part.tail
+    return bytes(found + xxhash.xxh3_128_digest(bytes(open_block))) if open_block else bytes(found)
 
 
 def _device_digest(tensor: Tensor) -> int:

@@ -73,6 +73,8 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     """Of a live run: the wall-clock nanoseconds of time 0."""
     segment: Segment | None = None
     """None: this is the tape's first."""
+    digests: str = ""
+    """How versions are digested: "blocks", or the whole vectors, as runs did before they could have shards."""
     derivable: bool = True
     """False: no machine decided what is on it (torch's data-parallel training), so there is nothing to derive again."""
 

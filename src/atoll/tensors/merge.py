@@ -20,8 +20,9 @@ from atoll.config.merges import MergeSpec, add_merge, merge_spec
 from atoll.errors import ConfigError
 from atoll.tensors.aligned import corrected
 from atoll.tensors.layout import Fragment, Slot
-from atoll.tensors.norms import outlier_norm, squared_norms
+from atoll.tensors.norms import outlier_norm, part_squares, squared_norms
 from atoll.tensors.robust import ROBUST
+from atoll.tensors.stripes import CutSlot, Meeting
 
 NORMS = ("tensor", "row", "fragment")
 
@@ -86,9 +87,11 @@ def merge(
     embedding_method: str,
     norm: str,
     momentum: Tensor | None = None,
+    cut: Sequence[CutSlot] = (),
+    meeting: Meeting | None = None,
 ) -> Tensor:
     """One outer gradient for the fragment; embedding slots have their own method. `momentum`: the outer optimiser's, for the
-    merges that compare with it.
+    merges that compare with it. `cut`: of a stripe, the slots that it has only parts of; `meeting` gives their norms.
 
     `norm` selects what RDA treats as one vector: each slot ("tensor"), each row along the last axis ("row"; a slot with one
     axis is one row), or all non-embedding slots together and all embedding slots together ("fragment").
@@ -100,6 +103,11 @@ def merge(
         return mean(deltas, weights)
     voters, shares = voters_of(deltas, weights)
     out = torch.empty_like(voters[0])
+    parts = {fragment.params[part.index]: part for part in cut if len(voters) > 1}
+    shared = [part for slot, part in parts.items() if (embedding_method if slot.embedding else method) == "rda"]
+    if shared:
+        assert norm == "tensor" and meeting is not None, "stripes have parts of tensors, and the norms of whole ones"
+        _rda_parts(voters, shares, fragment, shared, out, meeting)
     for embedding, how in ((False, method), (True, embedding_method)):
         slots = [slot for slot in fragment.params if slot.embedding == embedding]
         if how == "mean":
@@ -125,6 +133,8 @@ def merge(
             _rda_joint(voters, shares, _runs(slots), out)
         else:
             for slot in slots:
+                if slot in parts:
+                    continue
                 part = slice(slot.offset, slot.offset + slot.numel)
                 width = slot.shape[-1] if norm == "row" and len(slot.shape) > 1 else slot.numel
                 _rda_rows([voter[part].view(-1, width) for voter in voters], shares, out[part].view(-1, width))
@@ -174,6 +184,41 @@ def _rda_rows(blocks: Sequence[Tensor], shares: Sequence[float], out: Tensor) ->
     out.mul_(scale.to(out.dtype).unsqueeze(1))
     if bool(cancelled.any()):
         out[cancelled] = mean([block[cancelled] for block in blocks], shares)
+
+
+def _rda_parts(
+    voters: Sequence[Tensor], shares: Sequence[float], fragment: Fragment, cut: Sequence[CutSlot], out: Tensor, meeting: Meeting
+) -> None:
+    """`_rda_rows` of slots of which this stripe has parts, with the norms of the whole slots."""
+    ranges = {part.whole: slice(slot.offset, slot.offset + slot.numel) for part in cut for slot in (fragment.params[part.index],)}
+    norms = meeting.norms({
+        part.whole: [part_squares(voter[ranges[part.whole]], part.at, ends=part.ends) for voter in voters] for part in cut
+    })  # fmt: skip
+    for part in cut:
+        total = out[ranges[part.whole]]
+        for index, (voter, share) in enumerate(zip(voters, shares, strict=True)):
+            factor = torch.tensor(direction_factor(norms[part.whole][index], share), dtype=out.dtype)
+            direction = voter[ranges[part.whole]] * factor
+            total.copy_(direction) if index == 0 else total.add_(direction)
+    lengths = meeting.norms({part.whole: [part_squares(out[ranges[part.whole]], part.at, ends=part.ends)] for part in cut})
+    for part in cut:
+        where = ranges[part.whole]
+        factor = radial_factor(norms[part.whole], shares, lengths[part.whole][0])
+        if factor is None:
+            out[where] = mean([voter[where] for voter in voters], shares)
+        else:
+            out[where].mul_(torch.tensor(factor, dtype=out.dtype))
+
+
+def radial_factor(norms: Sequence[float], shares: Sequence[float], length: float) -> float | None:
+    """What gives a sum of directions, of this length, the mean magnitude. None: the directions cancel."""
+    total = sum(shares)
+    if length <= CANCELLED * total:
+        return None
+    magnitude = 0.0
+    for norm, share in zip(norms, shares, strict=True):
+        magnitude += norm * share
+    return (magnitude / total) / length
 
 
 def direction_factor(norm: float, share: float) -> float:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -53,6 +54,14 @@ def _products(rows: Tensor, others: Tensor) -> Tensor:
     count, width = rows.shape
     if 0 < rows.numel() <= SMALL and rows.dtype == others.dtype == torch.float32:
         return torch.from_numpy(_small_products(rows.numpy(), others.numpy()))
+    leaves = _leaf_sums(rows, others)
+    filled = torch.zeros(count, _power_of_two(leaves.shape[1]), dtype=torch.float64, device=rows.device)
+    filled[:, : leaves.shape[1]] = leaves
+    return _halved(filled)
+
+
+def _leaf_sums(rows: Tensor, others: Tensor) -> Tensor:
+    count, width = rows.shape
     leaves = torch.zeros(count, max(1, -(-width // LEAF)), dtype=torch.float64, device=rows.device)
     for left in range(0, width, _BATCH):
         span = min(_BATCH, width - left)
@@ -66,9 +75,7 @@ def _products(rows: Tensor, others: Tensor) -> Tensor:
             wide[:, :span].mul_(others[top : top + height, left : left + span])
             sums = _halved(wide.view(part.shape[0], -1, leaf))
             leaves[top : top + height, left // LEAF : left // LEAF + sums.shape[1]] = sums
-    filled = torch.zeros(count, _power_of_two(leaves.shape[1]), dtype=torch.float64, device=rows.device)
-    filled[:, : leaves.shape[1]] = leaves
-    return _halved(filled)
+    return leaves
 
 
 def _small_products(rows: Array, others: Array) -> Array:
@@ -97,6 +104,55 @@ def tree_sum(leaves: np.ndarray[Any, np.dtype[np.float64]]) -> float:
     while len(filled) > 1:
         filled = filled[: len(filled) // 2] + filled[len(filled) // 2 :]
     return float(filled[0])
+
+
+class PartSquares(NamedTuple):
+    """A part of a vector that several processes hold: the sums of squares of its whole leaves, and the numbers at its ends that
+    belong to leaves which other parts complete."""
+
+    head: Array
+    leaves: Array
+    tail: Array
+
+
+def leaf_squares_of(x: Tensor) -> Array:
+    """The sum of squares of each leaf of a vector on the CPU."""
+    if not x.numel():
+        return np.empty(0)
+    found: Array = _leaf_sums(x.reshape(1, -1), x.reshape(1, -1))[0].numpy()
+    return found
+
+
+def part_ends(at: int, numel: int, *, ends: bool) -> tuple[int, int]:
+    """Where the whole leaves of a part begin and end, which itself begins `at` in its vector. `ends`: the vector ends with it."""
+    head = min(numel, -at % LEAF)
+    return head, numel if ends else head + (numel - head) // LEAF * LEAF
+
+
+def part_squares(x: Tensor, at: int, *, ends: bool) -> PartSquares:
+    first, last = part_ends(at, x.numel(), ends=ends)
+    return PartSquares(x[:first].numpy(), leaf_squares_of(x[first:last]), x[last:].numpy())
+
+
+def norm_of_parts(parts: Sequence[PartSquares]) -> float:
+    """The norm of the vector that the parts make, to the bit."""
+    leaves: list[Array] = []
+    open_leaf = np.empty(0, np.float32)
+    for part in parts:
+        for numbers, whole in ((part.head, part.leaves), (part.tail, np.empty(0))):
+            open_leaf = np.concatenate([open_leaf, numbers])
+            if len(open_leaf) == LEAF:
+                leaves.append(_one_leaf(open_leaf))
+                open_leaf = open_leaf[:0]
+            assert not (len(whole) and len(open_leaf)), "a part of the vector is missing"
+            leaves.append(whole)
+    if len(open_leaf):
+        leaves.append(_one_leaf(open_leaf))
+    return math.sqrt(tree_sum(np.concatenate(leaves)))
+
+
+def _one_leaf(numbers: Array) -> Array:
+    return _small_products(numbers.reshape(1, -1), numbers.reshape(1, -1))
 
 
 def _halved(x: Tensor) -> Tensor:

@@ -1,0 +1,76 @@
+"""One shard of a syncer: its stripe of every fragment, merged and stored as a syncer does it with whole fragments.
+
+A stripe is a fragment of its own, so the executor is the syncer's. What a stripe cannot tell alone it learns from the other
+shards while it merges (the norms of slots that are cut), or tells the coordinator after it: how far Theta moved, leaf by leaf, and
+its part of the checksum. The coordinator decides with these what a syncer decides with whole fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from atoll.config import Config
+from atoll.executor.merging import FragmentMerger, Merged
+from atoll.executor.syncer import TensorSyncer
+from atoll.ids import FragmentId, OuterStep
+from atoll.protocol.vocabulary import Merge
+from atoll.store.versions import DigestPart, VersionStore, digest_part
+from atoll.tensors.layout import Fragment
+from atoll.tensors.norms import Array, leaf_squares_of
+from atoll.tensors.stripes import Meeting, Stripe, stripes_of
+
+
+class StripeResult(NamedTuple):
+    """What the coordinator learns of a merged stripe."""
+
+    moves: Array
+    """The squares of how far Theta moved, leaf by leaf."""
+    sizes: Array
+    """Of the announced vector, likewise."""
+    theta: DigestPart
+    buffers: DigestPart
+
+
+class ShardSyncer(TensorSyncer):
+    def __init__(
+        self, config: Config, fragments: Sequence[Fragment], shard: int, shards: int, disk: VersionStore, *,
+        in_blocks: bool = True, threads: int | None = None,
+    ) -> None:  # fmt: skip
+        """`fragments` are the whole ones, `disk` holds the stripes."""
+        self._stripes: tuple[Stripe, ...] = tuple(stripes_of(fragment, shards)[shard] for fragment in fragments)
+        self._whole = fragments
+        own = [stripe.fragment for stripe in self._stripes]
+        merger = FragmentMerger(config, own, threads=threads, cut=[stripe.cut for stripe in self._stripes])
+        self._moves: dict[tuple[OuterStep, FragmentId], Merged] = {}
+        super().__init__(config, own, disk, in_blocks=in_blocks, merger=merger)
+
+    def merge(self, effect: Merge, meeting: Meeting) -> StripeResult:
+        self.merger.meeting = meeting
+        try:
+            self.execute(effect, None)
+        finally:
+            self.merger.meeting = None
+        return self.result(effect.outer_step, effect.fragment)
+
+    def _jump(self, t: OuterStep, p: FragmentId) -> float:
+        """The coordinator has judged how far the whole fragment moved."""
+        return 0.0
+
+    def _measured(self, t: OuterStep, p: FragmentId, merged: Merged) -> None:
+        """The norms of a stripe alone are of no use."""
+        self._moves[t, p] = merged
+
+    def result(self, t: OuterStep, p: FragmentId) -> StripeResult:
+        """Of what was merged, or copied from an earlier version, and is not stored yet."""
+        version, before, stripe = self._merged[t, p], self._previous[t, p], self._stripes[p]
+        merged = self._moves.pop((t, p), None)
+        moves = merged.moves if merged is not None else None
+        sizes = merged.sizes if merged is not None else None
+        whole = self._whole[p].numel
+        return StripeResult(
+            leaf_squares_of(version.theta - before.theta) if moves is None else moves,
+            leaf_squares_of(version.announced) if sizes is None else sizes,
+            digest_part(version.theta, stripe.first, whole),
+            digest_part(version.buffers, 0, version.buffers.numel()),
+        )
