@@ -31,7 +31,7 @@ from atoll.runtime.local.summary import executor_for_replay
 from atoll.runtime.metrics import MetricsAt
 from atoll.sim.checkers import Safety
 from atoll.sim.run import replay_run
-from atoll.store.durable import DurableVersions
+from atoll.store.striped import open_versions
 from atoll.tape.format import Record
 from atoll.tape.replay import Outcome, replay
 from atoll.tape.weave import open_run
@@ -196,7 +196,7 @@ def retrain(directory: Path, *, whole: bool = True) -> None:
     if whole:
         task = task_for(load(directory / "config.toml"))
         remerge = remerge_for(task.config, task.layout.fragments)
-        assert theta == DurableVersions.open(directory / "syncer", read_only=True, remerge=remerge).theta_sha256()
+        assert theta == open_versions(directory / "syncer", remerge).theta_sha256()
 
 
 def effects_of(directory: Path, *kinds: type[Effect]) -> list[Any]:

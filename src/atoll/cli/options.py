@@ -50,6 +50,15 @@ ParallelOption = Annotated[
 ObeyOption = Annotated[bool, typer.Option("--obey-stdin", hidden=True, help="For launchers: end when standard input ends.")]
 
 
+ShardsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--shards", min=1, max=256,
+        help="Processes that merge and store, each a stripe of every fragment. Default: the syncer itself, or as --dir has.",
+    ),
+]  # fmt: skip
+
+
 InsecureOption = Annotated[
     bool, typer.Option("--insecure", help="Allow connections without TLS beyond this machine. Join tokens are still required.")
 ]

@@ -176,10 +176,10 @@ def logged_to(targets: tuple[LogTarget, ...], directory: Path, say: Callable[[st
 def run_live(
     settings: Config, plan: ChaosPlan, directory: Path | None, threads: int, quiet: bool, device: str, allowed: list[str],
     resume: tuple[Path, int] | None = None, sight: Sight = NO_SIGHT, dashboard: Dashboard = NO_DASHBOARD,
-    ranks: Sequence[str] = (),
+    words: tuple[Sequence[str], Sequence[str]] = ((), ()),
 ) -> Summary:  # fmt: skip
-    """Processes on this machine. `--preset ddp` is torch's own data-parallel training, with a launcher of its own. `ranks`: what
-    learners of several ranks are started with."""
+    """Processes on this machine. `--preset ddp` is torch's own data-parallel training, with a launcher of its own. `words`: more
+    options of each learner, for its ranks, and of the syncer, for its shards."""
     from atoll.executor.environment import use_threads
 
     began = time.monotonic()
@@ -187,7 +187,9 @@ def run_live(
     ddp = settings.preset == "ddp"
     if ddp and (plan.faults or resume is not None):
         raise UserError("--preset ddp: torch's DDP survives no faults and takes no snapshots; use --virtual, or another preset")
-    if ddp and ranks:
+    if ddp and words[1]:
+        raise UserError("--shards: torch's DDP has no syncer; leave it out")
+    if ddp and words[0]:
         raise UserError("--ranks: with --preset ddp every learner is a rank of torch's DDP already; give --learners instead")
     if ddp and dashboard.chaos:
         raise UserError("--allow-chaos: torch's DDP survives no faults; leave it out, or use another preset")
@@ -204,7 +206,7 @@ def run_live(
                     summary = ddp_summary(settings, directory, threads, device, allowed, progress)
             else:
                 summary = cluster_summary(
-                    settings, plan, directory, threads, device, allowed, resume, view, progress, sight, dashboard, ranks
+                    settings, plan, directory, threads, device, allowed, resume, view, progress, sight, dashboard, words
                 )
         except KeyboardInterrupt:
             written = directory.is_dir() and any(directory.iterdir())
@@ -262,7 +264,7 @@ def ddp_summary(
 def cluster_summary(
     settings: Config, plan: ChaosPlan, directory: Path, threads: int, device: str, allowed: list[str],
     resume: tuple[Path, int] | None, view: RunView, progress: RunProgress, sight: Sight, dashboard: Dashboard,
-    ranks: Sequence[str],
+    words: tuple[Sequence[str], Sequence[str]],
 ) -> Summary:  # fmt: skip
     from atoll.executor.compute import resolved
     from atoll.executor.virtual_run import checked_device, evaluated_on, refuse_too_many
@@ -287,7 +289,7 @@ def cluster_summary(
     progress.waits_for_learners(COMPILE_NOTE if resolved(settings, checked_device(device)).compiled else "")
     cluster = LocalCluster(
         settings, directory, plan, threads=threads, device=device, allowed=allowed, resume=resume, watch=watch,
-        say=progress.say, on_point=progress.on_point, metrics=sight.metrics, metrics_token=sight.metrics_token, ranks=ranks,
+        say=progress.say, on_point=progress.on_point, metrics=sight.metrics, metrics_token=sight.metrics_token, words=words,
     )  # fmt: skip
     there = evaluated_on(task, checked_device(device))
     run = RunFolder(directory, directory / "syncer")

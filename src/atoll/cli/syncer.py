@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from atoll.cli.options import (
     ObeyOption,
     PluginOption,
     QuietOption,
+    ShardsOption,
 )
 from atoll.cli.resume import _refuse_nothing_left
 from atoll.cli.shared import InitOption, LearnersOption, PresetOption, Recipe, SeedOption, SetOption, ThreadsOption, settings_from
@@ -39,12 +38,12 @@ if TYPE_CHECKING:
 def run_syncer(
     settings: Config, directory: Path, listen: str, keys: Path | None, allowed: list[str],
     resume: Path | None, threads: int, obey_stdin: bool, metrics: MetricsAt | None, bulk_port: int | None = None,
+    shards: int | None = None, shard_threads: int = 0,
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
     from atoll.runtime.syncer.directory import SyncerDirectory
-    from atoll.runtime.syncer.metrics import syncer_metrics
-    from atoll.runtime.syncer.process import SyncerProcess
+    from atoll.runtime.syncer.lives import run_lives
     from atoll.runtime.syncer.resume import load_resumable_state
     from atoll.store.snapshots import read_manifest
     from atoll.transport import raise_open_files_limit, server_credentials
@@ -67,19 +66,13 @@ def run_syncer(
     use_threads(threads)
     say = logging.getLogger("atoll.syncer").warning
     task = None if settings.model.name == CUSTOM else built(settings, allowed, say)
-    home = SyncerDirectory(directory, settings, task, keys=keys, resume=resume)
-    process = SyncerProcess(home, listen, credentials, key_warnings, bulk_port)
 
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, process.stop)
-        if obey_stdin:
-            end_with_stdin(lambda: loop.call_soon_threadsafe(process.stop))
-        await process.run()
+    def open_home() -> SyncerDirectory:
+        return SyncerDirectory(
+            directory, settings, task, keys=keys, resume=resume, shards=shards, shard_threads=shard_threads
+        )
 
-    with syncer_metrics(metrics, process, home):
-        asyncio.run(main())
+    run_lives(open_home, listen, credentials, key_warnings, bulk_port, metrics, end_with_stdin if obey_stdin else None)
 
 
 def end_with_stdin(end: Callable[[], object]) -> None:
@@ -119,6 +112,10 @@ def syncer(
         typer.Option("--resume", metavar="DIR", help="Start from a snapshot: the folder snapshots/STEP in a syncer's folder."),
     ] = None,
     threads: ThreadsOption = 1,
+    shards: ShardsOption = None,
+    shard_threads: Annotated[
+        int, typer.Option("--shard-threads", min=0, max=1024, help="Threads of each shard; 0: its share of the cores.")
+    ] = 0,
     obey_stdin: ObeyOption = False,
     tls_log: Annotated[
         bool, typer.Option("--tls-log", help="With --keys: also log why TLS handshakes fail, in gRPC's own words.")
@@ -137,7 +134,9 @@ def syncer(
     _refuse_early(directory, listen, bulk_port, keys, insecure)
     at = _metrics_of(metrics, metrics_token, keys)
     logging.getLogger("atoll.syncer").info("loading data and model")
-    run_syncer(settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, at, bulk_port)
+    run_syncer(
+        settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, at, bulk_port, shards, shard_threads
+    )
 
 
 def _metrics_of(address: str | None, token: Path | None, keys: Path | None) -> MetricsAt | None:

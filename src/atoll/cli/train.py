@@ -20,6 +20,7 @@ from atoll.cli.options import (
     ParallelOption,
     PluginOption,
     RanksOption,
+    ShardsOption,
 )
 from atoll.cli.resume import snapshot_to_resume
 from atoll.cli.runs import Sight, run_live, run_on_tape, run_virtually, with_curve
@@ -74,6 +75,7 @@ def train(
     threads: ThreadsOption = 1,
     ranks: RanksOption = 1,
     parallel: ParallelOption = "ddp",
+    shards: ShardsOption = None,
     twin: TwinOption = False,
     resume: ResumeOption = None,
     snapshot: SnapshotOption = None,
@@ -93,11 +95,11 @@ def train(
     page = Dashboard.of(dashboard, allow_chaos, live=not virtual and tape is None)
     if tape is not None:
         others = (resume, snapshot, chaos, preset, learners, init, metrics, log_to)
-        if virtual or twin or device != "cpu" or ranks > 1 or any(other is not None for other in others):
+        if virtual or twin or device != "cpu" or ranks > 1 or shards or any(other is not None for other in others):
             raise UserError("--tape: goes with a recipe, --set, --seed, --out, --threads, --allow-model and --json only")
         show(run_on_tape(tape, recipe, seed, set_ or [], out_dir, threads, as_json, allow_model or []), as_json)
         return
-    of_ranks = _rank_words(ranks, parallel, virtual=virtual)
+    words = (_rank_words(ranks, parallel, virtual=virtual), _shard_words(shards, virtual=virtual))
     _refuse_unfit(resume, snapshot, init, virtual=virtual, twin=twin)
     if resume is not None:
         resume = find_run(resume, "--resume").folder
@@ -123,11 +125,11 @@ def train(
     if twin:
         refuse_used(_twin_of(directory))
     summary = run_live(
-        settings, plan, directory, threads, as_json, device, allowed, start, sight=sight, dashboard=page, ranks=of_ranks
+        settings, plan, directory, threads, as_json, device, allowed, start, sight=sight, dashboard=page, words=words
     )
     if twin:
         again = run_live(
-            settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start, sight=sight, ranks=of_ranks
+            settings, ChaosPlan(), _twin_of(directory), threads, as_json, device, allowed, start, sight=sight, words=words
         )
         summary = with_curve(msgspec.structs.replace(summary, twin_loss=again.loss_final), directory, again)
         write_summary(directory, summary)
@@ -147,6 +149,12 @@ def _rank_words(ranks: int, parallel: str, *, virtual: bool) -> list[str]:
     if ranks > 1 and virtual:
         raise UserError(f"--ranks {ranks}: learners of several ranks are processes: it does not go with --virtual")
     return ["--ranks", str(ranks), "--parallel", parallel] if ranks > 1 else []
+
+
+def _shard_words(shards: int | None, *, virtual: bool) -> list[str]:
+    if shards is not None and virtual:
+        raise UserError(f"--shards {shards}: shards are processes: it does not go with --virtual")
+    return ["--shards", str(shards)] if shards is not None else []
 
 
 def _sight(settings: Config, metrics: str | None, token: Path | None, log_to: list[str] | None, *, virtual: bool) -> Sight:

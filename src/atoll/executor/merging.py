@@ -23,6 +23,7 @@ from atoll.executor.optim.build import build_optimizer, optimizer_step
 from atoll.ids import FragmentId, OuterStep
 from atoll.kernels.fused import Fused, MergePart, has_numba, why_torch, worthwhile
 from atoll.store.durable import Remerge
+from atoll.store.striped import RemergeOf
 from atoll.store.versions import MergeInputs, Met, Version
 from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
@@ -30,7 +31,7 @@ from atoll.tensors.merge import mean, merge, merge_buffers
 from atoll.tensors.norms import Array, PartSquares, block_leaves, may_overflow, outlier_norm, tree_sum
 from atoll.tensors.outer import OuterRule, OuterState, averaged, outer_rule, outer_step
 from atoll.tensors.robust import ROBUST
-from atoll.tensors.stripes import CutSlot, Meeting
+from atoll.tensors.stripes import CutSlot, Meeting, stripes_of
 
 PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
 
@@ -76,16 +77,29 @@ class Attended:
         return dict(given)
 
 
-def remerge_for(config: Config, fragments: Sequence[Fragment]) -> Remerge:
+def remerge_for(config: Config, fragments: Sequence[Fragment]) -> RemergeOf:
     """For a reader of stored versions, which may have none to merge again: the kernels are built when the first comes."""
-    mergers: list[FragmentMerger] = []
 
-    def again(p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor]) -> Version:
-        if not mergers:
-            mergers.append(FragmentMerger(config, fragments, warm_up=False))
-        return mergers[0].again(p, inputs, previous, announced)
+    def of(shard: int, shards: int) -> Remerge:
+        mergers: list[FragmentMerger] = []
 
-    return again
+        def again(p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor]) -> Version:
+            if not mergers:
+                mergers.append(stripe_merger(config, fragments, shard, shards, warm_up=False))
+            return mergers[0].again(p, inputs, previous, announced)
+
+        return again
+
+    return of
+
+
+def stripe_merger(
+    config: Config, fragments: Sequence[Fragment], shard: int, shards: int, *, warm_up: bool = True, threads: int | None = None
+) -> FragmentMerger:
+    """Of a shard's stripe of every fragment; (0, 1) is of whole fragments."""
+    own = [stripes_of(fragment, shards)[shard] for fragment in fragments]
+    cut = [stripe.cut for stripe in own]
+    return FragmentMerger(config, [stripe.fragment for stripe in own], warm_up=warm_up, threads=threads, cut=cut)
 
 
 class FragmentMerger:

@@ -1,8 +1,8 @@
 """One shard of a syncer: its stripe of every fragment, merged and stored as a syncer does it with whole fragments.
 
 A stripe is a fragment of its own, so the executor is the syncer's. What a stripe cannot tell alone it learns from the other
-shards while it merges (the norms of slots that are cut), or tells the coordinator after it: how far Theta moved, leaf by leaf, and
-its part of the checksum. The coordinator decides with these what a syncer decides with whole fragments.
+shards while it merges (the norms of slots that are cut), or tells the coordinator after it: how far Theta moved, leaf by leaf,
+and its part of the checksum. The coordinator decides with these what a syncer decides with whole fragments.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.config import Config
-from atoll.executor.merging import FragmentMerger, Merged
+from atoll.executor.merging import Merged, stripe_merger
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import FragmentId, OuterStep
-from atoll.protocol.vocabulary import Merge
+from atoll.protocol.vocabulary import Merge, Store
 from atoll.store.versions import DigestPart, VersionStore, digest_part
 from atoll.tensors.layout import Fragment
 from atoll.tensors.norms import Array, leaf_squares_of
@@ -41,7 +41,7 @@ class ShardSyncer(TensorSyncer):
         self._stripes: tuple[Stripe, ...] = tuple(stripes_of(fragment, shards)[shard] for fragment in fragments)
         self._whole = fragments
         own = [stripe.fragment for stripe in self._stripes]
-        merger = FragmentMerger(config, own, threads=threads, cut=[stripe.cut for stripe in self._stripes])
+        merger = stripe_merger(config, fragments, shard, shards, threads=threads)
         self._moves: dict[tuple[OuterStep, FragmentId], Merged] = {}
         super().__init__(config, own, disk, in_blocks=in_blocks, merger=merger)
 
@@ -52,6 +52,12 @@ class ShardSyncer(TensorSyncer):
         finally:
             self.merger.meeting = None
         return self.result(effect.outer_step, effect.fragment)
+
+    def store(self, effect: Store) -> None:
+        """May be asked again: where another shard's disk was full, this one has stored its stripes already."""
+        t = effect.outer_step
+        if any((t, p) in self._merged for p in effect.fragments):
+            self.execute(Store(t, effect.fragments), None)
 
     def _jump(self, t: OuterStep, p: FragmentId) -> float:
         """The coordinator has judged how far the whole fragment moved."""

@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs import Packet
-from atoll.codecs.parts import joined, part_of
+from atoll.codecs.parts import part_of
 from atoll.config import Config
 from atoll.errors import DataError
 from atoll.executor.shard import StripeResult
@@ -42,10 +43,10 @@ from atoll.protocol.vocabulary import (
     Store,
     Stored,
 )
+from atoll.store.striped import joined_packet, joined_version
 from atoll.store.versions import Version, checksum_of_parts, digest
 from atoll.tensors.layout import Fragment
 from atoll.tensors.norms import Array, PartSquares, norm_of_parts, tree_sum
-from atoll.tensors.outer import OuterState
 from atoll.tensors.stripes import Meeting, Stripe, stripes_of
 
 ANNOUNCED_KEPT: Final = 2
@@ -72,7 +73,9 @@ class ShardHandle(Protocol):
     def read_announcement(self, p: FragmentId, v: OuterStep) -> Announcement: ...
     def read_version(self, p: FragmentId, v: OuterStep) -> Version: ...
     def read_theta(self, p: FragmentId, v: OuterStep) -> tuple[Tensor, Tensor]: ...
-    def snapshot(self, folder: str) -> None: ...
+    def link_into(self, directory: str) -> None:
+        """As every shard's part of a snapshot."""
+        ...
 
 
 class ShardLost(Exception):
@@ -172,6 +175,10 @@ class ShardedVersions:
     def newest(self) -> list[Version]:
         return [self.at(p, max(versions)) for p, versions in enumerate(self._index)]
 
+    def load(self) -> Sequence[Version]:
+        """The shards have theirs in memory."""
+        return ()
+
     def theta(self) -> tuple[list[Tensor], list[Tensor]]:
         pairs = []
         for p, versions in enumerate(self._index):
@@ -200,8 +207,8 @@ class ShardedVersions:
         self._sha256.pop((p, v), None)
         self.each(lambda shard: shard.tell(ForgetVersion(p, v)))
 
-    def snapshot(self, folder: str) -> None:
-        self.each(lambda shard: shard.snapshot(folder))
+    def link_into(self, directory: Path) -> None:
+        self.each(lambda shard: shard.link_into(str(directory)))
 
     def _require(self, p: FragmentId, v: OuterStep) -> None:
         if v not in self._index[p]:
@@ -209,45 +216,11 @@ class ShardedVersions:
 
 
 def announcement_of(parts: Sequence[Announcement]) -> Announcement:
-    packets = [part.packet for part in parts if part.packet is not None]
-    return Announcement(joined(packets) if packets else None, parts[0].buffers)
-
-
-def joined_version(parts: Sequence[Version]) -> Version:
-    theta = torch.cat([part.theta for part in parts])
-    same = all(part.announced is part.theta for part in parts)
-    announced = theta if same else torch.cat([part.announced for part in parts])
-    states = [part.outer for part in parts if part.outer is not None]
-    outer = None
-    if states:
-        momentum, pending, average = (_cat([getattr(s, name) for s in states]) for name in ("momentum", "pending", "average"))
-        outer = OuterState(momentum, pending, states[0].count, average)
-    packets = [part.packet for part in parts if part.packet is not None]
-    return Version(theta, parts[0].buffers, outer, None, announced, joined(packets) if packets else None)
-
-
-def _cat(parts: Sequence[Tensor | None]) -> Tensor | None:
-    given = [part for part in parts if part is not None]
-    return torch.cat(given) if given else None
-
-
-def stripe_of_version(version: Version, stripe: Stripe) -> Version:
-    """What a shard stores of a version; `joined_version` of all of them gives it back."""
-    own = slice(stripe.first, stripe.last)
-    theta = version.theta[own].clone()
-    buffers = version.buffers if stripe.fragment.buffer_numel else version.buffers[:0]
-    announced = theta if version.announced is version.theta else version.announced[own].clone()
-    outer = None
-    if version.outer is not None:
-        state = version.outer
-        momentum, pending, average = (x[own].clone() if x is not None else None for x in (state.momentum, state.pending, state.average))
-        outer = OuterState(momentum, pending, state.count, average)
-    packet = part_of(version.packet, stripe.first, stripe.last) if version.packet is not None else None
-    return Version(theta, buffers, outer, None, announced, packet)
+    return Announcement(joined_packet([part.packet for part in parts]), parts[0].buffers)
 
 
 class ShardedSyncer(TensorSyncer):
-    disk: ShardedVersions  # type: ignore[assignment]
+    disk: ShardedVersions
 
     def __init__(
         self, config: Config, fragments: Sequence[Fragment], shards: Sequence[ShardHandle], disk: ShardedVersions,

@@ -224,7 +224,8 @@ class TensorSyncer:
         return Stored(t, digest, jumps)
 
     def _checksum(self, *versions: Version) -> str:
-        return checksum([tensor for version in versions for tensor in (version.theta, version.buffers)], in_blocks=self._in_blocks)
+        vectors = [vector for version in versions for vector in (version.theta, version.buffers)]
+        return checksum(vectors, in_blocks=self._in_blocks)
 
     def _jump(self, t: OuterStep, p: FragmentId) -> float:
         found = self._jumps.get((t, p))

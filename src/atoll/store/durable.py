@@ -35,7 +35,7 @@ from atoll.store import tensor_files as state
 from atoll.store import version_file as files
 from atoll.store.tensor_files import PARTIAL, StorageFailed
 from atoll.store.version_file import FILE_NAME, FOLDER, INPUTS, WHOLE, check_version, file_name
-from atoll.store.version_folder import StoredFiles, scan
+from atoll.store.version_folder import StoredFiles, link_files, scan
 from atoll.store.versions import MergeInputs, Version, checksum, digest
 
 log = logging.getLogger("atoll.store")
@@ -147,6 +147,9 @@ class DurableVersions:
         by_inputs = stored.logged.keys() - stored.whole
         return [self.inputs_path(p, v) if v in by_inputs else self.path(p, v) for v in sorted(versions)]
 
+    def link_into(self, directory: Path) -> None:
+        link_files(self.paths(), directory)
+
     def has(self, p: FragmentId, v: OuterStep) -> bool:
         return v in self._index[p]
 
@@ -205,12 +208,16 @@ class DurableVersions:
         """Without packets, to save memory; `at` has them."""
         return [self._newest_version(p, max(self._index[p])) for p in range(len(self._index))]
 
+    def load(self) -> Sequence[Version]:
+        """Into memory, in the thread that will replace and free them."""
+        return self.newest()
+
     def theta(self) -> tuple[list[Tensor], list[Tensor]]:
         """Reads nothing else: momentum and announcements are twice as much."""
-        pairs = [self._theta_of(p, max(versions)) for p, versions in enumerate(self._index)]
+        pairs = [self.theta_at(p, max(versions)) for p, versions in enumerate(self._index)]
         return [theta for theta, _ in pairs], [buffers for _, buffers in pairs]
 
-    def _theta_of(self, p: FragmentId, v: OuterStep) -> tuple[Tensor, Tensor]:
+    def theta_at(self, p: FragmentId, v: OuterStep) -> tuple[Tensor, Tensor]:
         newest = self._newest.get(p)
         if newest is not None and newest[0] == v:
             return newest[1].theta, newest[1].buffers

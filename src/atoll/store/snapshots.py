@@ -24,13 +24,14 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
 from atoll.errors import UNDECODABLE, DataError
 from atoll.ids import LearnerId, OuterStep
 from atoll.store.durable import DurableVersions
+from atoll.store.striped import StripedVersions, open_versions
 from atoll.store.tensor_files import (
     ByteChunk,
     discard,
@@ -113,7 +114,7 @@ class SnapshotProblem:
 
 @dataclass(frozen=True, slots=True)
 class SyncerPart:
-    disk: DurableVersions
+    disk: DurableVersions | StripedVersions
     """Read-only; reads the snapshot's own files on demand."""
     machine_state: bytes
     manifest: Manifest
@@ -144,13 +145,13 @@ def snapshot_dir(root: Path, snapshot: OuterStep) -> Path:
 # ---------------------------------------------------------------- the syncer writes
 
 
-def begin_syncer(root: Path, snapshot: OuterStep, disk: DurableVersions, machine_state: bytes) -> None:
+def begin_syncer(root: Path, snapshot: OuterStep, disk: Linkable, machine_state: bytes) -> None:
     """Record all kept versions and the machine's state. Snapshots that were begun before and not sealed are abandoned."""
     target = _open_dir(root, snapshot)
     with _removed_on_failure(target):
         _clear(root)
         target.mkdir(parents=True)
-        link_versions(disk, target)
+        disk.link_into(target)
         write_file(target / MACHINE_FILE, [machine_state])
 
 
@@ -183,29 +184,10 @@ def seal_syncer(
     return True
 
 
-def link_versions(disk: DurableVersions, directory: Path) -> None:
-    """Link all files that the kept versions need into `directory/versions`: no bytes are copied where the file system has hard
-    links. The same call restores a run, from `load_syncer(...).disk` into its own directory."""
-    target = directory / FOLDER
-    target.mkdir(parents=True, exist_ok=True)
-    for source in disk.paths():
-        _link_or_copy(source, target / source.name)
-    sync_directory(target)
-
-
-def _link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        raise DataError(f"{target} exists already: versions are linked into an empty directory") from None
-    except OSError:  # another file system, or one without links
-        try:
-            shutil.copyfile(source, target)
-            with target.open("rb") as copy:
-                os.fsync(copy.fileno())
-        except OSError as error:
-            discard(target)
-            raise storage_failed(target, source.stat().st_size, error) from error
+class Linkable(Protocol):
+    def link_into(self, directory: Path) -> None:
+        """Link all files that the kept versions need, so that `open_versions(directory)` has them."""
+        ...
 
 
 # ---------------------------------------------------------------- a learner writes
@@ -317,7 +299,7 @@ def verify(run_dir: Path, snapshot: OuterStep) -> list[SnapshotProblem]:
 
 def load_syncer(directory: Path) -> SyncerPart:
     manifest = read_manifest(directory)
-    return SyncerPart(DurableVersions.open(directory, read_only=True), _read_machine_state(directory, manifest), manifest)
+    return SyncerPart(open_versions(directory), _read_machine_state(directory, manifest), manifest)
 
 
 def load_learner_part(directory: Path, *, mapped: bool = False) -> LearnerPart:

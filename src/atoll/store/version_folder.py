@@ -1,16 +1,26 @@
-"""The folder of a syncer's versions by the names of its files: which there are, and which of them a version needs."""
+"""The folder of a syncer's versions by the names of its files: which there are, and which of them a version needs.
+
+    versions/                        of a syncer without shards
+    versions/shard0of2/versions/     of a shard: its stripe of every version
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from atoll.errors import DataError
 from atoll.ids import FragmentId, OuterStep
-from atoll.store.tensor_files import PARTIAL
+from atoll.store.tensor_files import PARTIAL, discard, storage_failed, sync_directory
 from atoll.store.version_file import FILE_NAME, FOLDER, INPUTS, WHOLE, file_name, refers_to
+
+_SHARD: Final = re.compile(r"shard(\d+)of(\d+)")
 
 
 @dataclass(slots=True)
@@ -43,6 +53,50 @@ class StoredFiles:
         return self.whole | set(self.logged)
 
 
+def shard_folder(home: Path, shard: int, shards: int) -> Path:
+    return home / FOLDER / f"shard{shard}of{shards}"
+
+
+def shard_folders(home: Path) -> list[Path]:
+    """In the order of the shards; none where the run has no shards. DataError: some are missing."""
+    parts = (home / FOLDER).iterdir() if (home / FOLDER).is_dir() else ()
+    found = {int(name[1]): (int(name[2]), path) for path in parts if (name := _SHARD.fullmatch(path.name))}
+    if not found:
+        return []
+    counts = {count for count, _ in found.values()}
+    if len(counts) > 1 or set(found) != set(range(max(counts))):
+        there = ", ".join(sorted(path.name for _, path in found.values()))
+        raise DataError(f"directory {home / FOLDER}: has {there}, which are not all shards of one syncer")
+    return [found[shard][1] for shard in sorted(found)]
+
+
+def _homes(directory: Path) -> list[Path]:
+    return shard_folders(directory) or [directory]
+
+
+def link_files(sources: Sequence[Path], directory: Path) -> None:
+    """Into `directory/versions`. No bytes are copied where the file system has hard links."""
+    target = directory / FOLDER
+    target.mkdir(parents=True, exist_ok=True)
+    for source in sources:
+        _link_or_copy(source, target / source.name)
+    sync_directory(target)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise DataError(f"{target} exists already: versions are linked into an empty directory") from None
+    except OSError:  # another file system, or one without links
+        try:
+            shutil.copyfile(source, target)
+            with target.open("rb") as copy:
+                os.fsync(copy.fileno())
+        except OSError as error:
+            discard(target)
+            raise storage_failed(target, source.stat().st_size, error) from error
+
 
 def scan(folder: Path) -> list[tuple[FragmentId, OuterStep, str]]:
     names = [FILE_NAME.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
@@ -51,6 +105,10 @@ def scan(folder: Path) -> list[tuple[FragmentId, OuterStep, str]]:
 
 def missing_files(directory: Path, kept: Sequence[Sequence[OuterStep]]) -> list[Path]:
     """Files of a run without which it does not have these versions, whole or by their inputs."""
+    return [path for home in _homes(directory) for path in _missing(home, kept)]
+
+
+def _missing(directory: Path, kept: Sequence[Sequence[OuterStep]]) -> list[Path]:
     stored = [StoredFiles() for _ in kept]
     for p, v, kind in scan(directory / FOLDER):
         if p < len(stored) and kind == WHOLE:
@@ -64,7 +122,8 @@ def missing_files(directory: Path, kept: Sequence[Sequence[OuterStep]]) -> list[
 
 def version_files(directory: Path) -> tuple[list[Path], list[Path]]:
     """The files of versions there, and what a killed syncer left unfinished."""
-    paths = sorted((directory / FOLDER).iterdir()) if (directory / FOLDER).is_dir() else []
+    folders = [home / FOLDER for home in _homes(directory) if (home / FOLDER).is_dir()]
+    paths = [path for folder in folders for path in sorted(folder.iterdir())]
     whole = [path for path in paths if FILE_NAME.fullmatch(path.name)]
     unfinished = [path for path in paths if path.name.endswith(PARTIAL)]
     return whole, [path for path in unfinished if FILE_NAME.fullmatch(path.name.removesuffix(PARTIAL))]
@@ -72,4 +131,4 @@ def version_files(directory: Path) -> tuple[list[Path], list[Path]]:
 
 def newest_step(directory: Path) -> OuterStep:
     """By the files' names alone, so that it can be polled while a run goes on."""
-    return max((v for _, v, _ in scan(directory / FOLDER)), default=0)
+    return min(max((v for _, v, _ in scan(home / FOLDER)), default=0) for home in _homes(directory))

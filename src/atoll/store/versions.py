@@ -15,7 +15,6 @@ from atoll.codecs import Packet
 from atoll.ids import FragmentId, OuterStep
 from atoll.tensors.outer import OuterState
 
-
 Met: TypeAlias = tuple[tuple[tuple[int, tuple[float, ...]], ...], ...]
 """What a shard learnt from the others while it merged a stripe, in order: by slot of the fragment the norms of the whole slot."""
 

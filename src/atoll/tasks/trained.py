@@ -16,7 +16,8 @@ from atoll.config import CUSTOM, Config, load, read_toml
 from atoll.errors import UNDECODABLE, ConfigError, DataError, UserError
 from atoll.ids import OuterStep
 from atoll.store.checkpoints import write_dcp
-from atoll.store.durable import DurableVersions, Remerge
+from atoll.store.durable import DurableVersions
+from atoll.store.striped import RemergeOf, StripedVersions, open_versions
 from atoll.store.tokenizer_file import read_tokenizer_file, tokenizer_of, tokenizer_setting
 from atoll.store.version_file import FOLDER
 from atoll.store.versions import digest
@@ -42,7 +43,7 @@ from atoll.workload.evaluation.export import (
 from atoll.workload.evaluation.likelihood import likelihoods
 from atoll.workload.models.decoder import Decoder
 
-RemergeFor: TypeAlias = Callable[[Config, Sequence[Fragment]], Remerge]
+RemergeFor: TypeAlias = Callable[[Config, Sequence[Fragment]], RemergeOf]
 HELDOUT = "heldout"
 """Name of the held-out loss among the tasks."""
 
@@ -93,7 +94,7 @@ def open_trained(run: Path, allowed: Collection[str] = (), remerge_for: RemergeF
     if ended:  # theta.safetensors comes after the last step; of a run on a cut tape only the summary has the number of steps
         outer_step = summary.total_steps if summary is not None else config.total_steps
     else:
-        outer_step = _newest(DurableVersions.open(home, read_only=True))
+        outer_step = _newest(open_versions(home))
     if outer_step == 0:
         began = f"holds only the weights it began with (outer step 0 of {config.total_steps})"
         raise UserError(f"run {run}: {began}; name a run that stored an outer step")
@@ -106,7 +107,7 @@ def open_trained(run: Path, allowed: Collection[str] = (), remerge_for: RemergeF
             _refuse_damaged(home / THETA_FILE, run, summary.theta_sha256, config, model)
     else:  # opened again: a run that still trains may have deleted the versions found above
         remerge = remerge_for(config, layout_for(config, model).fragments) if remerge_for else None
-        disk = DurableVersions.open(home, read_only=True, remerge=remerge)
+        disk = open_versions(home, remerge)
         outer_step = _newest(disk)
         _load_versions(disk, config, model)
     return Trained(run, config, model, tokenizer, outer_step)
@@ -123,7 +124,7 @@ def config_of(run: Path) -> Config:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _newest(disk: DurableVersions) -> OuterStep:
+def _newest(disk: DurableVersions | StripedVersions) -> OuterStep:
     """Of all fragments: they are merged in turn, so most have an older version."""
     return max(max(kept) for kept in disk.kept())
 
@@ -164,7 +165,7 @@ def _refuse_damaged(path: Path, run: Path, sha256: str, config: Config, model: n
         raise DataError(f"{path} is damaged or belongs to another run: {differs}; restore the run's own file, or train again")
 
 
-def _load_versions(disk: DurableVersions, config: Config, model: nn.Module) -> None:
+def _load_versions(disk: DurableVersions | StripedVersions, config: Config, model: nn.Module) -> None:
     layout = layout_for(config, model)
     tensors = named_tensors(model)
     params, buffers = disk.theta()

@@ -203,11 +203,11 @@ def _rda_parts(
     lengths = meeting.norms({part.whole: [part_squares(out[ranges[part.whole]], part.at, ends=part.ends)] for part in cut})
     for part in cut:
         where = ranges[part.whole]
-        factor = radial_factor(norms[part.whole], shares, lengths[part.whole][0])
-        if factor is None:
+        radial = radial_factor(norms[part.whole], shares, lengths[part.whole][0])
+        if radial is None:
             out[where] = mean([voter[where] for voter in voters], shares)
         else:
-            out[where].mul_(torch.tensor(factor, dtype=out.dtype))
+            out[where].mul_(torch.tensor(radial, dtype=out.dtype))
 
 
 def radial_factor(norms: Sequence[float], shares: Sequence[float], length: float) -> float | None:

@@ -51,7 +51,7 @@ def _products(rows: Tensor, others: Tensor) -> Tensor:
     """Row by row. Every addition is elementwise, so torch's threads change nothing. Batches bound the float64 copy to 8 MiB."""
     if rows.is_cuda:  # reductions on a GPU do not depend on CPU threads, and one launch is fastest
         return rows.to(torch.float64).mul_(others).sum(-1)
-    count, width = rows.shape
+    count, _width = rows.shape
     if 0 < rows.numel() <= SMALL and rows.dtype == others.dtype == torch.float32:
         return torch.from_numpy(_small_products(rows.numpy(), others.numpy()))
     leaves = _leaf_sums(rows, others)

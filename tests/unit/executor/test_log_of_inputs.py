@@ -22,7 +22,6 @@ from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Accept, CopyVersions, ForgetVersion, Merge, Share, Store, Stored
 from atoll.store import durable
 from atoll.store.durable import DurableVersions
-from atoll.store.snapshots import link_versions
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.version_file import INPUTS, WHOLE, check_version
 from atoll.store.version_folder import missing_files
@@ -236,8 +235,8 @@ def test_snapshot_has_all_that_its_versions_are_merged_from(run: Run, tmp_path: 
     for _ in range(2 * FRAGMENTS):
         run.round()
         run.forget_but(1)
-    link_versions(run.disk, tmp_path / "snapshot")
-    remerge = remerge_for(run.settings, layout())
+    run.disk.link_into(tmp_path / "snapshot")
+    remerge = remerge_for(run.settings, layout())(0, 1)
     run.check(DurableVersions.open(tmp_path / "snapshot", read_only=True, remerge=remerge))
     with pytest.raises(DataError, match="nothing here can merge it again"):
         DurableVersions.open(tmp_path / "snapshot", read_only=True).theta()
@@ -247,7 +246,7 @@ def test_reader_of_theta_merges_it_again_without_kernels(run: Run, monkeypatch: 
     for _ in range(2 * FRAGMENTS):
         run.round()
     monkeypatch.setattr(fused, "WORTHWHILE", NUMEL + 1)
-    reader = DurableVersions.open(run.folder, read_only=True, remerge=remerge_for(run.settings, layout()))
+    reader = DurableVersions.open(run.folder, read_only=True, remerge=remerge_for(run.settings, layout())(0, 1))
     assert reader.theta_sha256() == run.memory.theta_sha256()
 
 
@@ -292,7 +291,7 @@ def test_damaged_inputs_are_named_and_nothing_is_deleted(run: Run, damage: str) 
 def test_other_bytes_from_the_same_inputs_are_refused(run: Run) -> None:
     """An Atoll that merges otherwise must not go on with a Theta that nobody was sent."""
     run.round()
-    other = remerge_for(config(merge="mean", embedding_merge="mean"), layout())
+    other = remerge_for(config(merge="mean", embedding_merge="mean"), layout())(0, 1)
     reader = DurableVersions.open(run.folder, read_only=True, remerge=other)
     with pytest.raises(DataError, match="gives other bytes than this run announced"):
         reader.theta()

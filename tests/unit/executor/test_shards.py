@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from atoll.codecs.parts import joined, part_of
 from atoll.config import Config, load
 from atoll.errors import UserError
 from atoll.executor.shard import ShardSyncer, StripeResult
-from atoll.executor.sharded import Announcement, ShardedSyncer, ShardedVersions, joined_version, stripe_of_version
+from atoll.executor.sharded import Announcement, ShardedSyncer, ShardedVersions
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import FragmentId, OuterStep
 from atoll.kernels import fused
@@ -35,6 +36,7 @@ from atoll.protocol.vocabulary import (
     Stored,
 )
 from atoll.store import versions as digests
+from atoll.store.striped import joined_version, stripe_of_version
 from atoll.store.versions import MemoryVersions, Version, checksum, checksum_of_parts, digest_part
 from atoll.tensors.layout import Fragment, Slot
 from atoll.tensors.norms import norm_of_parts, outlier_norm, part_squares
@@ -70,7 +72,8 @@ def initial(settings: Config) -> list[Version]:
     rule = outer_rule(settings)
     assert rule is not None
     thetas = [numbers(p, 0.02) for p in range(FRAGMENTS)]
-    return [Version(theta, numbers(p, 1.0, BUFFERS), initial_state(rule, NUMEL), None, theta, None) for p, theta in enumerate(thetas)]
+    buffers = numbers(9, 1.0, BUFFERS)
+    return [Version(theta, buffers, initial_state(rule, NUMEL), None, theta, None) for theta in thetas]
 
 
 @dataclass
@@ -91,7 +94,7 @@ class InProcess:
         return [self.syncer.result(effect.outer_step, p) for p in range(len(effect.versions))]
 
     def store(self, effect: Store) -> list[Announcement]:
-        self.syncer.execute(Store(effect.outer_step, effect.fragments), None)
+        self.syncer.store(effect)
         return [self.read_announcement(p, effect.outer_step) for p in effect.fragments]
 
     def tell(self, effect: AbortRound | Discard | ForgetVersion) -> None:
@@ -109,7 +112,7 @@ class InProcess:
     def read_theta(self, p: FragmentId, v: OuterStep) -> tuple[Tensor, Tensor]:
         return self.memory.at(p, v).theta, self.memory.at(p, v).buffers
 
-    def snapshot(self, folder: str) -> None:
+    def link_into(self, directory: str) -> None:
         raise AssertionError("not asked for here")
 
 
@@ -202,7 +205,8 @@ def test_every_codec_and_merge_that_shards_take(protocol: dict[str, str], monkey
 
 def test_average_of_theta_is_kept_by_stripes() -> None:
     settings = load(preset_name="decoupled", overrides={
-        "learners": 3, "outer": {"average_decay": 0.9}, "protocol": {"fragments": FRAGMENTS, "local_steps_per_round": 4, "overlap": 2},
+        "learners": 3, "outer": {"average_decay": 0.9},
+        "protocol": {"fragments": FRAGMENTS, "local_steps_per_round": 4, "overlap": 2},
     })  # fmt: skip
     both = Both(settings, 2)
     for t in range(1, 4):
@@ -256,7 +260,7 @@ def test_shard_that_fails_in_a_merge_ends_the_wait_of_the_others() -> None:
 def test_norm_of_parts_is_the_norm_of_the_whole(at: int, second: int) -> None:
     x = numbers(3, 1.0, at + second + 2_500)
     cuts: Sequence[int] = (0, at, at + second, len(x))
-    parts = [part_squares(x[a:b], a, ends=b == len(x)) for a, b in zip(cuts, cuts[1:], strict=False) if a < b]
+    parts = [part_squares(x[a:b], a, ends=b == len(x)) for a, b in itertools.pairwise(cuts) if a < b]
     assert norm_of_parts(parts) == outlier_norm(x)
 
 
@@ -265,7 +269,7 @@ def test_norm_of_parts_is_the_norm_of_the_whole(at: int, second: int) -> None:
 def test_checksum_of_parts_is_that_of_the_whole(cuts: tuple[int, ...], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "DIGEST_BLOCK", block)
     x, buffers = numbers(3, 1.0, 100), numbers(4, 1.0, 3)
-    parts = [digest_part(x[a:b], a, 100) for a, b in zip(cuts, cuts[1:], strict=False)]
+    parts = [digest_part(x[a:b], a, 100) for a, b in itertools.pairwise(cuts)]
     assert checksum_of_parts([parts, [digest_part(buffers, 0, 3)]]) == checksum([x, buffers])
 
 
@@ -280,7 +284,7 @@ def test_long_vectors_are_digested_as_before_where_a_tape_says_so(monkeypatch: p
 def test_packet_is_put_together_from_its_parts(name: str) -> None:
     x = numbers(5, 1e-3, 5_001)
     packet, bounds = codec(name).encode(x), stripe_bounds(5_001, 3)
-    parts = [part_of(packet, a, b) for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = [part_of(packet, a, b) for a, b in itertools.pairwise(bounds)]
     whole = joined(parts)
     assert torch.equal(whole.codes, packet.codes) and whole.numel == packet.numel
     assert torch.equal(torch.cat([codec(name).decode(part) for part in parts]), codec(name).decode(packet))

@@ -19,7 +19,6 @@ from atoll.store.snapshots import (
     add_syncer_file,
     begin_syncer,
     learner_root,
-    link_versions,
     list_snapshots,
     load_learner_part,
     load_syncer,
@@ -140,9 +139,9 @@ def test_run_is_restored_by_linking_back(run: Run) -> None:
     run.snapshot(13)
     part = load_syncer(snapshot_dir(run.syncer, 10))
     with pytest.raises(DataError, match="exists already"):
-        link_versions(part.disk, run.syncer)
+        part.disk.link_into(run.syncer)
     shutil.rmtree(run.syncer / "versions")
-    link_versions(part.disk, run.syncer)
+    part.disk.link_into(run.syncer)
     restored = DurableVersions.open(run.syncer)
     restored.retain(part.disk.kept())
     assert restored.theta_sha256() == sha256

@@ -122,10 +122,11 @@ class LocalCluster:
         allowed: Sequence[str] = (), resume: tuple[Path, int] | None = None,
         watch: Callable[[Record], None] | None = None, say: Callable[[str], None] = lambda text: None,
         on_point: Callable[[HeldoutPoint], None] = lambda point: None, metrics: MetricsAt | None = None,
-        metrics_token: Path | None = None, ranks: Sequence[str] = (),
+        metrics_token: Path | None = None, words: tuple[Sequence[str], Sequence[str]] = ((), ()),
     ) -> None:  # fmt: skip
         """`resume`: another run's folder and which of its snapshots. `watch` is called with the syncer's records, `on_point` with
-        held-out losses while the run trains. The syncer serves its metrics at `metrics`, learner m at the port 1 + m above."""
+        held-out losses while the run trains. The syncer serves its metrics at `metrics`, learner m at the port 1 + m above.
+        `words`: more options of each learner, and of the syncer."""
         self.config = config
         self.directory = directory
         self._plan = plan
@@ -148,9 +149,9 @@ class LocalCluster:
         own_code = [word for name in allowed for word in ("--allow-model", name)]
         own_code += [word for name in loaded_plugins() for word in ("--allow-plugin", name)]
         self._workers: dict[WorkerId, _Worker] = {}
-        self._syncer_options = ["--dir", str(directory / "syncer"), *common, *own_code, *_resume_syncer(resume)]
+        self._syncer_options = ["--dir", str(directory / "syncer"), *common, *own_code, *_resume_syncer(resume), *words[1]]
         # The recipe is that of this user, on this machine: it may name any path.
-        self._learner_options = [*common, *own_code, "--device", device, "--allow-data", "/", *ranks]
+        self._learner_options = [*common, *own_code, "--device", device, "--allow-data", "/", *words[0]]
         self._evaluator_argv = ["eval", str(directory), "--follow", "--obey-stdin", *own_code, "--device", device]
         self._resume = resume
         self._metrics = metrics

@@ -11,7 +11,7 @@ from typing import Final
 from atoll.errors import DataError, UserError
 from atoll.executor.merging import remerge_for
 from atoll.ids import OuterStep
-from atoll.store.durable import DurableVersions
+from atoll.store.striped import open_versions
 from atoll.store.version_file import FOLDER
 from atoll.store.version_folder import newest_step
 from atoll.store.weights import THETA_FILE
@@ -34,7 +34,7 @@ class Evaluator:
         if Tape(home / "run.tape").header.data_fingerprint != task.fingerprint:
             raise UserError(f"run {run}: its data ({task.config.data.corpus}) has changed, so losses would not compare")
         self._run, self._home, self._task, self._every = run, home, task, every
-        self._remerge = remerge_for(task.config, task.layout.fragments)
+        self._remerge_of = remerge_for(task.config, task.layout.fragments)
         self._seen: OuterStep = max((point.outer_step for point in points_in(run)), default=0)
 
     def follow(self, on_point: Callable[[HeldoutPoint], None], stop: threading.Event) -> None:
@@ -63,6 +63,6 @@ class Evaluator:
                 return
 
     def _evaluate_point(self) -> HeldoutPoint:
-        disk = DurableVersions.open(self._home, read_only=True, remerge=self._remerge)
+        disk = open_versions(self._home, self._remerge_of)
         theta = disk.theta()
         return HeldoutPoint(max(max(kept) for kept in disk.kept()), self._task.evaluate_theta(*theta))

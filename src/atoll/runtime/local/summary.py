@@ -17,9 +17,9 @@ from atoll.executor.merging import remerge_for
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER, LearnerId, OuterStep
 from atoll.protocol.interface import Machine
-from atoll.store.durable import DurableVersions, Remerge
 from atoll.store.memory_snapshots import MemorySnapshots
 from atoll.store.snapshots import load_learner_part
+from atoll.store.striped import RemergeOf, open_versions
 from atoll.store.versions import MemoryVersions, digest
 from atoll.store.weights import AVERAGE_FILE, THETA_FILE
 from atoll.tape.format import Record
@@ -67,7 +67,7 @@ def _start(directory: Path, task: Task) -> MemoryVersions:
     start = directory / "syncer" / "start"
     if not start.exists():
         return MemoryVersions(initial_versions(task))
-    stored = DurableVersions.open(start, read_only=True, remerge=_remerge(task))
+    stored = open_versions(start, _remerge_of(task))
     disk = MemoryVersions(())
     disk.versions = [{v: stored.at(p, v) for v in kept} for p, kept in enumerate(stored.kept())]
     return disk
@@ -79,7 +79,7 @@ def _final_theta(home: Path, task: Task) -> tuple[list[Tensor], list[Tensor]]:
     fragments, path = task.layout.fragments, home / THETA_FILE
     same = all(slot.dtype == torch.float32 for f in fragments for slot in (*f.params, *f.buffers))
     if not same or not path.is_file():
-        return DurableVersions.open(home, read_only=True, remerge=_remerge(task)).theta()
+        return open_versions(home, _remerge_of(task)).theta()
     tensors = load_file(path)
     return [read_params(tensors, f) for f in fragments], [read_buffers(tensors, f) for f in fragments]
 
@@ -91,7 +91,7 @@ def _final_average(home: Path, task: Task) -> tuple[list[Tensor], list[Tensor]] 
     return [read_params(tensors, f) for f in fragments], [read_buffers(tensors, f) for f in fragments]
 
 
-def _remerge(task: Task) -> Remerge:
+def _remerge_of(task: Task) -> RemergeOf:
     return remerge_for(task.config, task.layout.fragments)
 
 

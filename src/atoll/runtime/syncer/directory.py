@@ -2,7 +2,7 @@
 everything that a restarted syncer needs.
 
     run.tape          every event and its decisions; fsynced before anything is announced; older segments beside it
-    versions/         Theta, outer state and announced bytes, a file for each version of each fragment
+    versions/         Theta, outer state and announced bytes, a file for each version of each fragment; a folder for each shard
     snapshots/        the syncer's part of snapshots
     start/            the versions that a resumed run started from
     model.upload      the model that the first learner uploaded; model.received while it does so
@@ -26,13 +26,16 @@ from pathlib import Path
 from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
 from atoll.executor.environment import tape_header
+from atoll.executor.merging import remerge_for
+from atoll.executor.sharded import ShardedSyncer, ShardedVersions
 from atoll.executor.syncer import TensorSyncer
-from atoll.ids import SYNCER, Nanos, OuterStep
+from atoll.ids import SYNCER, FragmentId, Nanos, OuterStep
 from atoll.protocol.checkpoint import thaw
 from atoll.protocol.membership import EXPELLED, LEFT
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
 from atoll.runtime.clock import Clock, wall
+from atoll.runtime.shards.group import ShardGroup
 from atoll.runtime.syncer.index import SyncerIndex
 from atoll.runtime.syncer.places import PlaceLimits, Places, new_run_id, write_private
 from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other_data, resume_warnings
@@ -41,16 +44,19 @@ from atoll.runtime.tape_roller import TapeRoller
 from atoll.store.durable import DurableVersions
 from atoll.store.lock import lock_directory
 from atoll.store.model_upload import named_tensors_of, read_model
-from atoll.store.snapshots import link_versions, load_syncer
+from atoll.store.snapshots import load_syncer
+from atoll.store.striped import open_versions
 from atoll.store.tensor_files import publish_file, write_file
 from atoll.store.tokenizer_file import refuse_other_tokenizer, write_tokenizer_file
-from atoll.store.versions import Version, average_of
+from atoll.store.version_folder import shard_folders
+from atoll.store.versions import IN_BLOCKS, Version, average_of
 from atoll.store.weights import AVERAGE_FILE, THETA_FILE, save_weights
 from atoll.tape.format import Tape, TapeWriter
 from atoll.tape.segments import settle
 from atoll.tasks.task import Task, initial_versions
 from atoll.tensors.layout import Layout
 from atoll.tensors.outer import initial_state, outer_rule
+from atoll.tensors.stripes import refuse_unsharded
 from atoll.transport.keys import JoinTokens, make_token, random_token_secret
 from atoll.transport.revoked import Revoked
 
@@ -62,9 +68,11 @@ UPLOAD_FILE = "model.upload"
 class SyncerDirectory:
     def __init__(
         self, directory: Path, config: Config, task: Task | None, *, keys: Path | None = None,
-        resume: Path | None = None, plan: Sequence[dict[str, object]] = (),
+        resume: Path | None = None, plan: Sequence[dict[str, object]] = (), shards: int | None = None, shard_threads: int = 0,
     ) -> None:  # fmt: skip
-        """`task` is None for a custom model, whose code only the learners have. `resume` is the syncer's part of a snapshot."""
+        """`task` is None for a custom model, whose code only the learners have. `resume` is the syncer's part of a snapshot.
+        `shards`: processes that merge; None: as many as the directory has, or none beside this one. `shard_threads`: of the
+        kernels of each; 0: its share of the cores."""
         assert (task is None) == (config.model.name == CUSTOM)
         self.directory = directory
         self.config = config
@@ -75,20 +83,31 @@ class SyncerDirectory:
         self.tokenizer_fingerprint = task.tokenizer.fingerprint if task and task.tokenizer else ""
         self.layout: Layout | None = task.layout if task else None
         self.executor: TensorSyncer | None = None
+        self.disk: DurableVersions | ShardedVersions
+        self.shards, self._shard_threads = shards or 1, shard_threads
+        self._group: ShardGroup | None = None
         self._hashing = threading.Lock()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._snapshots: SyncerSnapshots | None = None
         self._locks = contextlib.ExitStack()
         self._locks.enter_context(lock_directory(directory))
         self._restored: SyncerState | None = None
+        self._in_blocks = True
+        self._closed = False
         self._starts = 0
         self._task = task
         if resume is not None:
             self._clear_false_start()
-        if self.tape_path.exists():
-            self._reopen()
-        else:
-            self._create(resume, list(plan))
+        try:
+            if self.tape_path.exists():
+                self._reopen(shards)
+            else:
+                refuse_unsharded(config, self.shards, self.layout.fragments if self.layout else ())
+                self._create(resume, list(plan))
+        except BaseException:
+            self._close_shards()
+            self._locks.close()
+            raise
         self._roller = TapeRoller(self.tape, self.machine, config.limits, self._run_later, self.index.segment_begins)
         tokens = self._tokens(keys)
         self.revoked = Revoked(self.token_file.parent)
@@ -116,10 +135,9 @@ class SyncerDirectory:
         if resume is not None:
             self._restored = self._load_snapshot(resume)
         elif self._task is not None:
-            disk = DurableVersions.create(self.directory, initial_versions(self._task))
+            self._begin_with(initial_versions(self._task))
             if self.config.model.init:  # for replay: what was read may be gone by then
-                link_versions(disk, self.directory / "start")
-            self._build_executor(disk)
+                self.disk.link_into(self.directory / "start")
         (self.directory / "config.toml").write_text(to_toml(self.config), encoding="utf8")
         if self._task is not None:
             write_tokenizer_file(self.directory, self._task)
@@ -145,24 +163,42 @@ class SyncerDirectory:
                 raise DataError(f"snapshot {part}: has no {UPLOAD_FILE}, which a custom model needs; choose another snapshot")
             shutil.copyfile(uploaded, self.directory / UPLOAD_FILE)
             self.layout, _, _ = read_model(self.config, uploaded)
-        link_versions(snapshot.disk, self.directory)
-        link_versions(snapshot.disk, self.directory / "start")
-        disk = DurableVersions.open(self.directory)
-        disk.retain(_kept_by(self.config, syncer_state))
-        self._build_executor(disk)
-        self._check_sizes(disk)
+        snapshot.disk.link_into(self.directory / "start")
+        kept = _kept_by(self.config, syncer_state)
+        if self.shards == 1 and isinstance(snapshot.disk, DurableVersions):
+            snapshot.disk.link_into(self.directory)
+            disk = DurableVersions.open(self.directory)
+            disk.retain(kept)
+            self._build_executor(disk)
+            self._check_sizes(disk.newest())
+        else:
+            self._restripe(part, kept)
         return syncer_state
 
-    def _check_sizes(self, disk: DurableVersions) -> None:
+    def _restripe(self, part: Path, kept: Sequence[Sequence[OuterStep]]) -> None:
+        """A snapshot of another number of shards: every version is read, put together and written again."""
         assert self.layout is not None
-        for fragment, version in zip(self.layout.fragments, disk.newest(), strict=True):
+        source = open_versions(part, remerge_for(self.config, self.layout.fragments))
+        self._check_sizes(source.newest())
+        if self.shards > 1:
+            self._open_shards(kept, version_at=source.at)
+            return
+        disk = DurableVersions(self.directory, len(kept))
+        (self.directory / "versions").mkdir(parents=True, exist_ok=True)
+        for v, p in sorted((v, p) for p, versions in enumerate(kept) for v in versions):
+            disk.put(v, {p: source.at(p, v)})
+        self._build_executor(disk)
+
+    def _check_sizes(self, newest: Sequence[Version]) -> None:
+        assert self.layout is not None
+        for fragment, version in zip(self.layout.fragments, newest, strict=True):
             if version.theta.numel() != fragment.numel:
                 raise UserError(
                     f"snapshot: fragment {fragment.id} has {version.theta.numel()} parameters and the recipe's model "
                     f"{fragment.numel}; resume with the same model"
                 )
 
-    def _reopen(self) -> None:
+    def _reopen(self, shards: int | None) -> None:
         """Feeds the tape to the machine, which gives the state. The other files are made to agree with it."""
         settle(self.tape_path)
         tape = Tape(self.tape_path).newest_segment()
@@ -186,10 +222,20 @@ class SyncerDirectory:
         uploaded = self.directory / UPLOAD_FILE
         if self._task is None and uploaded.exists():
             self.layout, _, _ = read_model(self.config, uploaded)
-        if self.layout is not None:
-            disk = DurableVersions.open(self.directory)
-            disk.retain(self.machine.stored_versions())
-            self._build_executor(disk)
+        if self.layout is None:
+            return
+        self._in_blocks = tape.header.digests == IN_BLOCKS
+        self.shards = len(shard_folders(self.directory)) or 1
+        if shards not in (None, self.shards):
+            what = f"{self.shards} shards" if self.shards > 1 else "no shards"
+            instead = "leave --shards out, or go on from a snapshot in another folder (--resume)"
+            raise UserError(f"--shards {shards}: directory {self.directory} holds a run with {what}; {instead}")
+        if self.shards > 1:
+            self._open_shards(self.machine.stored_versions())
+            return
+        disk = DurableVersions.open(self.directory)
+        disk.retain(self.machine.stored_versions())
+        self._build_executor(disk)
 
     def _feed(self, tape: Tape) -> Nanos:
         """What the machine was at the beginning of the newest segment, and the events since. Returns the time of the last."""
@@ -211,13 +257,39 @@ class SyncerDirectory:
         """Called by the driver, whose lock keeps events out meanwhile."""
         self._roller.look()
 
+    def _begin_with(self, versions: Sequence[Version]) -> None:
+        """A run's first versions."""
+        if self.shards > 1:
+            self._open_shards([[0]] * len(versions), version_at=lambda p, v: versions[p])
+        else:
+            self._build_executor(DurableVersions.create(self.directory, versions))
+
     def _build_executor(self, disk: DurableVersions) -> None:
         assert self.layout is not None
         self.disk = disk
         self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
-        self.executor = TensorSyncer(self.config, self.layout.fragments, disk, self._snapshots)
+        self.executor = TensorSyncer(
+            self.config, self.layout.fragments, disk, self._snapshots, in_blocks=self._in_blocks
+        )
         disk.remerge = self.executor.merger.again
         disk.background = self._run_later
+
+    def _open_shards(
+        self, kept: Sequence[Sequence[OuterStep]], version_at: Callable[[FragmentId, OuterStep], Version] | None = None
+    ) -> None:
+        assert self.layout is not None
+        fragments = self.layout.fragments
+        refuse_unsharded(self.config, self.shards, fragments)
+        group = self._group = ShardGroup(self.directory, self.shards, self._shard_threads)
+        group.open(self.config, fragments, kept, in_blocks=self._in_blocks, version_at=version_at)
+        self.disk = disk = ShardedVersions(group.shards, kept)
+        self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
+        self.executor = ShardedSyncer(self.config, fragments, group.shards, disk, self._snapshots)
+
+    def _close_shards(self) -> None:
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
     def _run_later(self, work: Callable[[], None]) -> None:
         """What no round waits for: whole versions are written, and old files deleted."""
@@ -292,6 +364,8 @@ class SyncerDirectory:
     def kernels(self) -> str:
         if self.executor is None:
             return "what fits the model that a learner will upload"
+        if self._group is not None:
+            return self._group.kernels
         return f"{self.executor.merger.kernels} (ready after {self.executor.merger.warm_seconds:.1f} s)"
 
     @property
@@ -323,16 +397,20 @@ class SyncerDirectory:
         ]
         shutil.rmtree(self.directory / "versions", ignore_errors=True)  # of an upload that was interrupted
         # The upload file is last: a syncer killed in between has no model yet, and the next learner uploads it again.
-        disk = DurableVersions.create(self.directory, versions)
-        publish_file(received, self.directory / UPLOAD_FILE)
+        self._close_shards()  # likewise
         self.layout = layout
-        self._build_executor(disk)
+        self._begin_with(versions)
+        publish_file(received, self.directory / UPLOAD_FILE)
 
     def write_address(self, address: str) -> None:
         """Atomically: a launcher may be waiting for this file."""
         write_file(self.directory / "address", [address.encode()])
 
     def close(self, *, complete: bool) -> None:
+        """Once; another call does nothing."""
+        if self._closed:
+            return
+        self._closed = True
         self.stopping.set()
         self._background.shutdown(wait=True)
         if complete:
@@ -341,6 +419,7 @@ class SyncerDirectory:
                     save_weights(self.directory / AVERAGE_FILE, named_tensors_of(self.layout, *average))
                 save_weights(self.directory / THETA_FILE, named_tensors_of(self.layout, *self.disk.theta()))
             self.tape.close()
+        self._close_shards()
         self.index.close(complete=complete)
         self._locks.close()
 

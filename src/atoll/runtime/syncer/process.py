@@ -236,7 +236,7 @@ class SyncerProcess:
         self._server.payload_bytes_max = self._directory.payload_bytes_max()
         self._server.queue_bytes_max = self._directory.queue_bytes_max()
         if self._directory.layout is not None:
-            work = self._directory.disk.newest
+            work = self._directory.disk.load
             self._disk_thread.submit(self._until_stored, work).add_done_callback(self._check_future)
 
     def _admit(self, metadata: object) -> str:

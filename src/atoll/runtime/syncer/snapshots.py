@@ -12,8 +12,7 @@ from atoll.errors import AtollError
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Envelope, SyncerState
-from atoll.store.durable import DurableVersions
-from atoll.store.snapshots import add_syncer_file, begin_syncer, seal_syncer, sealed_steps
+from atoll.store.snapshots import Linkable, add_syncer_file, begin_syncer, seal_syncer, sealed_steps
 
 log = logging.getLogger("atoll.snapshots")
 
@@ -25,7 +24,7 @@ bytes, or 20 kB in a run with a thousand members."""
 class SyncerSnapshots:
     """A snapshot that cannot be written is abandoned with a reason in the log, and the run goes on."""
 
-    def __init__(self, directory: Path, disk: DurableVersions, run: str, config: Config) -> None:
+    def __init__(self, directory: Path, disk: Linkable, run: str, config: Config) -> None:
         self._directory = directory
         self._disk = disk
         self._run = run

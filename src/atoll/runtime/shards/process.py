@@ -1,0 +1,291 @@
+"""A shard's process: it holds its stripe of every version in its folder, and does what the syncer's coordinator asks.
+
+One connection is for work, in order; another for reading stored versions, which must not wait for a merge. When the coordinator
+is gone, the shard waits for the next one, which tells it what to keep: that is the whole of a restart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from torch import Tensor
+
+from atoll.config import from_builtins
+from atoll.errors import AtollError, DataError, UserError
+from atoll.executor.shard import ShardSyncer
+from atoll.ids import FragmentId, OuterStep
+from atoll.protocol.interface import Payload
+from atoll.protocol.vocabulary import Accept, CopyVersions, Merge, Store
+from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
+from atoll.runtime.shards import messages as notes
+from atoll.runtime.shards.messages import (
+    DoEffect,
+    EffectDone,
+    LinkInto,
+    OpenShard,
+    PutStripe,
+    ReadStripe,
+    RetainVersions,
+    ShardFailed,
+    ShardHello,
+    ShardReady,
+    SlotNormsFound,
+    StripeRead,
+    TellParts,
+    ToShard,
+)
+from atoll.store.durable import DurableVersions
+from atoll.store.lock import lock_directory
+from atoll.store.tensor_files import StorageFailed, write_file
+from atoll.store.version_file import FOLDER
+from atoll.store.version_folder import shard_folder
+from atoll.tensors.norms import PartSquares
+from atoll.tensors.stripes import stripes_of
+
+log = logging.getLogger("atoll.shard")
+
+KEY_FILE: Final = "key"
+ADDRESS_FILE: Final = "address"
+HELLO_SECONDS: Final = 10.0
+LOCK_SECONDS: Final = 20.0
+
+
+class ShardStore:
+    """What one shard stores and computes, from the first request of a coordinator to its last."""
+
+    def __init__(self, directory: Path, opened: OpenShard) -> None:
+        self._directory = directory
+        self._opened = opened
+        self._config = from_builtins(opened.config)
+        self._fragments = notes.fragments_of(opened.fragments)
+        self._stripes = [stripes_of(fragment, opened.shards)[opened.shard] for fragment in self._fragments]
+        self._background = ThreadPoolExecutor(1, thread_name_prefix="store")
+        if opened.fresh:
+            shutil.rmtree(directory / FOLDER, ignore_errors=True)
+            (directory / FOLDER).mkdir(parents=True)
+            self.disk = DurableVersions(directory, len(self._fragments))
+        else:
+            self.disk = DurableVersions.open(directory)
+        self.syncer: ShardSyncer | None = None
+
+    def put(self, note: PutStripe, tensors: Mapping[str, Tensor]) -> None:
+        self.disk.put(note.version, {note.fragment: notes.version_of(tensors, note.count, note.codec)})
+
+    def retain(self, kept: Sequence[Sequence[OuterStep]]) -> ShardReady:
+        self.disk.retain(kept)
+        opened, cores = self._opened, os.cpu_count() or 1
+        self.syncer = ShardSyncer(
+            self._config, self._fragments, opened.shard, opened.shards, self.disk, in_blocks=opened.in_blocks,
+            threads=opened.threads or max(1, cores // opened.shards),
+        )  # fmt: skip
+        self.disk.remerge = self.syncer.merger.again
+        self.disk.background = self._run_later
+        for p, version in enumerate(self.disk.newest()):
+            if version.theta.numel() != self._stripes[p].fragment.numel:
+                raise DataError(f"directory {self._directory}: its stripe of fragment {p} has another size")
+        return ShardReady(self.syncer.merger.kernels, self.syncer.merger.warm_seconds)
+
+    def _run_later(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception:
+                log.exception("work of the store in the background failed; the run goes on")
+
+        self._background.submit(run)
+
+    def do(self, note: DoEffect, tensors: Mapping[str, Tensor], meeting: Any) -> tuple[EffectDone, list[Tensor]]:
+        effect, syncer = note.effect, self.syncer
+        assert syncer is not None, "a shard works once it knows what to keep"
+        results = []
+        match effect:
+            case Accept(fragment=p):
+                packet = notes.packet_of(tensors, note.codec, self._stripes[p].fragment.numel)
+                assert packet is not None
+                syncer.execute(effect, Payload("packet", packet.nbytes, (packet, tensors["buffers"])))
+            case Merge():
+                results = [syncer.merge(effect, meeting)]
+            case CopyVersions(outer_step=t, versions=versions):
+                syncer.execute(effect, None)
+                results = [syncer.result(t, p) for p in range(len(versions))]
+            case Store(outer_step=t, fragments=fragments):
+                syncer.store(effect)
+                return self._announcements(t, fragments)
+            case _:
+                syncer.execute(effect, None)
+        rows, data = notes.named(notes.tensors_of_results(results))
+        return EffectDone(rows), data
+
+    def _announcements(self, t: OuterStep, fragments: Sequence[FragmentId]) -> tuple[EffectDone, list[Tensor]]:
+        tensors: dict[str, Tensor] = {}
+        codecs = []
+        for p in fragments:
+            packet, (_, buffers) = self.disk.packet(p, t), self.disk.theta_at(p, t)
+            tensors |= notes.tensors_of_packet(packet, f"{p}") | {f"{p}.buffers": buffers}
+            codecs.append(packet.codec if packet is not None else "")
+        rows, data = notes.named(tensors)
+        return EffectDone(rows, tuple(codecs)), data
+
+    def read(self, note: ReadStripe) -> tuple[StripeRead, list[Tensor]]:
+        p, v = note.fragment, note.version
+        count, codec = None, ""
+        if note.what == "announced":
+            tensors = {"announced": self.disk.announced(p, v)}
+        elif note.what == "announcement":
+            packet = self.disk.packet(p, v)
+            codec = packet.codec if packet is not None else ""
+            tensors = notes.tensors_of_packet(packet) | {"buffers": self.disk.theta_at(p, v)[1]}
+        elif note.what == "theta":
+            theta, buffers = self.disk.theta_at(p, v)
+            tensors = {"theta": theta, "buffers": buffers}
+        else:
+            tensors, count, codec = notes.tensors_of_version(self.disk.at(p, v))
+        rows, data = notes.named(tensors)
+        return StripeRead(rows, count, codec), data
+
+    def link_into(self, directory: str) -> None:
+        self.disk.link_into(shard_folder(Path(directory), self._opened.shard, self._opened.shards))
+
+    def close(self) -> None:
+        self._background.shutdown(wait=True)
+
+
+class _Asking:
+    """Asks the coordinator, in the middle of a merge."""
+
+    def __init__(self, channel: RankChannel) -> None:
+        self._channel = channel
+
+    def norms(self, parts: Mapping[int, Sequence[PartSquares]]) -> Mapping[int, Sequence[float]]:
+        rows, data = notes.named(notes.tensors_of_parts(parts))
+        self._channel.send(TellParts(tuple((slot, len(given)) for slot, given in parts.items()), rows), data)
+        answer, _ = self._channel.receive()
+        if not isinstance(answer, SlotNormsFound):
+            raise ChannelClosed("the coordinator gave no norms")
+        return dict(answer.norms)
+
+
+class ShardServer:
+    def __init__(self, directory: Path, listen: tuple[str, int], key: str) -> None:
+        self._directory, self._key = directory, key
+        directory.mkdir(parents=True, exist_ok=True)
+        self._locks = contextlib.ExitStack()
+        self._lock(directory)
+        try:
+            self._listener = socket.create_server(listen)
+        except OSError as error:
+            raise UserError(f"--listen {listen[0]}:{listen[1]}: cannot listen there: {error.strerror}") from None
+        self.address = f"{listen[0]}:{self._listener.getsockname()[1]}"
+        write_file(directory / ADDRESS_FILE, [self.address.encode()])
+
+    def _lock(self, directory: Path) -> None:
+        """The shard of a syncer that was killed a moment ago may still be ending."""
+        waiting, until = threading.Event(), time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                self._locks.enter_context(lock_directory(directory, "shard"))
+                return
+            except UserError:
+                if time.monotonic() > until:
+                    raise
+                waiting.wait(0.1)
+
+    def serve(self) -> None:
+        """Coordinators, one after the other, until the process is ended."""
+        while True:
+            work, reads = self._accepted()
+            store: list[ShardStore] = []
+            reader = threading.Thread(target=self._read_for, args=(reads, store), name="reads", daemon=True)
+            reader.start()
+            try:
+                self._work_for(work, store)
+            except ChannelClosed as closed:
+                log.info("the coordinator is gone: %s", closed)
+            finally:
+                work.close()
+                reads.close()
+                reader.join()
+                for each in store:
+                    each.close()
+
+    def _accepted(self) -> tuple[RankChannel, RankChannel]:
+        """The two connections of a coordinator. A stranger's is closed, and so is one whose other half does not come."""
+        found: dict[bool, RankChannel] = {}
+        while len(found) < 2:
+            connection, _ = self._listener.accept()
+            connection.settimeout(HELLO_SECONDS)
+            channel = RankChannel(connection, ToShard)
+            with contextlib.suppress(ChannelClosed):
+                hello, _ = channel.receive()
+                if isinstance(hello, ShardHello) and hmac.compare_digest(hello.key, self._key):
+                    if hello.reads in found:
+                        found.pop(hello.reads).close()
+                    found[hello.reads] = channel
+                    connection.settimeout(None)
+                    continue
+            channel.close()
+        return found[False], found[True]
+
+    def _work_for(self, channel: RankChannel, store: list[ShardStore]) -> None:
+        while True:
+            note, data = channel.receive()
+            try:
+                answer, tensors = self._answer(note, data, channel, store)
+            except ChannelClosed:
+                raise
+            except Exception as error:
+                channel.send(_failure(error))
+            else:
+                channel.send(answer, tensors)
+
+    def _answer(
+        self, note: Any, data: Tensor, channel: RankChannel, store: list[ShardStore]
+    ) -> tuple[EffectDone | ShardReady, list[Tensor]]:
+        if isinstance(note, OpenShard):
+            store.append(ShardStore(self._directory, note))
+            return EffectDone(), []
+        if not store:
+            raise DataError("a coordinator opens a shard before it asks for anything")
+        match note:
+            case PutStripe():
+                store[0].put(note, notes.tensors_of_note(note.tensors, data))
+            case RetainVersions(kept=kept):
+                return store[0].retain(kept), []
+            case DoEffect():
+                return store[0].do(note, notes.tensors_of_note(note.tensors, data), _Asking(channel))
+            case LinkInto(directory=directory):
+                store[0].link_into(directory)
+            case _:
+                raise DataError(f"a shard does not know what to do with {type(note).__name__}")
+        return EffectDone(), []
+
+    def _read_for(self, channel: RankChannel, store: list[ShardStore]) -> None:
+        with contextlib.suppress(ChannelClosed):
+            while True:
+                note, _ = channel.receive()
+                try:
+                    answer, tensors = store[0].read(note)
+                except Exception as error:
+                    channel.send(_failure(error))
+                else:
+                    channel.send(answer, tensors)
+
+
+def _failure(error: Exception) -> ShardFailed:
+    if isinstance(error, StorageFailed):
+        return ShardFailed("storage", str(error))
+    if isinstance(error, AtollError):
+        return ShardFailed("data", str(error))
+    log.exception("a request failed")
+    return ShardFailed("bug", repr(error))
