@@ -42,6 +42,7 @@ def run_syncer(
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
+    from atoll.runtime.shards.group import ShardStarter
     from atoll.runtime.syncer.directory import SyncerDirectory
     from atoll.runtime.syncer.lives import run_lives
     from atoll.runtime.syncer.resume import load_resumable_state
@@ -67,9 +68,9 @@ def run_syncer(
     say = logging.getLogger("atoll.syncer").warning
     task = None if settings.model.name == CUSTOM else built(settings, allowed, say)
 
-    def open_home() -> SyncerDirectory:
+    def open_home(starter: ShardStarter) -> SyncerDirectory:
         return SyncerDirectory(
-            directory, settings, task, keys=keys, resume=resume, shards=shards, shard_threads=shard_threads
+            directory, settings, task, keys=keys, resume=resume, shards=shards, shard_threads=shard_threads, starter=starter
         )
 
     run_lives(open_home, listen, credentials, key_warnings, bulk_port, metrics, end_with_stdin if obey_stdin else None)

@@ -71,8 +71,8 @@ class ShardSyncer(TensorSyncer):
         """Of what was merged, or copied from an earlier version, and is not stored yet."""
         version, before, stripe = self._merged[t, p], self._previous[t, p], self._stripes[p]
         merged = self._moves.pop((t, p), None)
-        moves = merged.moves if merged is not None else None
-        sizes = merged.sizes if merged is not None else None
+        measured = merged is not None and stripe.fragment.numel > 0
+        moves, sizes = (merged.moves, merged.sizes) if measured and merged is not None else (None, None)
         whole = self._whole[p].numel
         return StripeResult(
             leaf_squares_of(version.theta - before.theta) if moves is None else moves,

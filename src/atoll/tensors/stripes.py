@@ -3,7 +3,7 @@
 A stripe is a range of the fragment's flat vector, so every shard has about as much of every fragment: only a few fragments are
 in flight, and shards that held whole ones would idle. It is a fragment of its own, of the slots in its range, of which the first
 and the last may be parts of slots. Cuts fall on multiples of 1,024 elements: no block of a codec and no leaf of a norm over the
-whole fragment is cut. Buffers stay together, on shard 0.
+whole fragment is cut. A fragment of fewer leaves than shards is on some of them only. Buffers stay together, on shard 0.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _stripe(fragment: Fragment, first: int, last: int, *, buffers: bool) -> Stri
     return Stripe(Fragment(fragment.id, tuple(slots), kept[0], last - first, kept[1]), first, tuple(cut))
 
 
-def refuse_unsharded(config: Config, shards: int, fragments: Sequence[Fragment] = ()) -> None:
+def refuse_unsharded(config: Config, shards: int) -> None:
     """UserError where a run cannot have shards: what one of them would compute needs more than its stripe."""
     p, what = config.protocol, f"--shards {shards}"
     if shards < 2:
@@ -93,9 +93,3 @@ def refuse_unsharded(config: Config, shards: int, fragments: Sequence[Fragment] 
     for key, name in (("codec_up", p.codec_up), ("codec_down", p.codec_down)):
         if codec_spec(name).kind not in ("plain", "blocks"):
             raise UserError(f"{what}: packets of protocol.{key} = {name!r} cannot be cut; choose fp32, bf16, int8, int4 or e3m0")
-    for fragment in fragments:
-        if -(-fragment.numel // LEAF) < shards:
-            raise UserError(
-                f"{what}: fragment {fragment.id} has {fragment.numel} parameters, and a shard takes {LEAF} or more of each; "
-                "choose fewer shards, or fewer fragments"
-            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -64,8 +65,8 @@ def layout() -> tuple[Fragment, ...]:
     return tuple(Fragment(p, tuple(slots), (running,), at, BUFFERS) for p in range(FRAGMENTS))
 
 
-def numbers(seed: int, size: float, count: int = NUMEL) -> Tensor:
-    return torch.randn(count, generator=torch.Generator().manual_seed(seed)) * size
+def numbers(seed: int, size: float, count: int | None = None) -> Tensor:
+    return torch.randn(NUMEL if count is None else count, generator=torch.Generator().manual_seed(seed)) * size
 
 
 def initial(settings: Config) -> list[Version]:
@@ -313,8 +314,11 @@ def test_what_a_stripe_cannot_do_is_refused(preset: str, overrides: dict[str, An
         refuse_unsharded(settings, 2)
 
 
-def test_fragment_with_less_than_a_leaf_for_each_shard_is_refused() -> None:
-    small = Fragment(0, (), (), 3_000, 0)
-    refuse_unsharded(config(), 3, (small,))
-    with pytest.raises(UserError, match="3000 parameters"):
-        refuse_unsharded(config(), 4, (small,))
+def test_fragment_smaller_than_a_leaf_for_each_shard_is_on_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    for worthwhile in (1, 1 << 60):
+        monkeypatch.setattr(fused, "WORTHWHILE", worthwhile)
+        monkeypatch.setattr(sys.modules[__name__], "SIZES", (300, 1_500))
+        monkeypatch.setattr(sys.modules[__name__], "NUMEL", 1_800)
+        both = Both(config(), 4)
+        for t in range(1, 4):
+            both.round(t)

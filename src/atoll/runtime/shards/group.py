@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import secrets
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from atoll.executor.shard import StripeResult
 from atoll.executor.sharded import Announcement, ShardLost
 from atoll.ids import FragmentId, OuterStep
 from atoll.protocol.vocabulary import AbortRound, Accept, CopyVersions, Discard, ForgetVersion, Merge, Store
+from atoll.runtime.local.forkserver import Child, ForkServer
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards import messages as notes
 from atoll.runtime.shards.messages import (
@@ -41,7 +41,7 @@ from atoll.runtime.shards.messages import (
     TellParts,
     ToCoordinator,
 )
-from atoll.runtime.shards.process import ADDRESS_FILE, KEY_FILE
+from atoll.runtime.shards.process import ADDRESS_FILE, KEY_FILE, LOG_FILE
 from atoll.runtime.syncer.places import write_private
 from atoll.store.striped import stripe_of_version
 from atoll.store.tensor_files import StorageFailed
@@ -174,12 +174,30 @@ class RemoteShard:
         self._reads.close()
 
 
+class ShardStarter:
+    """Starts the processes of shards by forks: importing torch in each takes seconds of a core, and a killed one should be back
+    sooner. It outlives the syncer's lives."""
+
+    def __init__(self) -> None:
+        self._fork_server: ForkServer | None = None
+
+    def start(self, folder: Path) -> Child:
+        if self._fork_server is None:
+            self._fork_server = ForkServer()
+        return self._fork_server.spawn(["shard", "--dir", str(folder), "--obey-stdin"], folder / LOG_FILE)
+
+    def close(self) -> None:
+        if self._fork_server is not None:
+            self._fork_server.close()
+
+
 class ShardGroup:
     """The shards of one syncer, as processes of this machine."""
 
-    def __init__(self, directory: Path, count: int, threads: int) -> None:
+    def __init__(self, directory: Path, count: int, threads: int, starter: ShardStarter) -> None:
         self._directory, self._count, self._threads = directory, count, threads
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._starter = starter
+        self._processes: list[Child] = []
         self.shards: list[RemoteShard] = []
         self.kernels = ""
         try:
@@ -195,9 +213,8 @@ class ShardGroup:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / ADDRESS_FILE).unlink(missing_ok=True)
             write_private(folder / KEY_FILE, key.encode())
-            command = [sys.executable, "-m", "atoll", "shard", "--dir", str(folder), "--obey-stdin"]
-            self._processes.append(subprocess.Popen(command, stdin=subprocess.PIPE))
-            log.info("shard %d of %d starts: process %d", shard, self._count, self._processes[-1].pid)
+            self._processes.append(self._starter.start(folder))
+            log.info("shard %d of %d: process %d, log %s", shard, self._count, self._processes[-1].pid, folder / LOG_FILE)
         until = time.monotonic() + START_SECONDS
         for shard, (folder, key) in enumerate(zip(folders, keys, strict=True)):
             self.shards.append(RemoteShard(shard, self._address(shard, folder / ADDRESS_FILE, until), key))
@@ -207,7 +224,9 @@ class ShardGroup:
         while not path.exists():
             code = self._processes[shard].poll()
             if code is not None:
-                raise ShardLost(f"shard {shard} ended at its start with code {code}")
+                failure = self._processes[shard].failure
+                why = failure.message if failure is not None else f"its log is {path.with_name(LOG_FILE)}"
+                raise ShardLost(f"shard {shard} ended at its start with code {code}; {why}")
             if time.monotonic() > until:
                 raise ShardLost(f"shard {shard} did not listen within {START_SECONDS:.0f} s")
             waiting.wait(POLL_SECONDS)
@@ -235,19 +254,12 @@ class ShardGroup:
         with ThreadPoolExecutor(self._count, "shards") as pool:
             return list(pool.map(work, self.shards))
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
     def close(self) -> None:
         for shard in self.shards:
             shard.close()
         for process in self._processes:
-            if process.stdin is not None:
-                process.stdin.close()  # a shard ends with it
+            process.signal(signal.SIGTERM)  # what it stored is durable, and what it did not is gathered again
         for process in self._processes:
-            try:
-                process.wait(END_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait(END_SECONDS)
+            process.signal(signal.SIGKILL)
+            process.wait(END_SECONDS)

@@ -57,6 +57,7 @@ log = logging.getLogger("atoll.shard")
 
 KEY_FILE: Final = "key"
 ADDRESS_FILE: Final = "address"
+LOG_FILE: Final = "log"
 HELLO_SECONDS: Final = 10.0
 LOCK_SECONDS: Final = 20.0
 

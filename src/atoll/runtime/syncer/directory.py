@@ -27,7 +27,7 @@ from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
 from atoll.executor.environment import tape_header
 from atoll.executor.merging import remerge_for
-from atoll.executor.sharded import ShardedSyncer, ShardedVersions
+from atoll.executor.sharded import ShardedSyncer, ShardedVersions, ShardLost
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import SYNCER, FragmentId, Nanos, OuterStep
 from atoll.protocol.checkpoint import thaw
@@ -35,7 +35,7 @@ from atoll.protocol.membership import EXPELLED, LEFT
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
 from atoll.runtime.clock import Clock, wall
-from atoll.runtime.shards.group import ShardGroup
+from atoll.runtime.shards.group import ShardGroup, ShardStarter
 from atoll.runtime.syncer.index import SyncerIndex
 from atoll.runtime.syncer.places import PlaceLimits, Places, new_run_id, write_private
 from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other_data, resume_warnings
@@ -69,10 +69,11 @@ class SyncerDirectory:
     def __init__(
         self, directory: Path, config: Config, task: Task | None, *, keys: Path | None = None,
         resume: Path | None = None, plan: Sequence[dict[str, object]] = (), shards: int | None = None, shard_threads: int = 0,
+        starter: ShardStarter | None = None,
     ) -> None:  # fmt: skip
         """`task` is None for a custom model, whose code only the learners have. `resume` is the syncer's part of a snapshot.
         `shards`: processes that merge; None: as many as the directory has, or none beside this one. `shard_threads`: of the
-        kernels of each; 0: its share of the cores."""
+        kernels of each; 0: its share of the cores. `starter`: of their processes."""
         assert (task is None) == (config.model.name == CUSTOM)
         self.directory = directory
         self.config = config
@@ -86,6 +87,7 @@ class SyncerDirectory:
         self.disk: DurableVersions | ShardedVersions
         self.shards, self._shard_threads = shards or 1, shard_threads
         self._group: ShardGroup | None = None
+        self._starter = starter
         self._hashing = threading.Lock()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._snapshots: SyncerSnapshots | None = None
@@ -102,7 +104,7 @@ class SyncerDirectory:
             if self.tape_path.exists():
                 self._reopen(shards)
             else:
-                refuse_unsharded(config, self.shards, self.layout.fragments if self.layout else ())
+                refuse_unsharded(config, self.shards)
                 self._create(resume, list(plan))
         except BaseException:
             self._close_shards()
@@ -278,9 +280,9 @@ class SyncerDirectory:
         self, kept: Sequence[Sequence[OuterStep]], version_at: Callable[[FragmentId, OuterStep], Version] | None = None
     ) -> None:
         assert self.layout is not None
+        assert self._starter is not None, "who asks for shards says how they start"
         fragments = self.layout.fragments
-        refuse_unsharded(self.config, self.shards, fragments)
-        group = self._group = ShardGroup(self.directory, self.shards, self._shard_threads)
+        group = self._group = ShardGroup(self.directory, self.shards, self._shard_threads, self._starter)
         group.open(self.config, fragments, kept, in_blocks=self._in_blocks, version_at=version_at)
         self.disk = disk = ShardedVersions(group.shards, kept)
         self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
@@ -351,7 +353,7 @@ class SyncerDirectory:
             return  # one at a time: a learner that connects again and again must not cost more
         try:
             for p, versions in enumerate(self.disk.kept()):
-                with contextlib.suppress(DataError, OSError):
+                with contextlib.suppress(DataError, OSError, ShardLost):
                     self.disk.announced_sha256(p, versions[-1])
         finally:
             self._hashing.release()

@@ -4,6 +4,7 @@ the next goes on in the same directory, as a syncer that was killed does. Learne
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
 import time
@@ -13,6 +14,7 @@ from typing import Final
 from atoll.errors import RunFailed
 from atoll.executor.sharded import ShardLost
 from atoll.runtime.metrics import MetricsAt
+from atoll.runtime.shards.group import ShardStarter
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.metrics import syncer_metrics
 from atoll.runtime.syncer.process import SyncerProcess
@@ -26,7 +28,7 @@ LOST_MAX: Final = 5
 
 
 def run_lives(
-    open_home: Callable[[], SyncerDirectory], listen: str, credentials: ServerCredentials | None,
+    open_home: Callable[[ShardStarter], SyncerDirectory], listen: str, credentials: ServerCredentials | None,
     key_warnings: Callable[[], Iterable[str]], bulk_port: int | None, metrics: MetricsAt | None,
     obey: Callable[[Callable[[], object]], None] | None,
 ) -> None:  # fmt: skip
@@ -35,23 +37,24 @@ def run_lives(
     if obey is not None:
         obey(lambda: stops[-1]() if stops else None)
     short = 0
-    while True:
-        began = time.monotonic()
-        try:
-            home = open_home()
+    with contextlib.closing(ShardStarter()) as starter:
+        while True:
+            began = time.monotonic()
             try:
-                process = SyncerProcess(home, listen, credentials, key_warnings, bulk_port)
-                with syncer_metrics(metrics, process, home):
-                    asyncio.run(_life(process, stops))
-                return
-            finally:
-                listen = process.address or listen  # a free port that was taken once is known to the learners
-                home.close(complete=False)
-        except ShardLost as lost:
-            short = short + 1 if time.monotonic() - began < STABLE_SECONDS else 1
-            if short == LOST_MAX:
-                raise RunFailed(f"{lost}; {short} times in a row within {STABLE_SECONDS:.0f} s of a start") from None
-            log.warning("%s; its stripes come back from its folder, and rounds in flight are gathered again", lost)
+                home = open_home(starter)
+                try:
+                    process = SyncerProcess(home, listen, credentials, key_warnings, bulk_port)
+                    with syncer_metrics(metrics, process, home):
+                        asyncio.run(_life(process, stops))
+                    return
+                finally:
+                    listen = process.address or listen  # a free port that was taken once is known to the learners
+                    home.close(complete=False)
+            except ShardLost as lost:
+                short = short + 1 if time.monotonic() - began < STABLE_SECONDS else 1
+                if short == LOST_MAX:
+                    raise RunFailed(f"{lost}; {short} times in a row within {STABLE_SECONDS:.0f} s of a start") from None
+                log.warning("%s; its stripes come back from its folder, and rounds in flight are gathered again", lost)
 
 
 async def _life(process: SyncerProcess, stops: list[Callable[[], object]]) -> None:
