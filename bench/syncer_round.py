@@ -1,15 +1,17 @@
 """What a round costs the syncer: its real process over TLS, with scripted learners that send different packets each round.
 
-    python bench/syncer_round.py --json [--learners 1 4 8] [--rounds 24] [--out bench/results/syncer_round.jsonl]
+    python bench/syncer_round.py --json [--learners 1 4 8] [--rounds 24] [--shards 1] [--threads 0]
+
+`--shards` merges in so many processes, each with `--threads` threads (0: their share of the cores; of one shard: all cores).
 
 Four fragments of 46.7 million parameters, int4 up, int8 down, RDA, H = P = 4, tau = 2; steps of the learners are short, so that a
 round is always due and the syncer is the bound. Then the tape's merges are carried out again by torch's operations in this
 process, and every digest on the tape must be the same: otherwise exit code 1. One object per M:
 
-    cpu_ms          of the syncer's process a round, all threads and children
+    cpu_ms          of the syncer's process a round, all threads and children, shards included
     commit_ms       median time between commits
     bytes_written   a round, as the kernel counts them
-    bytes_hashed    a round: SHA-256, xxh3 and CRC together, counted by a wrapper around each
+    bytes_hashed    a round: SHA-256, xxh3 and CRC together, counted by a wrapper around each; not those of shards
     floor_ms        the least memory traffic of a round over the bandwidth of a copy, measured in this run on one core: M packets
                     read twice, Theta, momentum and announcement read and written, the announced packet written
     load_cpu_ms     of the scripted learners a round
@@ -96,6 +98,7 @@ def serve(counts: Path, argv: Sequence[str]) -> None:
     with contextlib.suppress(ImportError):
         xxhash = importlib.import_module("xxhash")
         xxhash.xxh3_128, xxhash.xxh3_64 = counter.of_class(xxhash.xxh3_128), counter.of_class(xxhash.xxh3_64)
+        xxhash.xxh3_128_digest = counter.of_function(xxhash.xxh3_128_digest, 0)
     sys.argv = ["atoll", *argv]
     runpy.run_module("atoll", run_name="__main__", alter_sys=True)
 
@@ -132,17 +135,34 @@ def sample(cluster: Any, load: Any, counts: Path) -> Sample:
         from atoll.store.version_folder import newest_step
     except ImportError:  # a commit before there was a log of inputs
         from atoll.store.durable import newest_step  # type: ignore[attr-defined,no-redef]
-    io = dict(line.split(": ") for line in Path(f"/proc/{cluster.syncer.pid}/io").read_text().splitlines())
+    shards = shard_pids(cluster.directory)
+    written = sum(written_by(pid) for pid in (cluster.syncer.pid, *shards))
     hashed = int(counts.read_text() or 0) if counts.exists() else 0
     commits, working = newest_step(cluster.directory), sum(each.cpu_seconds() for each in load)
-    return Sample(commits, time.monotonic(), cluster.syncer.cpu_seconds(), working, int(io["write_bytes"]), hashed)
+    busy = cluster.syncer.cpu_seconds() + sum(cpu_seconds(pid) for pid in shards)
+    return Sample(commits, time.monotonic(), busy, working, written, hashed)
 
 
-def measured(learners: int, rounds: int, out: Callable[[str], None]) -> dict[str, Any]:
+def shard_pids(directory: Path) -> list[int]:
+    """By the locks of their folders."""
+    return [int(path.read_text() or 0) for path in sorted((directory / "versions").glob("shard*/lock"))]
+
+
+def written_by(pid: int) -> int:
+    io = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
+    return int(io["write_bytes"])
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def measured(learners: int, rounds: int, words: Sequence[str], out: Callable[[str], None]) -> dict[str, Any]:
     from scripted import Cluster
 
     counts = Path(os.environ.get("ATOLL_BENCH_DIR") or "/tmp") / f"hashed-{os.getpid()}"
-    with Cluster(settings(learners), (__file__, "--serve", counts, "syncer"), keys=learners) as cluster:
+    with Cluster(settings(learners), (__file__, "--serve", counts, "syncer", *words), keys=learners) as cluster:
         load = loads(cluster, learners)
         seen: list[Sample] = []
         while not seen or seen[-1].commits <= WARM + rounds:  # the last version may not be on the tape yet
@@ -274,6 +294,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learners", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=0, help="of the kernels, in the syncer or in each shard")
     parser.add_argument("--json", action="store_true", help="print the line")
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "syncer_round.jsonl")
     asked = parser.parse_args()
@@ -285,8 +307,12 @@ def main() -> None:
 
     numel, rate = max(f.numel for f in layout_of(settings(1)).fragments), copy_bytes_per_second()
     line: dict[str, Any] = {"numel": numel, "copy_gb_per_second": round(rate / 1e9, 1)}
+    words: list[str] = []
+    if asked.shards > 1 or asked.threads:
+        line |= {"shards": asked.shards, "threads": asked.threads}
+        words = ["--shards", str(asked.shards), "--kernel-threads", str(asked.threads)]
     for m in asked.learners:
-        line[str(m)] = {**measured(m, asked.rounds, out), "floor_ms": floor_ms(m, numel, rate), "kernels": kernels()}
+        line[str(m)] = {**measured(m, asked.rounds, words, out), "floor_ms": floor_ms(m, numel, rate), "kernels": kernels()}
         print(f"\r{m}: {line[str(m)]}", file=sys.stderr)
     line |= {"load": load_average(), "commit": commit(), "machine": platform.machine(), "cores": os.cpu_count()}
     with asked.out.open("a") as file:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def run_syncer(
     settings: Config, directory: Path, listen: str, keys: Path | None, allowed: list[str],
     resume: Path | None, threads: int, obey_stdin: bool, metrics: MetricsAt | None, bulk_port: int | None = None,
-    shards: int | None = None, shard_threads: int = 0,
+    shards: int | None = None, kernel_threads: int = 0,
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
@@ -70,7 +70,7 @@ def run_syncer(
 
     def open_home(starter: ShardStarter) -> SyncerDirectory:
         return SyncerDirectory(
-            directory, settings, task, keys=keys, resume=resume, shards=shards, shard_threads=shard_threads, starter=starter
+            directory, settings, task, keys=keys, resume=resume, shards=shards, threads=kernel_threads, starter=starter
         )
 
     run_lives(open_home, listen, credentials, key_warnings, bulk_port, metrics, end_with_stdin if obey_stdin else None)
@@ -114,8 +114,9 @@ def syncer(
     ] = None,
     threads: ThreadsOption = 1,
     shards: ShardsOption = None,
-    shard_threads: Annotated[
-        int, typer.Option("--shard-threads", min=0, max=1024, help="Threads of each shard; 0: its share of the cores.")
+    kernel_threads: Annotated[
+        int,
+        typer.Option("--kernel-threads", min=0, max=1024, help="Threads that merge, in each shard. 0: its share of the cores."),
     ] = 0,
     obey_stdin: ObeyOption = False,
     tls_log: Annotated[
@@ -136,7 +137,7 @@ def syncer(
     at = _metrics_of(metrics, metrics_token, keys)
     logging.getLogger("atoll.syncer").info("loading data and model")
     run_syncer(
-        settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, at, bulk_port, shards, shard_threads
+        settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, at, bulk_port, shards, kernel_threads
     )
 
 

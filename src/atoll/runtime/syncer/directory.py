@@ -26,7 +26,7 @@ from pathlib import Path
 from atoll.config import CUSTOM, Config, from_builtins, to_toml
 from atoll.errors import DataError, UserError
 from atoll.executor.environment import tape_header
-from atoll.executor.merging import remerge_for
+from atoll.executor.merging import FragmentMerger, remerge_for
 from atoll.executor.sharded import ShardedSyncer, ShardedVersions, ShardLost
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import SYNCER, FragmentId, Nanos, OuterStep
@@ -68,12 +68,12 @@ UPLOAD_FILE = "model.upload"
 class SyncerDirectory:
     def __init__(
         self, directory: Path, config: Config, task: Task | None, *, keys: Path | None = None,
-        resume: Path | None = None, plan: Sequence[dict[str, object]] = (), shards: int | None = None, shard_threads: int = 0,
+        resume: Path | None = None, plan: Sequence[dict[str, object]] = (), shards: int | None = None, threads: int = 0,
         starter: ShardStarter | None = None,
     ) -> None:  # fmt: skip
         """`task` is None for a custom model, whose code only the learners have. `resume` is the syncer's part of a snapshot.
-        `shards`: processes that merge; None: as many as the directory has, or none beside this one. `shard_threads`: of the
-        kernels of each; 0: its share of the cores. `starter`: of their processes."""
+        `shards`: processes that merge; None: as many as the directory has, or none beside this one. `threads`: of the
+        kernels, here or in each shard; 0: all cores, or its share of them. `starter`: of their processes."""
         assert (task is None) == (config.model.name == CUSTOM)
         self.directory = directory
         self.config = config
@@ -85,7 +85,7 @@ class SyncerDirectory:
         self.layout: Layout | None = task.layout if task else None
         self.executor: TensorSyncer | None = None
         self.disk: DurableVersions | ShardedVersions
-        self.shards, self._shard_threads = shards or 1, shard_threads
+        self.shards, self._threads = shards or 1, threads
         self._group: ShardGroup | None = None
         self._starter = starter
         self._hashing = threading.Lock()
@@ -271,8 +271,9 @@ class SyncerDirectory:
         self.disk = disk
         self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
         self.executor = TensorSyncer(
-            self.config, self.layout.fragments, disk, self._snapshots, in_blocks=self._in_blocks
-        )
+            self.config, self.layout.fragments, disk, self._snapshots, in_blocks=self._in_blocks,
+            merger=FragmentMerger(self.config, self.layout.fragments, threads=self._threads or None),
+        )  # fmt: skip
         disk.remerge = self.executor.merger.again
         disk.background = self._run_later
 
@@ -282,7 +283,7 @@ class SyncerDirectory:
         assert self.layout is not None
         assert self._starter is not None, "who asks for shards says how they start"
         fragments = self.layout.fragments
-        group = self._group = ShardGroup(self.directory, self.shards, self._shard_threads, self._starter)
+        group = self._group = ShardGroup(self.directory, self.shards, self._threads, self._starter)
         group.open(self.config, fragments, kept, in_blocks=self._in_blocks, version_at=version_at)
         self.disk = disk = ShardedVersions(group.shards, kept)
         self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
