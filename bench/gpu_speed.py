@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,11 @@ class PlainLoop:
             torch.cuda.synchronize(self._device)
 
 
-def live(config: Config, task: Task, device: str) -> dict[str, float]:
+def live(config: Config, task: Task, device: str, words: list[str]) -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="atoll-gpu-speed-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        LocalCluster(config, folder, ChaosPlan(), device=device, say=lambda text: print(text, file=sys.stderr)).run()
+        say = partial(print, file=sys.stderr)
+        LocalCluster(config, folder, ChaosPlan(), device=device, say=say, words=((), words)).run()
         over = time.monotonic()
         summary = verdict(config, folder, task=evaluated_on(task, torch.device(device)))
         return measured(config, folder / "learners" / "0" / "0.tape") | {
@@ -113,9 +115,9 @@ def live(config: Config, task: Task, device: str) -> dict[str, float]:
         }  # fmt: skip
 
 
-def live_beside(config: Config, device: str, scripted: int, step_seconds: float) -> dict[str, float]:
+def live_beside(config: Config, device: str, scripted: int, step_seconds: float, words: list[str]) -> dict[str, float]:
     """The same with scripted learners: the syncer and the learner are started by hand, and nothing is evaluated."""
-    with Cluster(config) as cluster:
+    with Cluster(config, ("-m", "atoll", "syncer", *words)) as cluster:
         folder = cluster.folder / "learner"
         where = ["--syncer", cluster.address, "--token", str(cluster.token), "--out", str(folder), "--id", "0"]
         learner = subprocess.Popen([sys.executable, "-m", "atoll", "learner", *where, "--device", device], stdout=sys.stderr)
@@ -149,6 +151,7 @@ def main() -> None:
     parser.add_argument("--overlap", type=int, default=2, help="tau, local steps that a round may take")
     parser.add_argument("--learners", type=int, default=1)
     parser.add_argument("--scripted", type=int, default=0, help="learners without training beside one that trains")
+    parser.add_argument("--shards", type=int, default=0, help="processes of the syncer that merge")
     parser.add_argument("--steps", type=int, default=600, help="inner steps of the live run")
     parser.add_argument("--seconds", type=float, default=10.0, help="of the plain loop, before and after")
     parser.add_argument("--device", default="cuda")
@@ -157,18 +160,19 @@ def main() -> None:
     learners = asked.scripted + 1 if asked.scripted else asked.learners
     config = config_for(asked.size, asked.interval, asked.steps, learners, asked.overlap, asked.scripted)
     device, task = torch.device(asked.device), task_for(config)
+    words = ["--shards", str(asked.shards)] if asked.shards else []
     plain = PlainLoop(task, device)
     before = plain.tokens_per_second(asked.seconds)
     if asked.scripted:
         tokens = SIZES[asked.size]["batch"] * SIZES[asked.size]["seq"]
-        figures = live_beside(config, asked.device, asked.scripted, tokens / before)
+        figures = live_beside(config, asked.device, asked.scripted, tokens / before, words)
     else:
-        figures = live(config, task, asked.device)
+        figures = live(config, task, asked.device, words)
     after = plain.tokens_per_second(asked.seconds)
     rate = (before + after) / 2
     line = {
         "size": asked.size, "parameters": sum(f.numel for f in task.layout.fragments), "learners": learners,
-        "scripted": asked.scripted, "interval": asked.interval, "overlap": asked.overlap, "plain_tokens_per_second": round(rate),
+        "scripted": asked.scripted, "shards": asked.shards, "interval": asked.interval, "overlap": asked.overlap, "plain_tokens_per_second": round(rate),
         "plain_before": round(before), "plain_after": round(after), "ratio": round(figures["live_tokens_per_second"] / rate, 4),
         **figures, "commit": commit(), "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }  # fmt: skip
