@@ -172,9 +172,10 @@ def main() -> None:
     rate = (before + after) / 2
     line = {
         "size": asked.size, "parameters": sum(f.numel for f in task.layout.fragments), "learners": learners,
-        "scripted": asked.scripted, "shards": asked.shards, "interval": asked.interval, "overlap": asked.overlap, "plain_tokens_per_second": round(rate),
-        "plain_before": round(before), "plain_after": round(after), "ratio": round(figures["live_tokens_per_second"] / rate, 4),
-        **figures, "commit": commit(), "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "scripted": asked.scripted, "shards": asked.shards, "interval": asked.interval, "overlap": asked.overlap,
+        "plain_tokens_per_second": round(rate), "plain_before": round(before), "plain_after": round(after),
+        "ratio": round(figures["live_tokens_per_second"] / rate, 4), **figures, "commit": commit(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
     }  # fmt: skip
     with asked.out.open("a") as file:
         print(json.dumps(line), file=file)
