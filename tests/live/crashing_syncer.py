@@ -17,7 +17,7 @@ from atoll.cli import main
 from atoll.executor.syncer import TensorSyncer
 from atoll.kernels import fused
 from atoll.protocol.vocabulary import Accept, Announce, FixParticipants, Merge, Pull, Send, Stored
-from atoll.runtime.local.forkserver import serve
+from atoll.runtime.local.forked import serve
 from atoll.runtime.syncer.process import SyncerProcess
 from atoll.store.durable import DurableVersions
 from atoll.tape.format import TapeWriter

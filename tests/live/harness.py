@@ -108,10 +108,10 @@ def forks_of(fork_server: type[ForkServer] | type[SharedForkServer] = SharedFork
 def run(
     directory: Path, config: Config, *faults: Fault, watch: Watch | None = None, until: Callable[[], bool] | None = None,
     resume: tuple[Path, int] | None = None, fork_server: type[ForkServer] | type[SharedForkServer] = SharedForkServer,
-    metrics: MetricsAt | None = None,
+    metrics: MetricsAt | None = None, syncer_words: Sequence[str] = (),
 ) -> LocalCluster:  # fmt: skip
     """To the end, or until enough was seen: then all its processes are killed. `watch` sees the syncer's records as they come,
-    and may strike; `until` is asked after each."""
+    and may strike; `until` is asked after each. `syncer_words`: more options of the syncer."""
     cluster: LocalCluster
 
     def seen(record: Record) -> None:
@@ -121,7 +121,9 @@ def run(
             raise _Enough
 
     slow = [Slow(0.0, m, UNHURRIED, 1e6) for m in range(config.learners)]
-    cluster = LocalCluster(config, directory, ChaosPlan((*slow, *faults)), watch=seen, resume=resume, metrics=metrics)
+    cluster = LocalCluster(
+        config, directory, ChaosPlan((*slow, *faults)), watch=seen, resume=resume, metrics=metrics, words=((), syncer_words)
+    )
     with forks_of(fork_server), suppress(_Enough):
         cluster.run()
     return cluster

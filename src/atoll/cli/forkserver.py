@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atoll.cli.app import main
-from atoll.runtime.local.forkserver import serve
+from atoll.runtime.local.forked import serve
 
 if __name__ == "__main__":
     serve(main)

@@ -11,7 +11,7 @@ from atoll.codecs.layout import BLOCK, layout
 from atoll.codecs.packet import Packet
 
 
-def part_of(packet: Packet, first: int, last: int) -> Packet:
+def packet_part(packet: Packet, first: int, last: int) -> Packet:
     """The packet of the elements from `first` to `last`, as views. `first` is a multiple of 256."""
     assert first % BLOCK == 0 and (last % BLOCK == 0 or last == packet.numel), f"{first} to {last} cuts a block"
     before, own = layout(packet.codec, first), layout(packet.codec, last - first)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs import Packet
-from atoll.codecs.parts import part_of
+from atoll.codecs.parts import packet_part
 from atoll.config import Config
 from atoll.errors import DataError
 from atoll.executor.shard import StripeResult
@@ -290,7 +290,7 @@ class ShardedSyncer(TensorSyncer):
     def _accept_stripe(self, shard: int, effect: Accept, packet: Packet, buffers: Tensor) -> None:
         stripe = self._stripes[effect.fragment][shard]
         own = buffers if stripe.fragment.buffer_numel else buffers[:0]
-        self._shards[shard].accept(effect, part_of(packet, stripe.first, stripe.last), own)
+        self._shards[shard].accept(effect, packet_part(packet, stripe.first, stripe.last), own)
 
     def _merge_stripe(self, shard: int, effect: Merge, meeting: SlotNorms) -> StripeResult:
         return self._shards[shard].merge(effect, meeting.of(shard))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs import Packet
-from atoll.codecs.parts import joined, part_of
+from atoll.codecs.parts import joined, packet_part
 from atoll.errors import DataError
 from atoll.ids import FragmentId, OuterStep
 from atoll.store.durable import DurableVersions, Remerge
@@ -57,7 +57,7 @@ def stripe_of_version(version: Version, stripe: Stripe) -> Version:
     announced = theta if version.announced is version.theta else own(version.announced)
     assert announced is not None
     outer = OuterState(own(state.momentum), own(state.pending), state.count, own(state.average)) if state is not None else None
-    packet = part_of(version.packet, stripe.first, stripe.last) if version.packet is not None else None
+    packet = packet_part(version.packet, stripe.first, stripe.last) if version.packet is not None else None
     return Version(theta, buffers, outer, None, announced, packet)
 
 

@@ -510,8 +510,7 @@ class Tape:
     def missing(self) -> list[Missing]:
         worker, segment = self.header.worker, self.header.segment
         dropped = [Missing(str(self.path), worker, 0, segment.records, NOT_KEPT)] if segment is not None else []
-        gaps = [Missing(str(self.path), worker, gap.first - 1, gap.last - gap.first + 1, gap.why) for gap in self.gaps]
-        return dropped + gaps
+        return dropped + [Missing(str(self.path), worker, g.first - 1, g.last - g.first + 1, g.why) for g in self.gaps]
 
     def headers(self) -> list[Header]:
         return [self.header]

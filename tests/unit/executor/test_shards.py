@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs import Packet, codec
-from atoll.codecs.parts import joined, part_of
+from atoll.codecs.parts import joined, packet_part
 from atoll.config import Config, load
 from atoll.errors import UserError
 from atoll.executor.shard import ShardSyncer, StripeResult
@@ -285,7 +285,7 @@ def test_long_vectors_are_digested_as_before_where_a_tape_says_so(monkeypatch: p
 def test_packet_is_put_together_from_its_parts(name: str) -> None:
     x = numbers(5, 1e-3, 5_001)
     packet, bounds = codec(name).encode(x), stripe_bounds(5_001, 3)
-    parts = [part_of(packet, a, b) for a, b in itertools.pairwise(bounds)]
+    parts = [packet_part(packet, a, b) for a, b in itertools.pairwise(bounds)]
     whole = joined(parts)
     assert torch.equal(whole.codes, packet.codes) and whole.numel == packet.numel
     assert torch.equal(torch.cat([codec(name).decode(part) for part in parts]), codec(name).decode(packet))

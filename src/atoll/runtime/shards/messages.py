@@ -243,7 +243,7 @@ def rows_of(fragments: Sequence[Fragment]) -> tuple[FragmentRow, ...]:
     return tuple(FragmentRow(rows(f.params), rows(f.buffers), f.numel, f.buffer_numel) for f in fragments)
 
 
-def fragments_of(rows: Sequence[FragmentRow]) -> tuple[Fragment, ...]:
+def fragments_from(rows: Sequence[FragmentRow]) -> tuple[Fragment, ...]:
     def slots(given: Sequence[SlotRow]) -> tuple[Slot, ...]:
         return tuple(
             Slot(s.name, s.kind, 0, rows_, s.shape, s.offset, s.numel, getattr(torch, s.dtype), s.embedding)

@@ -69,7 +69,7 @@ class ShardStore:
         self._directory = directory
         self._opened = opened
         self._config = from_builtins(opened.config)
-        self._fragments = notes.fragments_of(opened.fragments)
+        self._fragments = notes.fragments_from(opened.fragments)
         self._stripes = [stripes_of(fragment, opened.shards)[opened.shard] for fragment in self._fragments]
         self._background = ThreadPoolExecutor(1, thread_name_prefix="store")
         if opened.fresh:
