@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import threading
 from pathlib import Path
 
 import pytest
-from harness import LONG, PATIENT, STEADY, judge, retrain, run, small
+from harness import LONG, PATIENT, STEADY, SharedForkServer, judge, retrain, run, small
+from ports import unused_port
 from test_syncer import syncer_argv
 
+from atoll.config import Config
+from atoll.errors import DataError
 from atoll.ids import SYNCER
 from atoll.protocol.vocabulary import Merge, Started, Stored, Wait
 from atoll.runtime.local.cluster import LocalCluster
-from atoll.runtime.local.forkserver import ForkServer
+from atoll.runtime.local.forkserver import Child, ForkServer
 from atoll.store.lock import LOCK_FILE
-from atoll.store.snapshots import list_snapshots, verify
+from atoll.store.snapshots import list_snapshots, load_syncer, verify
+from atoll.store.striped import open_versions
 from atoll.store.version_folder import shard_folder, shard_folders
 from atoll.tape.format import Record, Tape
 from atoll.tape.weave import open_run
+from atoll.transport.keys import make_keys
 
 
 def kill_shard(run_folder: Path, shard: int, shards: int) -> int:
@@ -125,6 +132,106 @@ def test_directory_goes_on_with_the_shards_that_it_has(tmp_path: Path) -> None:
     finally:
         server.close()
     assert len(shard_folders(tmp_path / "syncer")) == 2
+
+
+class Elsewhere:
+    """Shards, a syncer and learners, started one by one, as on machines of their own."""
+
+    def __init__(self, root: Path, config: Config, shards: int) -> None:
+        make_keys(root / "keys", learners=config.learners, shards=shards)
+        self.root, self.config, self.shards = root, config, shards
+        self.server = SharedForkServer()
+        first = unused_port(shards + 1)
+        self.address, self.ports = f"127.0.0.1:{first}", range(first + 1, first + 1 + shards)
+
+    def shard(self, shard: int) -> Child:
+        keys = ["--keys", str(self.root / "keys"), "--name", f"shard-{shard}"]
+        argv = ["shard", "--dir", str(self.root / f"shard{shard}"), "--listen", f"127.0.0.1:{self.ports[shard]}", *keys]
+        return self.server.spawn(argv, self.log(f"shard{shard}"))
+
+    def syncer(self, *words: str) -> Child:
+        at = [word for port in self.ports for word in ("--shard-at", f"127.0.0.1:{port}")]
+        argv = syncer_argv(self.root, self.config, self.address)
+        return self.server.spawn([*argv, "--keys", str(self.root / "keys"), *at, *words], self.log("syncer"))
+
+    def learner(self, learner: int) -> Child:
+        keys = ["--keys", str(self.root / "keys"), "--name", f"learner-{learner}"]
+        return self.server.spawn([*learner_argv(self.root, self.address, learner), *keys], self.log(f"{learner}"))
+
+    def log(self, name: str) -> Path:
+        return self.root / f"{name}.log"
+
+
+def learner_argv(directory: Path, address: str, learner: int) -> list[str]:
+    out = str(directory / "learners" / str(learner))
+    return ["learner", "--syncer", address, "--id", str(learner), "--out", out]
+
+
+def stored_on(tape: Path) -> int:
+    if not tape.exists():
+        return 0
+    return max((r.event.outer_step for r in Tape(tape).records() if isinstance(r.event, Stored)), default=0)
+
+
+def test_shards_on_machines_of_their_own(tmp_path: Path) -> None:
+    """Over TLS. One is killed and started again; what it stores is not on the syncer's machine until somebody copies it."""
+    config = small(2, total_steps=120, limits=PATIENT | {"snapshots_kept": 1}, protocol={"snapshot_interval": 20})
+    there, tape, pause = Elsewhere(tmp_path, config, 2), tmp_path / "syncer" / "run.tape", threading.Event()
+    try:
+        shards = [there.shard(0), there.shard(1)]
+        others = [there.syncer(), there.learner(0), there.learner(1)]
+        while stored_on(tape) < 40:
+            assert all(child.poll() is None for child in others), there.log("syncer").read_text()
+            pause.wait(0.05)
+        shards[1].signal(signal.SIGKILL)
+        shards[1].wait()
+        shards[1] = there.shard(1)
+        for child in others:
+            child.wait(120)
+        assert [child.poll() for child in others] == [0, 0, 0], there.log("syncer").read_text()
+        assert [child.poll() for child in shards] == [None, None], "they wait for the next syncer"
+    finally:
+        there.server.close()
+    judge(tmp_path, config)
+    retrain(tmp_path, whole=False)
+    with pytest.raises(DataError, match="copy them"):
+        open_versions(tmp_path / "syncer")
+    (snapshot,) = (tmp_path / "syncer" / "snapshots").iterdir()
+    for shard in range(2):
+        (kept,) = (tmp_path / f"shard{shard}" / "snapshots").iterdir()
+        assert kept.name == snapshot.name, "a shard keeps those that the syncer keeps"
+        copied(tmp_path / f"shard{shard}", tmp_path / "syncer", shard)
+        copied(kept, snapshot, shard)
+    retrain(tmp_path)
+    assert verify(tmp_path, int(snapshot.name)) == []
+    load_syncer(snapshot)
+
+
+def copied(source: Path, target: Path, shard: int) -> None:
+    shutil.copytree(source / "versions", shard_folder(target, shard, 2) / "versions")
+
+
+def test_shard_serves_one_run_and_a_syncer_needs_all_of_its_shards(tmp_path: Path) -> None:
+    config = small(1, total_steps=LONG, limits=PATIENT, inner=STEADY)
+    there, tape, pause = Elsewhere(tmp_path, config, 1), tmp_path / "syncer" / "run.tape", threading.Event()
+    try:
+        shard = there.shard(0)
+        others = [there.syncer(), there.learner(0)]
+        while stored_on(tape) < 5:
+            assert all(child.poll() is None for child in others), there.log("syncer").read_text()
+            pause.wait(0.05)
+        for child in others:
+            child.signal(signal.SIGKILL)
+            child.wait()
+        second = there.syncer("--dir", str(tmp_path / "another"))
+        second.wait(60)
+        assert second.poll() == 2 and second.failure is not None and "holds stripes of run" in second.failure.message
+        wrong = there.syncer("--shard-at", f"127.0.0.1:{unused_port()}")
+        wrong.wait(60)
+        assert wrong.poll() == 2 and wrong.failure is not None and "names 2" in wrong.failure.message
+        assert shard.poll() is None
+    finally:
+        there.server.close()
 
 
 def _starts(tape: Path) -> int:

@@ -70,7 +70,7 @@ COMMANDS: tuple[tuple[str, Callable[..., None], str], ...] = (
 """Names, functions and what the list of commands says of them: a longer line would be cut there."""
 for name, function, line in COMMANDS:
     app.command(name, short_help=line)(function)
-app.command("shard", hidden=True)(shard)
+app.command("shard")(shard)
 app.add_typer(snapshots, name="snapshot", short_help="List and verify a run's snapshots.")
 app.add_typer(simulate, name="simulate", short_help="Estimate bandwidth and goodput of clusters.")
 

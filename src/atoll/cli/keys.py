@@ -12,12 +12,14 @@ from atoll.cli.shared import out
 from atoll.errors import UserError
 
 
-def make_keys_command(directory: Path, learners: int, days: int, add: bool) -> list[Path]:
-    from atoll.transport.keys import add_learner, make_keys
+def make_keys_command(directory: Path, learners: int | None, days: int, add: bool, shards: int) -> list[Path]:
+    from atoll.transport.keys import add_learner, add_shard, make_keys
 
-    if add:
-        return [path for _ in range(learners) for path in add_learner(directory, days=days)]
-    return make_keys(directory, learners=learners, days=days)
+    if not add:
+        return make_keys(directory, learners=1 if learners is None else learners, days=days, shards=shards)
+    more = learners if learners is not None else 0 if shards else 1
+    added = [path for _ in range(more) for path in add_learner(directory, days=days)]
+    return added + [path for _ in range(shards) for path in add_shard(directory, days=days)]
 
 
 def make_token_command(directory: Path, run: str, hours: float) -> str:
@@ -34,9 +36,14 @@ def revoke_command(directory: Path, names: list[str]) -> list[str]:
 
 def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder for certificates, keys and the join token.")],
-    learners: Annotated[int, typer.Option("--learners", min=1, max=4096, help="Number of learner certificates to make.")] = 1,
+    learners: Annotated[
+        int | None, typer.Option("--learners", min=1, max=4096, help="Number of learner certificates to make. Default: 1.")
+    ] = None,
+    shards: Annotated[
+        int, typer.Option("--shards", min=0, max=256, help="Number of certificates for shards on machines of their own.")
+    ] = 0,
     days: Annotated[int, typer.Option("--days", min=1, max=3650, help="Days that the certificates are valid.")] = 365,
-    add: Annotated[bool, typer.Option("--add", help="Add learner certificates to the authority in DIR.")] = False,
+    add: Annotated[bool, typer.Option("--add", help="Add certificates to the authority in DIR.")] = False,
     token: Annotated[bool, typer.Option("--token", help="Only print a new join token of the authority in DIR.")] = False,
     run: Annotated[str, typer.Option("--run", help="With --token: the run that it is for. Default: any run.")] = "*",
     hours: Annotated[float, typer.Option("--hours", min=0.01, max=87600, help="With --token: hours that it is valid.")] = 24.0,
@@ -45,10 +52,10 @@ def keys(
         typer.Option("--revoke", metavar="NAME", help="Admit this certificate, or file with a token, no more. Repeatable."),
     ] = None,
 ) -> None:
-    """Make a certificate authority, certificates for the syncer and the learners, and a join token.
+    """Make a certificate authority, certificates for the syncer, the learners and shards, and a join token.
 
-    Copy to each machine only its own files: the syncer's, or one learner's and the token. --revoke writes to the list `revoked`
-    in DIR; a syncer that runs with this folder reads it within seconds."""
+    Copy to each machine only its own files: the syncer's, or one learner's and the token, or one shard's. --revoke writes to the
+    list `revoked` in DIR; a syncer that runs with this folder reads it within seconds."""
     if revoke:
         if not directory.is_dir():
             raise UserError(f"DIR {directory}: there is no such folder; name the one that the syncer has as --keys, or its --dir")
@@ -58,5 +65,5 @@ def keys(
     if token:
         typer.echo(make_token_command(directory, run, hours))
         return
-    for path in make_keys_command(directory, learners, days, add):
+    for path in make_keys_command(directory, learners, days, add, shards):
         out.print(path)

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 def run_syncer(
     settings: Config, directory: Path, listen: str, keys: Path | None, allowed: list[str],
     resume: Path | None, threads: int, obey_stdin: bool, metrics: MetricsAt | None, bulk_port: int | None = None,
-    shards: int | None = None, kernel_threads: int = 0,
+    shards: int | None = None, kernel_threads: int = 0, shard_at: Sequence[str] = (),
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
-    from atoll.runtime.shards.group import ShardStarter
+    from atoll.runtime.shards.group import ShardsElsewhere, ShardStarter
     from atoll.runtime.syncer.directory import SyncerDirectory
     from atoll.runtime.syncer.lives import run_lives
     from atoll.runtime.syncer.resume import load_resumable_state
     from atoll.store.snapshots import read_manifest
-    from atoll.transport import raise_open_files_limit, server_credentials
-    from atoll.transport.keys import load_server, token_warnings
+    from atoll.transport import client_credentials, raise_open_files_limit, server_credentials
+    from atoll.transport.keys import SHARD_NAME, load_server, token_warnings
 
-    credentials = None
+    credentials = others = None
 
     def key_warnings() -> list[str]:
         return load_server(keys).warnings + token_warnings(keys) if keys is not None else []
@@ -60,6 +60,8 @@ def run_syncer(
     if keys is not None:
         found = load_server(keys)
         credentials = server_credentials(found.certificate, found.key, found.ca)
+        dials = client_credentials(found.ca, found.certificate, found.key, SHARD_NAME)
+        others = ShardsElsewhere(tuple(shard_at), dials.bulk)
     if resume is not None and not (directory / TAPE_FILE).exists():  # started again it goes on from its tape, not from there
         _refuse_nothing_left(settings, resume, read_manifest(resume).snapshot)
         load_resumable_state(resume, settings)
@@ -70,8 +72,9 @@ def run_syncer(
 
     def open_home(starter: ShardStarter) -> SyncerDirectory:
         return SyncerDirectory(
-            directory, settings, task, keys=keys, resume=resume, shards=shards, threads=kernel_threads, starter=starter
-        )
+            directory, settings, task, keys=keys, resume=resume, shards=shards, threads=kernel_threads, starter=starter,
+            others=others,
+        )  # fmt: skip
 
     run_lives(open_home, listen, credentials, key_warnings, bulk_port, metrics, end_with_stdin if obey_stdin else None)
 
@@ -114,6 +117,13 @@ def syncer(
     ] = None,
     threads: ThreadsOption = 1,
     shards: ShardsOption = None,
+    shard_at: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shard-at", metavar="HOST:PORT",
+            help="A shard that `atoll shard` runs on another machine; needs --keys. Repeatable: in the order of the shards.",
+        ),
+    ] = None,
     kernel_threads: Annotated[
         int,
         typer.Option("--kernel-threads", min=0, max=1024, help="Threads that merge, in each shard. 0: its share of the cores."),
@@ -134,11 +144,29 @@ def syncer(
     log_to_stderr(verbose=not quiet)
     settings = settings_from(recipe, preset, learners, seed, set_, init)
     _refuse_early(directory, listen, bulk_port, keys, insecure)
+    _refuse_shards(shard_at or [], shards, keys)
     at = _metrics_of(metrics, metrics_token, keys)
     logging.getLogger("atoll.syncer").info("loading data and model")
     run_syncer(
-        settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, at, bulk_port, shards, kernel_threads
-    )
+        settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, at, bulk_port, shards, kernel_threads,
+        shard_at or [],
+    )  # fmt: skip
+
+
+def _refuse_shards(shard_at: Sequence[str], shards: int | None, keys: Path | None) -> None:
+    from atoll.transport.keys import split_address
+
+    if shard_at and keys is None:
+        raise UserError("--shard-at: shards on other machines show certificates; give --keys DIR (see `atoll keys --shards`)")
+    if shard_at and shards not in (None, len(shard_at)):
+        raise UserError(f"--shards {shards}: there are {len(shard_at)} of --shard-at; leave --shards out")
+    for address in shard_at:
+        try:
+            split_address(address)
+        except UserError as error:
+            raise UserError(f"--shard-at: {error}") from None
+    if len(set(shard_at)) < len(shard_at):
+        raise UserError("--shard-at: names a shard twice; each needs a process and a folder of its own")
 
 
 def _metrics_of(address: str | None, token: Path | None, keys: Path | None) -> MetricsAt | None:

@@ -77,6 +77,10 @@ class ShardHandle(Protocol):
         """As every shard's part of a snapshot."""
         ...
 
+    def keep_snapshots(self, names: Sequence[str]) -> None:
+        """The others may be removed, where the shard has parts of its own."""
+        ...
+
 
 class ShardLost(Exception):
     """A shard's process ended or does not answer."""
@@ -209,6 +213,9 @@ class ShardedVersions:
 
     def link_into(self, directory: Path) -> None:
         self.each(lambda shard: shard.link_into(str(directory)))
+
+    def keep_snapshots(self, names: Sequence[str]) -> None:
+        self.each(lambda shard: shard.keep_snapshots(names))
 
     def _require(self, p: FragmentId, v: OuterStep) -> None:
         if v not in self._index[p]:

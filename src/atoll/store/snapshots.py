@@ -138,6 +138,10 @@ def learner_root(run_dir: Path, learner: LearnerId) -> Path:
     return run_dir / "learners" / str(learner)
 
 
+OPEN: Final = ".open"
+"""Ends the name of a folder that is not sealed yet."""
+
+
 def snapshot_dir(root: Path, snapshot: OuterStep) -> Path:
     return root / "snapshots" / str(snapshot)
 
@@ -371,7 +375,7 @@ def _sizes(directory: Path) -> tuple[Manifest | None, int, list[SnapshotProblem]
 def _checksum_problems(directory: Path, name: str, entry: FileEntry) -> list[SnapshotProblem]:
     path = directory / name
     try:
-        if Path(name).parts[0] == FOLDER:
+        if path.parent.name == FOLDER:
             actual = check_version(path)
         else:
             actual = read_with(path, lambda stream, size: hashlib.file_digest(stream, "sha256").hexdigest())
@@ -395,7 +399,7 @@ def _named(root: Path) -> list[OuterStep]:
 
 
 def _open_dir(root: Path, snapshot: OuterStep) -> Path:
-    return root / "snapshots" / f"{snapshot}.open"
+    return root / "snapshots" / f"{snapshot}{OPEN}"
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from atoll.errors import DataError
 from atoll.ids import FragmentId, OuterStep
 from atoll.store.durable import DurableVersions, Remerge
 from atoll.store.version_file import FOLDER
-from atoll.store.version_folder import shard_folders
+from atoll.store.version_folder import elsewhere, shard_folders
 from atoll.store.versions import Version, digest
 from atoll.tensors.outer import OuterState
 from atoll.tensors.stripes import Stripe
@@ -101,6 +101,12 @@ def open_versions(directory: Path, remerge_of: RemergeOf | None = None) -> Durab
     folders = shard_folders(directory)
     if not folders:
         return DurableVersions.open(directory, read_only=True, remerge=remerge_of(0, 1) if remerge_of else None)
+    for folder in folders:
+        if (address := elsewhere(folder)) is not None:
+            raise DataError(
+                f"{folder}: these stripes are on the machine of the shard {address}; to read them here, copy them from its --dir "
+                f"(DIR/{FOLDER}, or DIR/snapshots/STEP/{FOLDER} of a snapshot) to {folder / FOLDER}"
+            )
     count = len(folders)
     remerges = [remerge_of(shard, count) if remerge_of else None for shard in range(count)]
     stores = [DurableVersions.open(f, read_only=True, remerge=again) for f, again in zip(folders, remerges, strict=True)]

@@ -2,6 +2,7 @@
 
     versions/                        of a syncer without shards
     versions/shard0of2/versions/     of a shard: its stripe of every version
+    versions/shard0of2/at            of a shard on another machine: its address; its stripes are below its own folder there
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from typing import Final
 
 from atoll.errors import DataError
 from atoll.ids import FragmentId, OuterStep
-from atoll.store.tensor_files import PARTIAL, discard, storage_failed, sync_directory
+from atoll.store.tensor_files import PARTIAL, discard, storage_failed, sync_directory, write_file
 from atoll.store.version_file import FILE_NAME, FOLDER, INPUTS, WHOLE, file_name, refers_to
 
+ELSEWHERE: Final = "at"
 _SHARD: Final = re.compile(r"shard(\d+)of(\d+)")
 
 
@@ -70,8 +72,22 @@ def shard_folders(home: Path) -> list[Path]:
     return [found[shard][1] for shard in sorted(found)]
 
 
+def mark_elsewhere(home: Path, shard: int, shards: int, address: str) -> None:
+    folder = shard_folder(home, shard, shards)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_file(folder / ELSEWHERE, [address.encode()])
+
+
+def elsewhere(folder: Path) -> str | None:
+    """The address of a shard whose stripes are not here. Whoever has copied them has them here."""
+    if (folder / FOLDER).is_dir() or not (folder / ELSEWHERE).is_file():
+        return None
+    return (folder / ELSEWHERE).read_text("utf8").strip()
+
+
 def _homes(directory: Path) -> list[Path]:
-    return shard_folders(directory) or [directory]
+    """Where files of versions are, on this machine."""
+    return [folder for folder in shard_folders(directory) or [directory] if elsewhere(folder) is None]
 
 
 def link_files(sources: Sequence[Path], directory: Path) -> None:
@@ -131,4 +147,4 @@ def version_files(directory: Path) -> tuple[list[Path], list[Path]]:
 
 def newest_step(directory: Path) -> OuterStep:
     """By the files' names alone, so that it can be polled while a run goes on."""
-    return min(max((v for _, v, _ in scan(home / FOLDER)), default=0) for home in _homes(directory))
+    return min((max((v for _, v, _ in scan(home / FOLDER)), default=0) for home in _homes(directory)), default=0)

@@ -78,13 +78,11 @@ def _stripe(fragment: Fragment, first: int, last: int, *, buffers: bool) -> Stri
     return Stripe(Fragment(fragment.id, tuple(slots), kept[0], last - first, kept[1]), first, tuple(cut))
 
 
-def refuse_unsharded(config: Config, shards: int) -> None:
-    """UserError where a run cannot have shards: what one of them would compute needs more than its stripe."""
-    p, what = config.protocol, f"--shards {shards}"
-    if shards < 2:
-        return
+def refuse_unsharded(config: Config, what: str) -> None:
+    """UserError where a run cannot have shards: what one of them would compute needs more than its stripe. `what`: the option."""
+    p = config.protocol
     if config.outer.outer_optimizer == "inner":
-        raise UserError(f"{what}: a data-parallel run steps its inner optimiser on whole tensors; leave --shards out")
+        raise UserError(f"{what}: a data-parallel run steps its inner optimiser on whole tensors; leave the option out")
     for key, merge in (("merge", p.merge), ("embedding_merge", p.embedding_merge)):
         if merge not in ("mean", "rda"):
             raise UserError(f"{what}: protocol.{key} = {merge!r} needs whole tensors; shards merge by 'mean' and 'rda'")

@@ -3,6 +3,7 @@
     ca.pem        ca.key         signs everything else; ca.key stays where `atoll keys` was run
     syncer.pem    syncer.key     DNS name atoll-syncer, which learners require of the server they dial
     learner-0.pem learner-0.key  DNS name atoll-learner; the common name says which learner
+    shard-0.pem   shard-0.key    DNS name atoll-shard, which a syncer requires of shards on other machines
     token.key                    the syncer's secret, with which join tokens are made and checked
     token, token-1, ...          join tokens, one for each learner or site
 
@@ -19,7 +20,7 @@ import ipaddress
 import os
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -36,9 +37,11 @@ from atoll.ids import Incarnation, LearnerId
 
 SYNCER_NAME: Final = "atoll-syncer"
 LEARNER_NAME: Final = "atoll-learner"
+SHARD_NAME: Final = "atoll-shard"
 CA_DAYS: Final = 3650
 DAYS_MAX: Final = 36_500
 LEARNERS_MAX: Final = 4096
+SHARDS_MAX: Final = 256
 TOKENS_MAX: Final = 4096
 SKEW: Final = timedelta(minutes=5)
 """Clocks differ: a certificate made now must be valid on a machine whose clock is behind."""
@@ -46,6 +49,7 @@ SKEW: Final = timedelta(minutes=5)
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}")
 """A certificate's name."""
 _RESERVED = {"ca", "syncer", "token"}
+_OF_A_SHARD: Final = re.compile(r"shard-\d+", re.IGNORECASE)
 WARN_BEFORE: Final = timedelta(days=7)
 """Certificates and tokens that end sooner are warned of."""
 _PRIVATE, _PUBLIC = 0o600, 0o644
@@ -64,8 +68,9 @@ class _Pair(NamedTuple):
 
 
 def make_keys(
-    directory: Path, *, learners: int | Sequence[str] = 1, days: int = 365, tokens: int = 1, now: datetime | None = None
-) -> list[Path]:
+    directory: Path, *, learners: int | Sequence[str] = 1, days: int = 365, tokens: int = 1, shards: int = 0,
+    now: datetime | None = None,
+) -> list[Path]:  # fmt: skip
     """A new CA and everything it signs. Nothing is written if any of the files exists."""
     now = _checked_now(now, days)
     names = [f"learner-{i}" for i in range(learners)] if isinstance(learners, int) else list(learners)
@@ -79,6 +84,8 @@ def make_keys(
     files = authority.files("ca") | _sign("syncer", now, days, authority=authority, role=SYNCER_NAME).files("syncer")
     for name in names:
         files |= _sign(name, now, days, authority=authority, role=LEARNER_NAME).files(name)
+    for name in (f"shard-{shard}" for shard in range(shards)):
+        files |= _sign(name, now, days, authority=authority, role=SHARD_NAME).files(name)
     if tokens:
         secret = random_token_secret()
         files["token.key"] = (secret, _PRIVATE)
@@ -90,16 +97,29 @@ def make_keys(
 
 def add_learner(directory: Path, name: str | None = None, *, days: int = 365, now: datetime | None = None) -> list[Path]:
     """One more learner under the CA in `directory`; without a name, the next free learner-N."""
+    if name is None:
+        name = _next_free(directory, "learner", LEARNERS_MAX)
+    _check_names([name])
+    return _add(directory, name, LEARNER_NAME, days, now)
+
+
+def add_shard(directory: Path, *, days: int = 365, now: datetime | None = None) -> list[Path]:
+    """One more shard under the CA in `directory`: the next free shard-N."""
+    return _add(directory, _next_free(directory, "shard", SHARDS_MAX), SHARD_NAME, days, now)
+
+
+def _next_free(directory: Path, what: str, most: int) -> str:
+    return next(n for n in (f"{what}-{i}" for i in range(most + 1)) if not (directory / f"{n}.pem").exists())
+
+
+def _add(directory: Path, name: str, role: str, days: int, now: datetime | None) -> list[Path]:
     now = _checked_now(now, days)
     pem, key_pem = _read(directory / "ca.pem"), _read(directory / "ca.key")
     authority = _Pair(_parse_certificates(pem, directory / "ca.pem")[0], _parse_key(key_pem, directory / "ca.key"))
     if authority.key.public_key() != authority.certificate.public_key():
         raise UserError(f"{directory / 'ca.key'} is not the key of {directory / 'ca.pem'}; restore the pair, or make new keys")
     _check_time(authority.certificate, directory / "ca.pem", now)
-    if name is None:
-        name = next(n for n in (f"learner-{i}" for i in range(LEARNERS_MAX + 1)) if not (directory / f"{n}.pem").exists())
-    _check_names([name])
-    return _write_all(directory, _sign(name, now, days, authority=authority, role=LEARNER_NAME).files(name))
+    return _write_all(directory, _sign(name, now, days, authority=authority, role=role).files(name))
 
 
 def _checked_now(now: datetime | None, days: int) -> datetime:
@@ -112,10 +132,10 @@ def _check_names(names: Sequence[str]) -> None:
     if len(names) > LEARNERS_MAX:
         raise UserError(f"{len(names)} learners; a CA makes at most {LEARNERS_MAX} at a time")
     for name in names:
-        if not NAME.fullmatch(name) or name.lower() in _RESERVED:
+        if not NAME.fullmatch(name) or name.lower() in _RESERVED or _OF_A_SHARD.fullmatch(name):
             raise UserError(
                 f"learner name {name!r}: it becomes a file name; use up to 48 letters, digits, '.', '_' and '-', "
-                f"and not {', '.join(sorted(_RESERVED))}"
+                f"and not {', '.join(sorted(_RESERVED))}, nor shard-N, which is a shard's"
             )
     if len({name.lower() for name in names}) < len(names):
         raise UserError("two learners have the same name (case aside); give each its own")
@@ -216,12 +236,22 @@ def load_learner(where: Path | KeyPaths, name: str | LearnerId | None = None, *,
     if isinstance(where, KeyPaths):
         return _load(where, LEARNER_NAME, now)
     if name is None:
-        found = sorted(p.stem for p in where.glob("*.pem") if p.stem not in _RESERVED)
-        if len(found) > 1:
-            raise UserError(f"{where} holds certificates of {len(found)} learners ({found[0]}, {found[1]}, ...); name one")
-        name = found[0] if found else 0
+        name = _only_one(where, "learners", lambda stem: stem not in _RESERVED and not _OF_A_SHARD.fullmatch(stem)) or 0
     name = f"learner-{name}" if isinstance(name, int) else name
     return _load(KeyPaths(where / f"{name}.pem", where / f"{name}.key", where / "ca.pem"), LEARNER_NAME, now)
+
+
+def load_shard(where: Path, name: str | None = None, *, now: datetime | None = None) -> Credentials:
+    """A shard's credentials; as for a learner."""
+    name = name or _only_one(where, "shards", lambda stem: bool(_OF_A_SHARD.fullmatch(stem))) or "shard-0"
+    return _load(KeyPaths(where / f"{name}.pem", where / f"{name}.key", where / "ca.pem"), SHARD_NAME, now)
+
+
+def _only_one(where: Path, whose: str, is_one: Callable[[str], bool]) -> str | None:
+    found = sorted(p.stem for p in where.glob("*.pem") if is_one(p.stem))
+    if len(found) > 1:
+        raise UserError(f"{where} holds certificates of {len(found)} {whose} ({found[0]}, {found[1]}, ...); name one")
+    return found[0] if found else None
 
 
 def _load(paths: KeyPaths, role: str, now: datetime | None) -> Credentials:

@@ -116,6 +116,9 @@ class InProcess:
     def link_into(self, directory: str) -> None:
         raise AssertionError("not asked for here")
 
+    def keep_snapshots(self, names: Sequence[str]) -> None:
+        raise AssertionError("not asked for here")
+
 
 def sharded(settings: Config, count: int) -> ShardedSyncer:
     shards = []
@@ -309,9 +312,9 @@ def test_version_is_put_together_from_its_stripes() -> None:
 )
 def test_what_a_stripe_cannot_do_is_refused(preset: str, overrides: dict[str, Any], says: str) -> None:
     settings = load(preset_name=preset, overrides=overrides)
-    refuse_unsharded(settings, 1)
+    refuse_unsharded(load(preset_name="decoupled"), "--shards 2")
     with pytest.raises(UserError, match=says):
-        refuse_unsharded(settings, 2)
+        refuse_unsharded(settings, "--shards 2")
 
 
 def test_fragment_smaller_than_a_leaf_for_each_shard_is_on_some(monkeypatch: pytest.MonkeyPatch) -> None:

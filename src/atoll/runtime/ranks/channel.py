@@ -65,10 +65,10 @@ class RankChannel:
         except OSError as error:
             raise ChannelClosed(str(error)) from None
 
-    def receive(self) -> tuple[Any, Tensor]:
-        """The next message and the bytes beside it."""
+    def receive(self, most: int | None = None) -> tuple[Any, Tensor]:
+        """The next message and the bytes beside it. `most`: bytes of both together, from one who has shown nothing yet."""
         head_size, size = _FRAME.unpack(self._read(_FRAME.size))
-        if head_size > MESSAGE_MAX:
+        if head_size > MESSAGE_MAX or (most is not None and head_size + size > most):
             raise ChannelClosed("these are not a rank's bytes")
         head = self._read(head_size)
         data = torch.empty(size, dtype=torch.uint8)

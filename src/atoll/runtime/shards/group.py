@@ -5,29 +5,32 @@ from __future__ import annotations
 import logging
 import secrets
 import signal
-import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from torch import Tensor
 
 from atoll.codecs import Packet
 from atoll.config import Config
-from atoll.errors import DataError, RunFailed
+from atoll.errors import DataError, RunFailed, UserError
 from atoll.executor.shard import StripeResult
 from atoll.executor.sharded import Announcement, ShardLost
 from atoll.ids import FragmentId, OuterStep
 from atoll.protocol.vocabulary import AbortRound, Accept, CopyVersions, Discard, ForgetVersion, Merge, Store
 from atoll.runtime.local.forkserver import Child, ForkServer
+from atoll.runtime.log import PacedLog
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards import messages as notes
+from atoll.runtime.shards.door import knock
 from atoll.runtime.shards.messages import (
     DoEffect,
+    KeepSnapshots,
     LinkInto,
     OpenShard,
     PutStripe,
@@ -39,48 +42,63 @@ from atoll.runtime.shards.messages import (
     ShardReady,
     SlotNormsFound,
     TellParts,
-    ToCoordinator,
 )
 from atoll.runtime.shards.process import ADDRESS_FILE, KEY_FILE, LOG_FILE
 from atoll.runtime.syncer.places import write_private
+from atoll.store.snapshots import OPEN
 from atoll.store.striped import stripe_of_version
 from atoll.store.tensor_files import StorageFailed
-from atoll.store.version_folder import shard_folder
+from atoll.store.version_folder import mark_elsewhere, shard_folder
 from atoll.store.versions import Version
 from atoll.tensors.layout import Fragment
 from atoll.tensors.stripes import Meeting, stripes_of
+from atoll.transport.keys import split_address
 
 log = logging.getLogger("atoll.syncer")
 
 START_SECONDS: Final = 120.0
 """For the process of a shard to listen: it imports torch first."""
+AWAY_SECONDS: Final = 3600.0
+"""How long a run that goes on waits for a shard on another machine; as long as learners dial a syncer that is away."""
+DIAL_SECONDS: Final = 1.0
+LINE_SECONDS: Final = 30.0
 END_SECONDS: Final = 10.0
 POLL_SECONDS: Final = 0.05
+
+
+class ShardAddress(NamedTuple):
+    where: str
+    key: str = ""
+    tls: ssl.SSLContext | None = None
+    """Of a shard on another machine, which its certificate proves; on this one the key does."""
 
 
 class RemoteShard:
     """A `ShardHandle` over two connections."""
 
-    def __init__(self, number: int, address: str, key: str) -> None:
-        self.number = number
-        self._work, self._reads = (self._connected(address, key, reads=reads) for reads in (False, True))
+    def __init__(self, number: int, address: ShardAddress, home: Path) -> None:
+        """OSError or ChannelClosed: nobody answers there."""
+        self.number, self.address, self._home = number, address, home
+        session = secrets.token_hex(16)
+        self._work = self._knock(session, reads=False)
+        try:
+            self._reads = self._knock(session, reads=True)
+        except BaseException:
+            self._work.close()
+            raise
         self._working, self._reading = threading.Lock(), threading.Lock()
         self._numels: list[int] = []
         """Of its stripe of each fragment."""
 
-    def _connected(self, address: str, key: str, *, reads: bool) -> RankChannel:
-        host, _, port = address.rpartition(":")
-        try:
-            channel = RankChannel(socket.create_connection((host, int(port)), timeout=START_SECONDS), ToCoordinator)
-            channel.send(ShardHello(key, reads))
-        except (OSError, ChannelClosed) as error:
-            raise ShardLost(f"shard {self.number} at {address} does not answer: {error}") from None
-        return channel
+    def _knock(self, session: str, *, reads: bool) -> RankChannel:
+        where, key, tls = self.address
+        return knock(split_address(where), ShardHello(session, reads, key), tls)
 
     # ------------------------------------------------------------ the beginning
 
     def open(self, note: OpenShard, fragments: Sequence[Fragment]) -> None:
         self._numels = [stripes_of(fragment, note.shards)[note.shard].fragment.numel for fragment in fragments]
+        self._shards = note.shards
         self._ask(note)
 
     def put(self, p: FragmentId, v: OuterStep, version: Version) -> None:
@@ -122,7 +140,15 @@ class RemoteShard:
         self._ask(DoEffect(effect))
 
     def link_into(self, directory: str) -> None:
-        self._ask(LinkInto(directory))
+        if self.address.tls is None:
+            self._ask(LinkInto(directory))
+            return
+        self._ask(LinkInto(str(Path(directory).relative_to(self._home)).removesuffix(OPEN)))
+        mark_elsewhere(Path(directory), self.number, self._shards, self.address.where)
+
+    def keep_snapshots(self, names: Sequence[str]) -> None:
+        if self.address.tls is not None:
+            self._ask(KeepSnapshots(tuple(names)))
 
     # ------------------------------------------------------------ reading
 
@@ -191,22 +217,54 @@ class ShardStarter:
             self._fork_server.close()
 
 
-class ShardGroup:
-    """The shards of one syncer, as processes of this machine."""
+class ShardsElsewhere(NamedTuple):
+    """Shards that somebody started on other machines."""
 
-    def __init__(self, directory: Path, count: int, threads: int, starter: ShardStarter) -> None:
-        self._directory, self._count, self._threads = directory, count, threads
+    addresses: tuple[str, ...]
+    tls: ssl.SSLContext | None
+    """The syncer's own certificate, and what it requires of theirs."""
+
+
+class ShardGroup:
+    """The shards of one syncer: processes of this machine that it starts, or of others."""
+
+    def __init__(
+        self, directory: Path, run: str, count: int, threads: int, starter: ShardStarter, others: ShardsElsewhere | None = None
+    ) -> None:
+        self._directory, self._run, self._count, self._threads = directory, run, count, threads
         self._starter = starter
+        self._others = others
         self._processes: list[Child] = []
         self.shards: list[RemoteShard] = []
         self.kernels = ""
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
 
-    def _start(self) -> None:
+    def _start(self, *, fresh: bool) -> None:
+        if self._others is None:
+            return self._start_here()
+        until = time.monotonic() + (START_SECONDS if fresh else AWAY_SECONDS)
+        for shard, where in enumerate(self._others.addresses):
+            self.shards.append(self._found(shard, ShardAddress(where, "", self._others.tls), until, fresh=fresh))
+            mark_elsewhere(self._directory, shard, self._count, where)
+
+    def _found(self, shard: int, address: ShardAddress, until: float, *, fresh: bool) -> RemoteShard:
+        """A run that goes on waits longer: the machine of a shard may be starting."""
+        waiting, line = threading.Event(), PacedLog(LINE_SECONDS)
+        while True:
+            try:
+                return RemoteShard(shard, address, self._directory)
+            except (OSError, ChannelClosed) as error:
+                why = str(error)
+            if time.monotonic() > until:
+                if fresh:
+                    remedy = "start it with `atoll shard --listen`"
+                    raise UserError(f"--shard-at {address.where}: no shard answers there ({why}); {remedy}")
+                raise ShardLost(f"shard {shard} at {address.where} does not answer: {why}")
+            if line.due():
+                meanwhile = "" if fresh else "; rounds wait, learners train on"
+                log.warning("shard %d at %s does not answer yet%s: %s", shard, address.where, meanwhile, why)
+            waiting.wait(DIAL_SECONDS)
+
+    def _start_here(self) -> None:
         folders = [shard_folder(self._directory, shard, self._count) for shard in range(self._count)]
         keys = [secrets.token_hex(16) for _ in folders]
         for shard, (folder, key) in enumerate(zip(folders, keys, strict=True)):
@@ -217,7 +275,11 @@ class ShardGroup:
             log.info("shard %d of %d: process %d, log %s", shard, self._count, self._processes[-1].pid, folder / LOG_FILE)
         until = time.monotonic() + START_SECONDS
         for shard, (folder, key) in enumerate(zip(folders, keys, strict=True)):
-            self.shards.append(RemoteShard(shard, self._address(shard, folder / ADDRESS_FILE, until), key))
+            where = self._address(shard, folder / ADDRESS_FILE, until)
+            try:
+                self.shards.append(RemoteShard(shard, ShardAddress(where, key), self._directory))
+            except (OSError, ChannelClosed) as error:
+                raise ShardLost(f"shard {shard} at {where} does not answer: {error}") from None
 
     def _address(self, shard: int, path: Path, until: float) -> str:
         waiting = threading.Event()
@@ -237,10 +299,21 @@ class ShardGroup:
         version_at: Callable[[FragmentId, OuterStep], Version] | None = None,
     ) -> None:  # fmt: skip
         """`version_at`: of a run that begins, which sends every shard its stripes; else they have them."""
+        try:
+            self._start(fresh=version_at is not None)
+            self._open(config, fragments, kept, in_blocks, version_at)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(
+        self, config: Config, fragments: Sequence[Fragment], kept: Sequence[Sequence[OuterStep]], in_blocks: bool,
+        version_at: Callable[[FragmentId, OuterStep], Version] | None,
+    ) -> None:  # fmt: skip
         rows, plain = notes.rows_of(fragments), msgspec.to_builtins(config)
         fresh = version_at is not None
         self._each(lambda shard: shard.open(
-            OpenShard(plain, rows, shard.number, self._count, self._threads, fresh, in_blocks), fragments
+            OpenShard(self._run, plain, rows, shard.number, self._count, self._threads, fresh, in_blocks), fragments
         ))  # fmt: skip
         if version_at is not None:
             order = sorted((v, p) for p, versions in enumerate(kept) for v in versions)

@@ -30,8 +30,10 @@ ShardEffect: TypeAlias = Accept | AbortRound | Discard | ForgetVersion | Merge |
 class ShardHello(Note, frozen=True):
     """The first message of every connection to a shard."""
 
-    key: str
+    session: str
+    """The same for both connections of a coordinator."""
     reads: bool
+    key: str = ""
 
 
 class SlotRow(msgspec.Struct, frozen=True, array_like=True):
@@ -52,6 +54,7 @@ class FragmentRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OpenShard(Note, frozen=True):
+    run: str
     config: dict[str, Any]
     fragments: tuple[FragmentRow, ...]
     """The whole ones: a shard cuts them itself."""
@@ -121,6 +124,13 @@ class StripeRead(Note, frozen=True):
 
 class LinkInto(Note, frozen=True):
     directory: str
+    """On the machine of the syncer the folder itself; elsewhere a folder below the shard's own."""
+
+
+class KeepSnapshots(Note, frozen=True):
+    """Of those that are below the shard's own folder; the others are removed."""
+
+    names: tuple[str, ...]
 
 
 class ShardFailed(Note, frozen=True):
@@ -130,7 +140,7 @@ class ShardFailed(Note, frozen=True):
 
 
 ToShard: TypeAlias = (
-    ShardHello | OpenShard | PutStripe | RetainVersions | DoEffect | SlotNormsFound | ReadStripe | LinkInto
+    ShardHello | OpenShard | PutStripe | RetainVersions | DoEffect | SlotNormsFound | ReadStripe | LinkInto | KeepSnapshots
 )  # fmt: skip
 ToCoordinator: TypeAlias = ShardReady | EffectDone | TellParts | StripeRead | ShardFailed
 

@@ -7,11 +7,11 @@ is gone, the shard waits for the next one, which tells it what to keep: that is 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import logging
 import os
 import shutil
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,27 +29,27 @@ from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Accept, CopyVersions, Merge, Store
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards import messages as notes
+from atoll.runtime.shards.door import ShardDoor
 from atoll.runtime.shards.messages import (
     DoEffect,
     EffectDone,
+    KeepSnapshots,
     LinkInto,
     OpenShard,
     PutStripe,
     ReadStripe,
     RetainVersions,
     ShardFailed,
-    ShardHello,
     ShardReady,
     SlotNormsFound,
     StripeRead,
     TellParts,
-    ToShard,
 )
 from atoll.store.durable import DurableVersions
 from atoll.store.lock import lock_directory
 from atoll.store.tensor_files import StorageFailed, write_file
 from atoll.store.version_file import FOLDER
-from atoll.store.version_folder import shard_folder
+from atoll.store.version_folder import scan, shard_folder
 from atoll.tensors.norms import PartSquares
 from atoll.tensors.stripes import stripes_of
 
@@ -58,16 +58,21 @@ log = logging.getLogger("atoll.shard")
 KEY_FILE: Final = "key"
 ADDRESS_FILE: Final = "address"
 LOG_FILE: Final = "log"
-HELLO_SECONDS: Final = 10.0
+RUN_FILE: Final = "run"
+SNAPSHOTS: Final = "snapshots"
+START: Final = "start"
 LOCK_SECONDS: Final = 20.0
 
 
 class ShardStore:
     """What one shard stores and computes, from the first request of a coordinator to its last."""
 
-    def __init__(self, directory: Path, opened: OpenShard) -> None:
+    def __init__(self, directory: Path, opened: OpenShard, *, alone: bool) -> None:
+        """`alone`: on a machine of its own, all of whose cores it may use."""
         self._directory = directory
         self._opened = opened
+        self._alone = alone
+        self._refuse_another_run()
         self._config = from_builtins(opened.config)
         self._fragments = notes.fragments_from(opened.fragments)
         self._stripes = [stripes_of(fragment, opened.shards)[opened.shard] for fragment in self._fragments]
@@ -75,10 +80,21 @@ class ShardStore:
         if opened.fresh:
             shutil.rmtree(directory / FOLDER, ignore_errors=True)
             (directory / FOLDER).mkdir(parents=True)
+            write_file(directory / RUN_FILE, [opened.run.encode()])
             self.disk = DurableVersions(directory, len(self._fragments))
         else:
             self.disk = DurableVersions.open(directory)
         self.syncer: ShardSyncer | None = None
+
+    def _refuse_another_run(self) -> None:
+        path, run = self._directory / RUN_FILE, self._opened.run
+        held = path.read_text("utf8") if path.exists() else ""
+        if held == run:
+            return
+        if not self._opened.fresh:
+            raise DataError(f"--dir {self._directory}: holds {_run(held)}; the shard of run {run} goes on in its own folder")
+        if any(v > 0 for _, v, _ in scan(self._directory / FOLDER)):
+            raise DataError(f"--dir {self._directory}: holds {_run(held)}; start the shard in a folder of its own for run {run}")
 
     def put(self, note: PutStripe, tensors: Mapping[str, Tensor]) -> None:
         self.disk.put(note.version, {note.fragment: notes.version_of(tensors, note.count, note.codec)})
@@ -88,7 +104,7 @@ class ShardStore:
         opened, cores = self._opened, os.cpu_count() or 1
         self.syncer = ShardSyncer(
             self._config, self._fragments, opened.shard, opened.shards, self.disk, in_blocks=opened.in_blocks,
-            threads=opened.threads or max(1, cores // opened.shards),
+            threads=opened.threads or (cores if self._alone else max(1, cores // opened.shards)),
         )  # fmt: skip
         self.disk.remerge = self.syncer.merger.again
         self.disk.background = self._run_later
@@ -156,10 +172,30 @@ class ShardStore:
         return StripeRead(rows, count, codec), data
 
     def link_into(self, directory: str) -> None:
-        self.disk.link_into(shard_folder(Path(directory), self._opened.shard, self._opened.shards))
+        if not self._alone:
+            return self.disk.link_into(shard_folder(Path(directory), self._opened.shard, self._opened.shards))
+        target = self._below(directory)
+        shutil.rmtree(target, ignore_errors=True)  # of a syncer that was killed before it sealed its own part
+        self.disk.link_into(target)
+
+    def keep_snapshots(self, names: Sequence[str]) -> None:
+        folder = self._directory / SNAPSHOTS
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.name not in names:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def _below(self, name: str) -> Path:
+        parts = Path(name).parts
+        if not parts or Path(name).is_absolute() or ".." in parts or parts[0] not in (SNAPSHOTS, START):
+            raise DataError(f"a syncer asks for the folder {name!r}, which is none of a shard's")
+        return self._directory.joinpath(*parts)
 
     def close(self) -> None:
         self._background.shutdown(wait=True)
+
+
+def _run(held: str) -> str:
+    return f"stripes of run {held}" if held else "no stripes"
 
 
 class _Asking:
@@ -178,16 +214,18 @@ class _Asking:
 
 
 class ShardServer:
-    def __init__(self, directory: Path, listen: tuple[str, int], key: str) -> None:
-        self._directory, self._key = directory, key
+    def __init__(self, directory: Path, listen: tuple[str, int], key: str = "", tls: ssl.SSLContext | None = None) -> None:
+        """With a `key` it is one of the shards of a syncer on this machine; with `tls` it is alone on its own."""
+        self._directory, self._alone = directory, tls is not None
         directory.mkdir(parents=True, exist_ok=True)
         self._locks = contextlib.ExitStack()
         self._lock(directory)
         try:
-            self._listener = socket.create_server(listen)
+            listener = socket.create_server(listen)
         except OSError as error:
             raise UserError(f"--listen {listen[0]}:{listen[1]}: cannot listen there: {error.strerror}") from None
-        self.address = f"{listen[0]}:{self._listener.getsockname()[1]}"
+        self._door = ShardDoor(listener, key, tls)
+        self.address = f"{listen[0]}:{listener.getsockname()[1]}"
         write_file(directory / ADDRESS_FILE, [self.address.encode()])
 
     def _lock(self, directory: Path) -> None:
@@ -198,14 +236,15 @@ class ShardServer:
                 self._locks.enter_context(lock_directory(directory, "shard"))
                 return
             except UserError:
-                if time.monotonic() > until:
+                if time.monotonic() > until or self._alone:
                     raise
                 waiting.wait(0.1)
 
     def serve(self) -> None:
         """Coordinators, one after the other, until the process is ended."""
         while True:
-            work, reads = self._accepted()
+            work, reads = self._door.next()
+            log.info("a coordinator is here")
             store: list[ShardStore] = []
             reader = threading.Thread(target=self._read_for, args=(reads, store), name="reads", daemon=True)
             reader.start()
@@ -219,24 +258,6 @@ class ShardServer:
                 reader.join()
                 for each in store:
                     each.close()
-
-    def _accepted(self) -> tuple[RankChannel, RankChannel]:
-        """The two connections of a coordinator. A stranger's is closed, and so is one whose other half does not come."""
-        found: dict[bool, RankChannel] = {}
-        while len(found) < 2:
-            connection, _ = self._listener.accept()
-            connection.settimeout(HELLO_SECONDS)
-            channel = RankChannel(connection, ToShard)
-            with contextlib.suppress(ChannelClosed):
-                hello, _ = channel.receive()
-                if isinstance(hello, ShardHello) and hmac.compare_digest(hello.key, self._key):
-                    if hello.reads in found:
-                        found.pop(hello.reads).close()
-                    found[hello.reads] = channel
-                    connection.settimeout(None)
-                    continue
-            channel.close()
-        return found[False], found[True]
 
     def _work_for(self, channel: RankChannel, store: list[ShardStore]) -> None:
         while True:
@@ -254,7 +275,7 @@ class ShardServer:
         self, note: Any, data: Tensor, channel: RankChannel, store: list[ShardStore]
     ) -> tuple[EffectDone | ShardReady, list[Tensor]]:
         if isinstance(note, OpenShard):
-            store.append(ShardStore(self._directory, note))
+            store.append(ShardStore(self._directory, note, alone=self._alone))
             return EffectDone(), []
         if not store:
             raise DataError("a coordinator opens a shard before it asks for anything")
@@ -267,6 +288,8 @@ class ShardServer:
                 return store[0].do(note, notes.tensors_of_note(note.tensors, data), _Asking(channel))
             case LinkInto(directory=directory):
                 store[0].link_into(directory)
+            case KeepSnapshots(names=names):
+                store[0].keep_snapshots(names)
             case _:
                 raise DataError(f"a shard does not know what to do with {type(note).__name__}")
         return EffectDone(), []

@@ -35,7 +35,7 @@ from atoll.protocol.membership import EXPELLED, LEFT
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
 from atoll.runtime.clock import Clock, wall
-from atoll.runtime.shards.group import ShardGroup, ShardStarter
+from atoll.runtime.shards.group import ShardGroup, ShardsElsewhere, ShardStarter
 from atoll.runtime.syncer.index import SyncerIndex
 from atoll.runtime.syncer.places import PlaceLimits, Places, new_run_id, write_private
 from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other_data, resume_warnings
@@ -48,7 +48,7 @@ from atoll.store.snapshots import load_syncer
 from atoll.store.striped import open_versions
 from atoll.store.tensor_files import publish_file, write_file
 from atoll.store.tokenizer_file import refuse_other_tokenizer, write_tokenizer_file
-from atoll.store.version_folder import shard_folders
+from atoll.store.version_folder import elsewhere, shard_folders
 from atoll.store.versions import IN_BLOCKS, Version, average_of
 from atoll.store.weights import AVERAGE_FILE, THETA_FILE, save_weights
 from atoll.tape.format import Tape, TapeWriter
@@ -69,11 +69,12 @@ class SyncerDirectory:
     def __init__(
         self, directory: Path, config: Config, task: Task | None, *, keys: Path | None = None,
         resume: Path | None = None, plan: Sequence[dict[str, object]] = (), shards: int | None = None, threads: int = 0,
-        starter: ShardStarter | None = None,
+        starter: ShardStarter | None = None, others: ShardsElsewhere | None = None,
     ) -> None:  # fmt: skip
         """`task` is None for a custom model, whose code only the learners have. `resume` is the syncer's part of a snapshot.
         `shards`: processes that merge; None: as many as the directory has, or none beside this one. `threads`: of the
-        kernels, here or in each shard; 0: all cores, or its share of them. `starter`: of their processes."""
+        kernels, here or in each shard; 0: all cores, or its share of them. `starter`: of their processes. `others`: shards on
+        other machines; without addresses it says with what to dial those that the directory names."""
         assert (task is None) == (config.model.name == CUSTOM)
         self.directory = directory
         self.config = config
@@ -85,7 +86,10 @@ class SyncerDirectory:
         self.layout: Layout | None = task.layout if task else None
         self.executor: TensorSyncer | None = None
         self.disk: DurableVersions | ShardedVersions
-        self.shards, self._threads = shards or 1, threads
+        self._others = others if others is not None and others.addresses else None
+        self._tls = others.tls if others is not None else None
+        self.shards = len(self._others.addresses) if self._others is not None else shards or 1
+        self._threads = threads
         self._group: ShardGroup | None = None
         self._starter = starter
         self._hashing = threading.Lock()
@@ -104,7 +108,8 @@ class SyncerDirectory:
             if self.tape_path.exists():
                 self._reopen(shards)
             else:
-                refuse_unsharded(config, self.shards)
+                if self._has_shards:
+                    refuse_unsharded(config, "--shard-at" if self._others is not None else f"--shards {self.shards}")
                 self._create(resume, list(plan))
         except BaseException:
             self._close_shards()
@@ -167,7 +172,7 @@ class SyncerDirectory:
             self.layout, _, _ = read_model(self.config, uploaded)
         snapshot.disk.link_into(self.directory / "start")
         kept = _kept_by(self.config, syncer_state)
-        if self.shards == 1 and isinstance(snapshot.disk, DurableVersions):
+        if not self._has_shards and isinstance(snapshot.disk, DurableVersions):
             snapshot.disk.link_into(self.directory)
             disk = DurableVersions.open(self.directory)
             disk.retain(kept)
@@ -182,7 +187,7 @@ class SyncerDirectory:
         assert self.layout is not None
         source = open_versions(part, remerge_for(self.config, self.layout.fragments))
         self._check_sizes(source.newest())
-        if self.shards > 1:
+        if self._has_shards:
             self._open_shards(kept, version_at=source.at)
             return
         disk = DurableVersions(self.directory, len(kept))
@@ -227,17 +232,34 @@ class SyncerDirectory:
         if self.layout is None:
             return
         self._in_blocks = tape.header.digests == IN_BLOCKS
-        self.shards = len(shard_folders(self.directory)) or 1
-        if shards not in (None, self.shards):
-            what = f"{self.shards} shards" if self.shards > 1 else "no shards"
-            instead = "leave --shards out, or go on from a snapshot in another folder (--resume)"
-            raise UserError(f"--shards {shards}: directory {self.directory} holds a run with {what}; {instead}")
-        if self.shards > 1:
+        self._find_shards(shards)
+        if self._has_shards:
             self._open_shards(self.machine.stored_versions())
             return
         disk = DurableVersions.open(self.directory)
         disk.retain(self.machine.stored_versions())
         self._build_executor(disk)
+
+    def _find_shards(self, asked: int | None) -> None:
+        """Those that the directory has; who asks for others is told."""
+        folders = shard_folders(self.directory)
+        there = tuple(address for folder in folders if (address := elsewhere(folder)) is not None)
+        what = f"{len(folders)} shards" + (" on other machines" if there else "") if folders else "no shards"
+        instead = "leave the option out, or go on from a snapshot in another folder (--resume)"
+        if asked not in (None, len(folders) or 1):
+            raise UserError(f"--shards {asked}: directory {self.directory} holds a run with {what}; {instead}")
+        if self._others is not None and len(self._others.addresses) != len(there):
+            given = len(self._others.addresses)
+            raise UserError(f"--shard-at: names {given}, and directory {self.directory} holds a run with {what}; {instead}")
+        if there and self._tls is None:
+            raise UserError(f"directory {self.directory}: its shards are on other machines ({', '.join(there)}); give --keys")
+        if there and self._others is None:
+            self._others = ShardsElsewhere(there, self._tls)
+        self.shards = len(folders) or 1
+
+    @property
+    def _has_shards(self) -> bool:
+        return self.shards > 1 or self._others is not None
 
     def _feed(self, tape: Tape) -> Nanos:
         """What the machine was at the beginning of the newest segment, and the events since. Returns the time of the last."""
@@ -261,7 +283,7 @@ class SyncerDirectory:
 
     def _begin_with(self, versions: Sequence[Version]) -> None:
         """A run's first versions."""
-        if self.shards > 1:
+        if self._has_shards:
             self._open_shards([[0]] * len(versions), version_at=lambda p, v: versions[p])
         else:
             self._build_executor(DurableVersions.create(self.directory, versions))
@@ -283,10 +305,12 @@ class SyncerDirectory:
         assert self.layout is not None
         assert self._starter is not None, "who asks for shards says how they start"
         fragments = self.layout.fragments
-        group = self._group = ShardGroup(self.directory, self.shards, self._threads, self._starter)
+        group = self._group = ShardGroup(
+            self.directory, self.run, self.shards, self._threads, self._starter, self._others
+        )  # fmt: skip
         group.open(self.config, fragments, kept, in_blocks=self._in_blocks, version_at=version_at)
         self.disk = disk = ShardedVersions(group.shards, kept)
-        self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
+        self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config, disk.keep_snapshots)
         self.executor = ShardedSyncer(self.config, fragments, group.shards, disk, self._snapshots)
 
     def _close_shards(self) -> None:

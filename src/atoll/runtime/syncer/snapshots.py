@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from atoll.errors import AtollError
 from atoll.ids import LearnerId, OuterStep
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import Envelope, SyncerState
-from atoll.store.snapshots import Linkable, add_syncer_file, begin_syncer, seal_syncer, sealed_steps
+from atoll.store.snapshots import Linkable, add_syncer_file, begin_syncer, seal_syncer, sealed_steps, snapshot_dir
 
 log = logging.getLogger("atoll.snapshots")
 
@@ -24,19 +25,26 @@ bytes, or 20 kB in a run with a thousand members."""
 class SyncerSnapshots:
     """A snapshot that cannot be written is abandoned with a reason in the log, and the run goes on."""
 
-    def __init__(self, directory: Path, disk: Linkable, run: str, config: Config) -> None:
+    def __init__(
+        self, directory: Path, disk: Linkable, run: str, config: Config,
+        on_kept: Callable[[Sequence[str]], None] = lambda names: None,
+    ) -> None:  # fmt: skip
+        """`on_kept` is told the names of those that are kept, after one was sealed or abandoned."""
         self._directory = directory
+        self._on_kept = on_kept
         self._disk = disk
         self._run = run
         self._config = config
         self.kept = sealed_steps(directory)
         """Snapshots that can be resumed from. Learners are told, and keep their parts of them."""
+        self._begun: OuterStep | None = None
         self._in_flight: list[bytes] = []
         self._in_flight_bytes = 0
 
     def begin(self, snapshot: OuterStep, syncer_state: SyncerState) -> None:
         self._in_flight.clear()
         self._in_flight_bytes = 0
+        self._begun = snapshot
         try:
             begin_syncer(self._directory, snapshot, self._disk, msgspec.json.encode(syncer_state))
             uploaded = self._directory / "model.upload"
@@ -68,6 +76,8 @@ class SyncerSnapshots:
                 self._directory, snapshot, learners, complete, keep, run=self._run, config=config, left_out=left_out
             )
             self.kept = sealed_steps(self._directory)
+            begun = {self._begun} - {snapshot, None}  # the next one may have begun meanwhile
+            self._on_kept([snapshot_dir(self._directory, step).name for step in (*self.kept, *begun) if step is not None])
             log.info("snapshot %d %s", snapshot, _outcome(sealed, learners, left_out))
         except (AtollError, OSError) as error:
             log.error("snapshot %d is given up: %s", snapshot, error)

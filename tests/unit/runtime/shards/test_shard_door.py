@@ -1,0 +1,145 @@
+"""Who gets through a shard's door: a coordinator with the key, or with the syncer's certificate, and nobody else."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+import pytest
+
+from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
+from atoll.runtime.shards.door import STRANGERS_MAX, ShardDoor, knock
+from atoll.runtime.shards.messages import EffectDone, LinkInto, ShardHello
+from atoll.transport import client_credentials, server_credentials
+from atoll.transport.keys import SHARD_NAME, Credentials, load_learner, load_server, load_shard, make_keys
+
+Address = tuple[str, int]
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys", learners=1, shards=1)
+    return tmp_path / "keys"
+
+
+class Street:
+    """One shard's door, and those who come to it."""
+
+    def __init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: Address = self._listener.getsockname()
+        self._ends = ExitStack()
+
+    def door(self, key: str = "key", tls: ssl.SSLContext | None = None) -> ShardDoor:
+        door = ShardDoor(self._listener, key, tls)
+        self._ends.callback(door.close)
+        return door
+
+    def knock(self, session: str, key: str = "key", tls: ssl.SSLContext | None = None, *, reads: bool = False) -> RankChannel:
+        channel = knock(self.address, ShardHello(session, reads, key), tls)
+        self._ends.callback(channel.close)
+        return channel
+
+    def pair(self, session: str, key: str = "key", tls: ssl.SSLContext | None = None) -> list[RankChannel]:
+        return [self.knock(session, key, tls, reads=reads) for reads in (False, True)]
+
+    def stranger(self) -> socket.socket:
+        return self._ends.enter_context(socket.create_connection(self.address))
+
+    def close(self) -> None:
+        self._ends.close()
+
+
+@pytest.fixture
+def street() -> Iterator[Street]:
+    with closing(Street()) as found:
+        yield found
+
+
+def dialled_by(credentials: Credentials) -> ssl.SSLContext:
+    return client_credentials(credentials.ca, credentials.certificate, credentials.key, SHARD_NAME).bulk
+
+
+def own_of(credentials: Credentials) -> ssl.SSLContext:
+    return server_credentials(credentials.certificate, credentials.key, credentials.ca).bulk
+
+
+def exchange(door: ShardDoor, work: RankChannel) -> RankChannel:
+    """The shard hears what the coordinator sends, and answers."""
+    inside, _ = door.next()
+    work.send(LinkInto("somewhere"))
+    asked, _ = inside.receive()
+    assert asked == LinkInto("somewhere")
+    inside.send(EffectDone())
+    assert work.receive()[0] == EffectDone()
+    return inside
+
+
+def is_closed(channel: RankChannel) -> bool:
+    with suppress(ChannelClosed):
+        channel.receive()
+        return False
+    return True
+
+
+def test_coordinator_with_the_key_gets_in_and_another_key_does_not(street: Street) -> None:
+    door = street.door()
+    assert all(is_closed(channel) for channel in street.pair("a", "another"))
+    work, _ = street.pair("b")
+    exchange(door, work)
+
+
+def test_only_the_syncers_certificate_gets_in(street: Street, keys: Path) -> None:
+    door = street.door(tls=own_of(load_shard(keys)))
+    for other in (load_learner(keys), load_shard(keys)):
+        assert all(is_closed(channel) for channel in street.pair("a", tls=dialled_by(other)))
+    work, _ = street.pair("b", tls=dialled_by(load_server(keys)))
+    exchange(door, work)
+
+
+def test_syncer_sends_nothing_to_who_is_no_shard(street: Street, keys: Path) -> None:
+    street.door(tls=own_of(load_learner(keys)))
+    with pytest.raises(ssl.SSLCertVerificationError, match="atoll-shard"):
+        street.pair("a", tls=dialled_by(load_server(keys)))
+
+
+def _nothing(stranger: socket.socket) -> None:
+    pass
+
+
+def _huge(stranger: socket.socket) -> None:
+    stranger.sendall(struct.pack("<IQ", 1 << 29, 1 << 60))
+
+
+def _garbage(stranger: socket.socket) -> None:
+    stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
+
+
+@pytest.mark.parametrize("does", [_nothing, _huge, _garbage])
+def test_strangers_keep_no_coordinator_out(does: Callable[[socket.socket], None], street: Street) -> None:
+    door = street.door()
+    for _ in range(STRANGERS_MAX // 2):
+        does(street.stranger())
+    work, _ = street.pair("b")
+    exchange(door, work)
+
+
+def test_newer_coordinator_takes_the_place_of_one_whose_machine_is_gone(street: Street) -> None:
+    door = street.door()
+    first, _ = street.pair("a")
+    inside = exchange(door, first)
+    second, _ = street.pair("b")
+    exchange(door, second)
+    assert is_closed(inside) and is_closed(first)
+
+
+def test_halves_of_two_coordinators_are_no_pair(street: Street) -> None:
+    door = street.door()
+    abandoned = street.knock("a")
+    work, _ = street.pair("b")
+    exchange(door, work)
+    assert is_closed(abandoned)
