@@ -449,3 +449,22 @@ def test_rollback_names_what_it_can_and_cannot_return_to(tmp_path: Path) -> None
     for folder, word in ((tmp_path / "run", "virtual"), (tmp_path, "no run is there")):
         with pytest.raises(UserError, match=word):
             CliRunner().invoke(app, ["rollback", str(folder), "--to", "3"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["syncer", "--shard-at", "10.0.0.2:7177"], "give --keys DIR"),
+        (["syncer", "--shard-at", "10.0.0.2", "--keys", "keys"], "must be host:port"),
+        (["syncer", "--shard-at", "a:1", "--shard-at", "a:1", "--keys", "keys"], "names a shard twice"),
+        (["syncer", "--shard-at", "a:1", "--shards", "3", "--keys", "keys"], "leave --shards out"),
+        (["shard", "--dir", "new"], "--listen: is missing"),
+        (["shard", "--dir", "new", "--listen", "127.0.0.1:0"], "atoll keys --shards"),
+        (["shard", "--dir", "new", "--listen", "127.0.0.1:0", "--keys", "none"], "shard-0.pem: no such file"),
+        (["train", *TINY, "--virtual", "--shards", "2"], "does not go with --virtual"),
+        (["train", *TINY, "--preset", "ddp", "--shards", "2"], "has no syncer"),
+    ],
+)
+def test_shards_that_cannot_be(words: list[str], says: str) -> None:
+    assert says in refusal(*words)
+    assert not Path("new").exists()
