@@ -125,3 +125,12 @@ def test_a_groups_ranks_are_in_the_commands_of_its_learners(tmp_path: Path) -> N
     several, one = (" ".join(deployment.learner_words(n, reach=LearnerReach())) for n in (0, 1))
     assert "--ranks 4 --parallel fsdp2" in several
     assert "--ranks" not in one
+
+
+def test_the_syncers_shards_are_in_its_command(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text("preset = 'decoupled'\nlearners = 2\n[placement.syncer]\nshards = 4\n")
+    deployment = Deployment("sharded", tmp_path / "run", load(recipe), load_placement(recipe))
+    assert "--shards 4" in " ".join(deployment.syncer_words("127.0.0.1:0", keys=None))
+    refused = atoll("up", recipe, "--preset", "ddp", "--out", tmp_path / "run", "--dry-run", cwd=tmp_path)
+    assert refused.returncode == 2 and "placement.syncer.shards = 4" in refused.stderr

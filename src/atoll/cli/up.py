@@ -26,6 +26,10 @@ def deployment_of(
 ) -> Deployment:  # fmt: skip
     placement = load_placement(recipe, assignments)
     settings = settings_from(recipe, preset, None, seed, assignments)
+    if (shards := placement.syncer.shards) > 1:
+        from atoll.tensors.stripes import refuse_unsharded
+
+        refuse_unsharded(settings, f"placement.syncer.shards = {shards}")
     folder = (run or Path("runs") / recipe.stem).absolute()
     return Deployment(
         name=_name(folder.name), run=folder, settings=settings, placement=placement, python=python, allowed=tuple(allowed),

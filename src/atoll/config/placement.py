@@ -74,6 +74,8 @@ class SyncerPlace(_Part, frozen=True):
     """The name or address by which learners reach it. Empty: the engine finds out."""
     port: Annotated[int, Meta(ge=0, le=65535)] = 0
     """The port it listens on; 0: a free one, or Kubernetes' 7077."""
+    shards: Annotated[int, Meta(ge=1, le=256)] = 1
+    """Processes beside it that merge and store, each a stripe of every fragment; 1: it does so itself. A run keeps its number."""
     site: Annotated[str, Meta(max_length=60)] = ""
     """As a learner's."""
     environment: dict[str, str] = {}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from atoll.config import ClusterPlacement, Config, Group
-from atoll.config.placement import Resources
+from atoll.config.placement import Resources, SyncerPlace
 
 SYNCER: Final = "syncer"
 LEFT_CODE: Final = 75
@@ -99,7 +99,7 @@ class Deployment:
         trust = ["--keys", str(keys)] if keys is not None else []
         return [
             "syncer", str(self.recipe), "--dir", str(self.run / SYNCER), "--listen", listen, *trust,
-            "--threads", str(self.threads), *self._own_code, *more,
+            "--threads", str(self.threads), *shard_words(self.placement.syncer), *self._own_code, *more,
         ]  # fmt: skip
 
     def learner_words(self, learner: int, *, reach: LearnerReach, more: tuple[str, ...] = ()) -> list[str]:
@@ -110,6 +110,10 @@ class Deployment:
             "--allow-data", "/", "--join-seconds", f"{JOIN_SECONDS:g}", "--leave-seconds", f"{self.delivery_seconds:g}",
             "--left-code", str(LEFT_CODE), *rank_words(group), *self._own_code, *more,
         ]  # fmt: skip
+
+
+def shard_words(place: SyncerPlace) -> list[str]:
+    return ["--shards", str(place.shards)] if place.shards > 1 else []
 
 
 def rank_words(group: Group) -> list[str]:
