@@ -60,6 +60,7 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
          f"key model.numbers.context = {context}: must be at least data.seq_len = {c.data.seq_len}"),
         *_outer_over_time(c),
         *_methods(c),
+        *_eager(c),
         *_whole_tensors(c),
         *_text_keys_for_images(c),
         *_slices(c),
@@ -106,6 +107,31 @@ def _methods(c: Config) -> list[tuple[bool, str]]:
         (c.preset == "pier" and not (o.momentum_warmup and o.momentum_schedule),
          "key outer.momentum_warmup, momentum_schedule: preset 'pier' is DiLoCo with both; for a constant momentum use preset "
          "'diloco'"),
+    ]  # fmt: skip
+
+
+def _eager(c: Config) -> list[tuple[bool, str]]:
+    """A learner adds what the syncer's outer step makes of its own share. That is a part of Theta only while the outer step is
+    linear and the same each time, and while every learner weighs 1/M."""
+    p, o, key = c.protocol, c.outer, "key protocol.eager = true:"
+    return [
+        (c.preset == "eager" and not p.eager,
+         "key protocol.eager = false: preset 'eager' is 'async_diloco' with each learner's own share applied early; use preset "
+         "'async_diloco'"),
+        (p.eager and p.anchor != "round_start",
+         f"{key} needs protocol.anchor = 'round_start' (preset 'eager'), not {p.anchor!r}"),
+        (p.eager and not p.merge == p.embedding_merge == "mean",
+         f"{key} needs merge = 'mean' and embedding_merge = 'mean', of which an own share is a part; got {p.merge!r} and "
+         f"{p.embedding_merge!r}"),
+        (p.eager and p.aggregation_weighting != "uniform",
+         f"{key} needs aggregation_weighting = 'uniform', because a learner knows no weight but its own; got "
+         f"{p.aggregation_weighting!r}"),
+        (p.eager and p.alpha > 0, f"{key} needs alpha = 0, not {p.alpha}: own work would be kept twice"),
+        (p.eager and o.outer_optimizer not in ("sgd", "momentum", "nesterov"),
+         f"{key} needs outer_optimizer 'sgd', 'momentum' or 'nesterov', not {o.outer_optimizer!r}"),
+        (p.eager and bool(o.momentum_warmup or o.momentum_schedule or o.rate_schedule),
+         f"{key} needs the same outer rate and momentum at every outer step; leave outer.momentum_warmup, momentum_schedule and "
+         f"rate_schedule out"),
     ]  # fmt: skip
 
 

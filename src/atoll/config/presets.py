@@ -78,6 +78,12 @@ def sparseloco() -> Config:
     return Config(preset="sparseloco", protocol=protocol, outer=Outer(outer_optimizer="sgd", outer_learning_rate=1.0))
 
 
+def eager() -> Config:
+    """As `async_diloco`, with each learner's own newest outer gradient applied without the delay."""
+    protocol = _whole(local_steps_per_round=30, overlap=30, anchor="round_start", eager=True)
+    return Config(preset="eager", protocol=protocol, outer=Outer(outer_learning_rate=0.4))
+
+
 def heloco() -> Config:
     """Decoupled training whose merge turns what points away from the outer momentum towards it."""
     return Config(preset="heloco", protocol=Protocol(merge="aligned", embedding_merge="aligned"))
@@ -91,7 +97,7 @@ def pier() -> Config:
 
 PRESETS: dict[str, Callable[[], Config]] = {
     f.__name__: f for f in (ddp, fedavg, diloco, async_diloco, streaming, decoupled, decoupled_ramp)
-} | {f.__name__: f for f in (muloco, sparseloco, pier, heloco)}
+} | {f.__name__: f for f in (muloco, sparseloco, pier, heloco, eager)}
 """The family, then methods of others."""
 
 

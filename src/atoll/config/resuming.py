@@ -58,6 +58,7 @@ KEPT: Final = (
          _only_if("outer.delay", lambda c: c.outer.outer_optimizer == "delayed_nesterov")),
     Kept("protocol.anchor", "its learners' work is measured from there",
          lambda c: "round_start" if c.protocol.anchor == "round_start" else "present or adopted"),
+    Kept("protocol.eager", "its learners' weights hold what they applied early"),
     Kept("protocol.error_feedback", "it decides whether residuals are part of its learners' state"),
     Kept("inner.optimizer", _MOMENTS),
     Kept("inner.weight_decay", _MOMENTS),

@@ -75,6 +75,9 @@ class Protocol(_Section, frozen=True):
     anchor: Literal["adopted", "present", "round_start"] = "present"
     """The base of the outer gradient: the version that the learner last `adopted`, the syncer's `present` Theta, or the learner's
     own weights at the `round_start` (the one-round delay of `async_diloco`)."""
+    eager: bool = False
+    """With anchor `round_start`: a learner applies its own share of its newest outer gradient at once, on top of the version that
+    it adopts, and not only when it comes back in an announced version."""
     adopt: Literal["exact", "arrival"] = "arrival"
     """When a learner adopts a new version. `exact`: tau inner steps after the pull; it waits if necessary. `arrival`: at the
     first step boundary after the version arrives; it never waits."""

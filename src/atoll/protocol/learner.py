@@ -27,6 +27,7 @@ from atoll.protocol.vocabulary import (
     Adopt,
     Adoption,
     Announce,
+    ApplyOwnShare,
     Connected,
     ConnectionLost,
     DeadlinePassed,
@@ -329,6 +330,9 @@ class LearnerMachine:
             return
         self._end_wait()
         self.phase = after(self.phase, Turn.TRAIN)
+        if self.config.protocol.eager:  # after every adoption of this boundary, which would overwrite it
+            for fragment in self.schedule.due(self.position):
+                self._effects.emit(ApplyOwnShare(fragment))
         self._drawn = self._batches.draw()
         policy = self.schedule.policy(self.position + 1)
         progress = self.position if policy.exact else self.outer_known
@@ -491,8 +495,7 @@ class LearnerMachine:
         self._send(Loaded(ticket, source, self.counters.local_step, tuple(self.held)))
 
     def _transfer_failed(self, reason: Reason) -> None:
-        ticket = self._transfer.end()
-        if ticket is not None:
+        if (ticket := self._transfer.end()) is not None:
             self._send(RecoveryFailed(ticket.ticket, reason))
 
     def _leave(self, asked: LeaveAsked) -> None:
