@@ -160,6 +160,7 @@ CASES: dict[str, dict[str, Any]] = {
     "diloco": {"local_steps_per_round": 6},
     "async_diloco": {"local_steps_per_round": 6, "overlap": 6},
     "eager": {"local_steps_per_round": 6, "overlap": 6},
+    "dylu": {"local_steps_per_round": 6},
     "fedavg": {"local_steps_per_round": 6},
     "ddp": {},
 }

@@ -56,6 +56,7 @@ KEPT: Final = (
     Kept("outer.outer_optimizer", "its outer state is that optimiser's"),
     Kept("outer.delay", "its outer state sums that many outer gradients",
          _only_if("outer.delay", lambda c: c.outer.outer_optimizer == "delayed_nesterov")),
+    Kept("protocol.dynamic_steps", "its outer state counts contributions with it and outer steps without"),
     Kept("protocol.anchor", "its learners' work is measured from there",
          lambda c: "round_start" if c.protocol.anchor == "round_start" else "present or adopted"),
     Kept("protocol.eager", "its learners' weights hold what they applied early"),

@@ -25,6 +25,14 @@ REFUSED = [
     ("eager", "protocol.alpha=0.3", "needs alpha = 0"),
     ("eager", "outer.outer_optimizer=delayed_nesterov", "needs outer_optimizer 'sgd', 'momentum' or 'nesterov'"),
     ("eager", "outer.rate_schedule=[[0.5, 0.5]]", "needs the same outer rate and momentum at every outer step"),
+    ("dylu", "protocol.dynamic_steps=false", "preset 'dylu' merges each learner after its own number of steps"),
+    ("dylu", "protocol.fragmentation=balanced", "needs fragmentation = 'whole'"),
+    ("dylu", "protocol.quorum=2", "nobody waits for anybody"),
+    ("dylu", "protocol.anchor=present", "needs anchor = 'adopted' and alpha = 0"),
+    ("dylu", "protocol.merge=rda", "each contribution adds 1/N of itself"),
+    ("dylu", "outer.outer_optimizer=nesterov", "needs outer_optimizer = 'delayed_nesterov', which counts contributions"),
+    ("dylu", "outer.rate_schedule=[[0.5, 0.5]]", "without a rate_schedule, which counts outer steps"),
+    ("dylu", "protocol.ramp=0.1", "no outer step is due before a learner is ready"),
     ("diloco", "protocol.eager=true", "needs protocol.anchor = 'round_start'"),
     ("decoupled_ramp", "outer.rate_schedule=[[0.5, 0.5]]", "counts a fragment's own outer steps"),
     ("ddp", "outer.average_decay=0.9", "which preset 'ddp' does not have"),
@@ -43,6 +51,11 @@ def test_what_a_method_cannot_do_is_refused_with_a_sentence(preset: str, assignm
 def test_muloco_brings_muon_and_sparseloco_leaves_the_inner_optimiser_open() -> None:
     assert load(preset_name="muloco").inner.optimizer == "Muon"
     assert load(preset_name="sparseloco", assignments=["inner.optimizer=Muon"]).inner.optimizer == "Muon"
+
+
+def test_delay_of_zero_is_as_many_contributions_as_there_are_learners() -> None:
+    assert load(preset_name="dylu", assignments=["learners=7"]).outer.delay == 7
+    assert load(preset_name="dylu", assignments=["learners=7", "outer.delay=3"]).outer.delay == 3
 
 
 def test_codec_that_drops_values_warns_only_without_error_feedback() -> None:
