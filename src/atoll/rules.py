@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from statistics import median
+from statistics import median, median_low
 
 import msgspec
 
@@ -92,7 +92,7 @@ def _phases(config: Config) -> tuple[Policy, ...]:
     # A quorum of as many learners as there are bounds nobody's lead: only a preset that is defined to wait does, by name.
     lead = p.lead if p.lead >= 0 else (p.overlap if p.quorum == ALL else -1)
     usual = Policy(
-        start=0, interval=p.local_steps_per_round, overlap=p.overlap, quorum_all=p.quorum == ALL,
+        start=0, interval=1 if p.dynamic_steps else p.local_steps_per_round, overlap=p.overlap, quorum_all=p.quorum == ALL,
         quorum=1 if p.quorum == ALL else int(p.quorum), exact=p.adopt == "exact", lead=lead, plain_average=False,
     )  # fmt: skip
     intervals = ramp_intervals(p.local_steps_per_round) if p.ramp > 0 else ()
@@ -128,6 +128,21 @@ def contribution_weight(weighting: str, c_steps: int, c_tokens: int, c_samples: 
     if weighting == "num_samples":
         return float(c_samples)
     return c_tokens * (c_tokens / c_steps)
+
+
+FASTER_MAX = 2
+"""The pace that others are measured by is at most so many times the usual one: a learner that reports steps it did not train
+must not make everybody else's intervals arbitrarily short."""
+
+
+def dynamic_local_steps(interval: int, own: Nanos | None, paces: Sequence[Nanos]) -> int:
+    """DyLU: floor(H * v_m / v_max), at least 1; `paces` are measured times of a step of all who were measured, 1/v. One that is
+    faster than v_max may be gets more than H: then reporting faster does not mean being merged more often."""
+    if own is None or not paces:
+        return interval
+    fastest, *rest = sorted(paces)
+    shortest = max(fastest, median_low(rest) // FASTER_MAX) if rest else fastest
+    return max(1, interval * shortest // max(1, own))
 
 
 def grace_window(overlap: int, step_time: Nanos, quorum_time: Nanos, sync_time: Nanos, gamma: float) -> Nanos:

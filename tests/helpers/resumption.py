@@ -159,6 +159,8 @@ CASES: dict[str, dict[str, Any]] = {
     "streaming": {"fragments": 3, "local_steps_per_round": 6, "fragmentation": "balanced"},
     "diloco": {"local_steps_per_round": 6},
     "async_diloco": {"local_steps_per_round": 6, "overlap": 6},
+    "eager": {"local_steps_per_round": 6, "overlap": 6},
+    "dylu": {"local_steps_per_round": 6},
     "fedavg": {"local_steps_per_round": 6},
     "ddp": {},
 }

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import async_loop
 import diloco_loop
+import eager_loop
 import heloco_loop
 import pytest
 import sparse_loop
@@ -99,6 +101,30 @@ class PierOuter:
             self.buffers = [b * momentum + g for b, g in zip(self.buffers, gradients, strict=True)]
         for p, g, b in zip(self.params, gradients, self.buffers, strict=True):
             p.sub_(g) if self.round <= 3 else p.add_(g.add(b, alpha=momentum), alpha=-rate)
+
+
+OUTERS = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.4),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.4, momentum=0.9),
+    "nesterov": nesterov(0.4),
+}
+
+
+@pytest.mark.parametrize("optimizer", OUTERS)
+def test_eager_is_the_published_loop_with_an_outer_optimiser_on_every_learner(optimizer: str) -> None:
+    """Up to rounding: the published loop adds the own share before the outer optimiser, Atoll after it, to the announced version.
+    27 steps, so that at the end learners stand in the middle of a round and hold what they added at its start."""
+    protocol = {"local_steps_per_round": INTERVAL, "overlap": INTERVAL}
+    config = configured("eager", total_steps=27, protocol=protocol, outer={"outer_optimizer": optimizer})
+    executor = atoll_run(config)
+    rates = [learning_rate(config, t) for t in range(27)]
+    settings = COMMON | {"rates": rates}
+    center, models = eager_loop.train(make_optimizer=adamw, make_outer=OUTERS[optimizer], **settings)
+    assert relative(theta(executor), center.state_dict()) < 1e-5
+    for learner, model in enumerate(models):
+        assert relative(executor.learners[learner].model.state_dict(), model.state_dict()) < 1e-5
+    delayed, _ = async_loop.train(make_optimizer=adamw, make_outer=OUTERS[optimizer], **settings)
+    assert relative(delayed.state_dict(), center.state_dict()) > 1e-3, "without the own share it is another method"
 
 
 @pytest.mark.parametrize("ramp", [0.0, 0.3])

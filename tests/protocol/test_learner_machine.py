@@ -11,6 +11,8 @@ from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
     Adoption,
+    Announce,
+    ApplyOwnShare,
     Connected,
     ConnectionLost,
     Contribution,
@@ -376,6 +378,19 @@ def test_round_start_anchor_restarts_the_difference_when_it_stages() -> None:
     stage.steps()
     assert of(stage.steps(), Stage) == [Stage(0, 2, 2, True)]
     assert stage.machine.counters.since(0) == (0, 0, 0)
+
+
+def test_eager_learner_applies_its_own_share_after_it_adopted_and_before_it_trains() -> None:
+    stage = LearnerStage(exact("eager", interval=2, overlap=2))
+    stage.enters()
+    assert not of(stage.steps(), ApplyOwnShare)
+    first = [type(e) for e in stage.steps()]  # nothing has come back yet
+    assert first.index(Stage) < first.index(ApplyOwnShare) < first.index(InnerStep) and Adopt not in first
+    assert not of(stage.steps(), ApplyOwnShare)
+    waits = stage.steps()
+    assert of(waits, Stage) and of(waits, Wait) and not of(waits, ApplyOwnShare), "it rests until version 2 is back"
+    late = stage.hears(Announce(2, 0, NO_VERSION, (0,)))
+    assert [type(e) for e in late if isinstance(e, Adopt | ApplyOwnShare | InnerStep)] == [Adopt, ApplyOwnShare, InnerStep]
 
 
 # ---------------------------------------------------------------- position

@@ -28,6 +28,8 @@ CASES: dict[str, dict[str, object]] = {
     "fedavg": {"local_steps_per_round": 4},
     "diloco": {"local_steps_per_round": 4},
     "async_diloco": {"local_steps_per_round": 4, "overlap": 4},
+    "eager": {"local_steps_per_round": 4, "overlap": 4},
+    "dylu": {"local_steps_per_round": 4},
     "streaming": {"local_steps_per_round": 6, "error_feedback": True},
     "decoupled": {"fragments": 4, "local_steps_per_round": 4, "error_feedback": True},
     "decoupled_ramp": {"fragments": 3, "local_steps_per_round": 6, "ramp": 0.3, "codec_down": "int8"},

@@ -52,6 +52,8 @@ CASES = {
     "decoupled": {"fragments": 8, "local_steps_per_round": 8, "error_feedback": True},
     "decoupled_ramp": {"fragments": 6, "local_steps_per_round": 6, "ramp": 0.3, "codec_down": "int8"},
     "muloco": {"local_steps_per_round": 4},
+    "eager": {"local_steps_per_round": 4, "overlap": 4},
+    "dylu": {"local_steps_per_round": 4},
     "heloco": {"fragments": 8, "local_steps_per_round": 8},
     "pier": {"local_steps_per_round": 2},
     "sparseloco": {"local_steps_per_round": 4, "codec_up": "chunk_top_k:0.1"},

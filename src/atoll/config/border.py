@@ -205,7 +205,8 @@ def _resolved(config: Config) -> Config:
         protocol = msgspec.structs.replace(protocol, fragments=1)
     if protocol.fragments == 0:
         protocol = msgspec.structs.replace(protocol, fragments=_layer_fragments(config))
-    config = msgspec.structs.replace(config, protocol=protocol)
+    outer = msgspec.structs.replace(config.outer, delay=config.outer.delay or config.learners)
+    config = msgspec.structs.replace(config, protocol=protocol, outer=outer)
     _check_tables(config)
     for wrong, sentence in contradictions(config):
         if wrong:

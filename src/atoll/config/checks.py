@@ -60,6 +60,8 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
          f"key model.numbers.context = {context}: must be at least data.seq_len = {c.data.seq_len}"),
         *_outer_over_time(c),
         *_methods(c),
+        *_eager(c),
+        *_dynamic_steps(c),
         *_whole_tensors(c),
         *_text_keys_for_images(c),
         *_slices(c),
@@ -109,6 +111,55 @@ def _methods(c: Config) -> list[tuple[bool, str]]:
     ]  # fmt: skip
 
 
+def _eager(c: Config) -> list[tuple[bool, str]]:
+    """A learner adds what the syncer's outer step makes of its own share. That is a part of Theta only while the outer step is
+    linear and the same each time, and while every learner weighs 1/M."""
+    p, o, key = c.protocol, c.outer, "key protocol.eager = true:"
+    return [
+        (c.preset == "eager" and not p.eager,
+         "key protocol.eager = false: preset 'eager' is 'async_diloco' with each learner's own share applied early; use preset "
+         "'async_diloco'"),
+        (p.eager and p.anchor != "round_start",
+         f"{key} needs protocol.anchor = 'round_start' (preset 'eager'), not {p.anchor!r}"),
+        (p.eager and not p.merge == p.embedding_merge == "mean",
+         f"{key} needs merge = 'mean' and embedding_merge = 'mean', of which an own share is a part; got {p.merge!r} and "
+         f"{p.embedding_merge!r}"),
+        (p.eager and p.aggregation_weighting != "uniform",
+         f"{key} needs aggregation_weighting = 'uniform', because a learner knows no weight but its own; got "
+         f"{p.aggregation_weighting!r}"),
+        (p.eager and p.alpha > 0, f"{key} needs alpha = 0, not {p.alpha}: own work would be kept twice"),
+        (p.eager and o.outer_optimizer not in ("sgd", "momentum", "nesterov"),
+         f"{key} needs outer_optimizer 'sgd', 'momentum' or 'nesterov', not {o.outer_optimizer!r}"),
+        (p.eager and bool(o.momentum_warmup or o.momentum_schedule or o.rate_schedule),
+         f"{key} needs the same outer rate and momentum at every outer step; leave outer.momentum_warmup, momentum_schedule and "
+         f"rate_schedule out"),
+    ]  # fmt: skip
+
+
+def _dynamic_steps(c: Config) -> list[tuple[bool, str]]:
+    """Learners are merged one by one, each against the version that it began with, into an outer step that counts them."""
+    p, o, key = c.protocol, c.outer, "key protocol.dynamic_steps = true:"
+    return [
+        (c.preset == "dylu" and not p.dynamic_steps,
+         "key protocol.dynamic_steps = false: preset 'dylu' merges each learner after its own number of steps; with one number "
+         "for all use preset 'async_diloco' or 'decoupled'"),
+        (p.dynamic_steps and p.fragmentation != "whole",
+         f"{key} needs fragmentation = 'whole', because a learner is merged as a whole; got {p.fragmentation!r}"),
+        (p.dynamic_steps and not (p.adopt == "arrival" and p.quorum == 1 and p.lead < 0),
+         f"{key} needs adopt = 'arrival', quorum = 1 and lead = -1: nobody waits for anybody"),
+        (p.dynamic_steps and (p.anchor != "adopted" or p.alpha > 0),
+         f"{key} needs anchor = 'adopted' and alpha = 0; got {p.anchor!r} and {p.alpha}"),
+        (p.dynamic_steps and not (p.merge == p.embedding_merge == "mean" and p.aggregation_weighting == "uniform"),
+         f"{key} needs merge = 'mean', embedding_merge = 'mean' and aggregation_weighting = 'uniform': each contribution adds "
+         f"1/N of itself"),
+        (p.dynamic_steps and (o.outer_optimizer != "delayed_nesterov" or bool(o.rate_schedule)),
+         f"{key} needs outer_optimizer = 'delayed_nesterov', which counts contributions, without a rate_schedule, which counts "
+         f"outer steps; got {o.outer_optimizer!r}"),
+        (p.dynamic_steps and (p.ramp > 0 or p.freeze_not_due),
+         f"{key} needs ramp = 0 and freeze_not_due = false: no outer step is due before a learner is ready"),
+    ]  # fmt: skip
+
+
 def _slices(c: Config) -> list[tuple[bool, str]]:
     chips, slices = c.cluster.chips, -(-c.cluster.chips // c.cluster.slice_chips)
     return [
@@ -147,7 +198,9 @@ def warnings(c: Config) -> list[str]:
     p, found = c.protocol, []
     h = p.local_steps_per_round
     first = next((k * h // p.fragments for k in range(1, p.fragments) if k * h // p.fragments), h)
-    if first > c.total_steps and p.ramp == 0:
+    if p.dynamic_steps:
+        pass  # the last outer step takes what there is
+    elif first > c.total_steps and p.ramp == 0:
         found.append(f"total_steps = {c.total_steps}: ends before the first fragment is due (step {first}), so nothing is merged")
     elif p.fragments == 1 and p.anchor != "round_start" and (rest := c.total_steps % h):
         lost = f"the last {rest} of total_steps = {c.total_steps} are in no merge"

@@ -78,6 +78,21 @@ def sparseloco() -> Config:
     return Config(preset="sparseloco", protocol=protocol, outer=Outer(outer_optimizer="sgd", outer_learning_rate=1.0))
 
 
+def eager() -> Config:
+    """As `async_diloco`, with each learner's own newest outer gradient applied without the delay."""
+    protocol = _whole(local_steps_per_round=30, overlap=30, anchor="round_start", eager=True)
+    return Config(preset="eager", protocol=protocol, outer=Outer(outer_learning_rate=0.4))
+
+
+def dylu() -> Config:
+    """Asynchronous: a learner is merged by delayed Nesterov when it has trained as many steps as its speed gives it."""
+    protocol = Protocol(
+        dynamic_steps=True, fragmentation="whole", fragments=1, local_steps_per_round=50, anchor="adopted",
+        aggregation_weighting="uniform", merge="mean", codec_up="fp32", codec_down="fp32",
+    )  # fmt: skip
+    return Config(preset="dylu", protocol=protocol, outer=Outer(outer_optimizer="delayed_nesterov", delay=0))
+
+
 def heloco() -> Config:
     """Decoupled training whose merge turns what points away from the outer momentum towards it."""
     return Config(preset="heloco", protocol=Protocol(merge="aligned", embedding_merge="aligned"))
@@ -91,7 +106,7 @@ def pier() -> Config:
 
 PRESETS: dict[str, Callable[[], Config]] = {
     f.__name__: f for f in (ddp, fedavg, diloco, async_diloco, streaming, decoupled, decoupled_ramp)
-} | {f.__name__: f for f in (muloco, sparseloco, pier, heloco)}
+} | {f.__name__: f for f in (muloco, sparseloco, pier, heloco, eager, dylu)}
 """The family, then methods of others."""
 
 

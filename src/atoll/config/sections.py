@@ -57,6 +57,9 @@ class Protocol(_Section, frozen=True):
     """Weight of the newest value in the moving averages of step, pull, round and sync times."""
     pace: NonNegative = 1.0
     """Least time between outer steps, in median step times (so between two rounds of P <= H: pace * H*step/P)."""
+    dynamic_steps: bool = False
+    """Dynamic local updates: the syncer pulls from each learner when that has trained its own number of steps on the version that
+    it was sent last: H for the fastest, fewer for slower ones in proportion. Only those who took part are sent the result."""
     contribution: Literal["weights", "gradient"] = "weights"
     """What a learner sends: the change of its `weights` since the anchor, or a `gradient` (`ddp` alone)."""
     aggregation_weighting: Literal["uniform", "num_samples", "tokens"] = "tokens"
@@ -75,6 +78,9 @@ class Protocol(_Section, frozen=True):
     anchor: Literal["adopted", "present", "round_start"] = "present"
     """The base of the outer gradient: the version that the learner last `adopted`, the syncer's `present` Theta, or the learner's
     own weights at the `round_start` (the one-round delay of `async_diloco`)."""
+    eager: bool = False
+    """With anchor `round_start`: a learner applies its own share of its newest outer gradient at once, on top of the version that
+    it adopts, and not only when it comes back in an announced version."""
     adopt: Literal["exact", "arrival"] = "arrival"
     """When a learner adopts a new version. `exact`: tau inner steps after the pull; it waits if necessary. `arrival`: at the
     first step boundary after the version arrives; it never waits."""
@@ -112,8 +118,9 @@ class Outer(_Section, frozen=True):
     """Rate of the outer optimiser."""
     outer_momentum: Annotated[float, Meta(ge=0.0, lt=1.0)] = 0.9
     """Momentum of the outer optimiser; `sgd` and `inner` do not use it."""
-    delay: Positive = 1
-    """N of delayed Nesterov: outer steps per update of the momentum."""
+    delay: Natural = 1
+    """N of delayed Nesterov: outer steps per update of the momentum; with `dynamic_steps`, contributions per update. 0: as many
+    as `learners`."""
     momentum_warmup: Below1 = 0.0
     """Share of the run over which the momentum is gathered and not yet applied: Theta takes merged outer gradients at rate 1."""
     momentum_schedule: Stages = ()

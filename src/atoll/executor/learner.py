@@ -20,6 +20,7 @@ from atoll.executor.cuda.ahead import BatchesAhead, BatchPosition, micro_batches
 from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of
 from atoll.executor.cuda.staging import adopt_into
 from atoll.executor.cuda.transfer import on_host, to_device
+from atoll.executor.eager import EagerShares
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
 from atoll.executor.peer_state import PeerStateCheck
 from atoll.executor.ranks.state import StateParts
@@ -30,6 +31,7 @@ from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
     Announce,
+    ApplyOwnShare,
     Contribution,
     Effect,
     Event,
@@ -117,6 +119,7 @@ class TensorLearner:
         self._staged: dict[Key, tuple[Packet, Tensor, Tensor | None]] = {}
         self._residuals: dict[FragmentId, Tensor] = {}
         self._uncommitted: dict[FragmentId, Tensor] = {}
+        self._eager = EagerShares(self._config) if p.eager else None
         self._loss: BatchLoss | None = None
         self._ahead: BatchesAhead | None = None
         """From the first inner step on a GPU on: a user's own loop brings its own batches."""
@@ -151,6 +154,8 @@ class TensorLearner:
         match effect:
             case Stage():
                 return self._stage(effect) if self._cuda is None else self._stage_on_device(self._cuda, effect)
+            case ApplyOwnShare(fragment=fragment):
+                self._apply_own_share(fragment)
             case Unstage(fragment=fragment, slot=slot):
                 self._drop((fragment, slot))
             case Keep(fragment=fragment, version=version, previous=previous):
@@ -242,6 +247,8 @@ class TensorLearner:
         if poison := self._poison(p, difference, buffers):
             return (Poisoned(poison),)
         self._copies[p, effect.slot] = StagedCopy(effect, difference, buffers, self._residual(p))
+        if self._eager is not None:
+            self._eager.staged(p, difference)
         if effect.restart:
             self._round_start[p] = read_params(self._tensors, self._fragments[p])
         return ()
@@ -275,6 +282,10 @@ class TensorLearner:
         elif before is None:
             before = self.anchors[p]
             assert before is not None
+        if self._eager is not None:
+            assert before is not None, "eager updates and gradients exclude each other (config/checks.py)"
+            cuda.stager.settle()
+            self._eager.staged(p, cast_like(fragment, before).to(self._device) - read_params(self._tensors, fragment))
         poisons = cuda.poisons()
         staged = cuda.stager.stage(
             fragment, tensors, before, self._codec, rng=self._rounding(effect), keep_weights=effect.restart,
@@ -373,6 +384,18 @@ class TensorLearner:
             for slot in fragment.params:
                 self.optimizer.state.pop(self._parameters[slot.name], None)
 
+    def _apply_own_share(self, p: FragmentId) -> None:
+        """The anchor stays the announced version: what is added is this learner's alone."""
+        assert self._eager is not None
+        step, anchor, fragment = self._eager.take(p), self.anchors[p], self._fragments[p]
+        if step is None or anchor is None:
+            return
+        if self._cuda is not None:  # the version is on its way to the host, and copies of the weights are being read
+            self._cuda.stager.settle()
+            self._cuda.stager.before_optimizer_step()
+        adopt_into(fragment, self._tensors, anchor.to(step.device) + step, torch.empty(0), 0.0, self.optimizer)
+        self._round_start[p] = read_params(self._tensors, fragment)
+
     # ------------------------------------------------------------ state, for peers and snapshots
 
     def state(self, *, with_residuals: bool = False) -> dict[str, Any]:
@@ -390,6 +413,8 @@ class TensorLearner:
         if with_residuals:
             left = [(p, self._not_carried(p)) for p in range(len(self._fragments))]
             state["residuals"] = {p: residual.cpu() for p, residual in left if residual is not None}
+            if self._eager is not None:
+                state["eager"] = self._eager.record()
         return state
 
     def _optimizer_state(self) -> dict[str, Any]:
@@ -424,6 +449,8 @@ class TensorLearner:
         if resumes:
             here = {p: residual.to(self._device) for p, residual in residuals.items()}
             self._residuals = here if cuda is None else cuda.pinned(residuals)
+            if self._eager is not None:
+                self._eager.restore(state["eager"], self._device)
             return
         kept: dict[FragmentId, tuple[OuterStep, Tensor, Tensor]]
         kept = dict(state["kept"]) if cuda is None else cuda.pinned(state["kept"])
@@ -438,6 +465,8 @@ class TensorLearner:
         self._uncommitted.clear()
         self._copies.clear()
         self._staged.clear()
+        if self._eager is not None:
+            self._eager.clear()
         if self._cuda is not None:
             self._cuda.forget_work()
 

@@ -180,7 +180,8 @@ class FragmentMerger:
             theta, _ = outer_step(previous.theta, delta, OuterState(None, None, 0), PLAIN)
             return Merged(self._announced(previous, theta, buffers, previous.outer, None))
         assert previous.outer is not None
-        theta, outer = outer_step(previous.theta, delta, previous.outer, own)
+        counted = sum(weight > 0 for weight in weights) if self._config.protocol.dynamic_steps else 1
+        theta, outer = outer_step(previous.theta, delta, previous.outer, own, max(1, counted))
         return Merged(self._announced(previous, theta, buffers, outer, None))
 
     def _merge_fused(

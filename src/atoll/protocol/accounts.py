@@ -77,6 +77,10 @@ class Account:
     def taken(self, fragment: FragmentId, local_step: LocalStep) -> None:
         self._taken[fragment] = max(self._taken[fragment], local_step)
 
+    def steps_since(self, fragment: FragmentId, reported: LocalStep) -> int:
+        """Since the adoption from which work on it counts."""
+        return reported - self._since[fragment]
+
     def has_untaken(self, fragments: Sequence[FragmentId], reported: LocalStep) -> bool:
         """Whether it trained all of them since it adopted them, and since they were last taken from it."""
         return all(reported > max(self._since[p], self._taken[p]) for p in fragments)

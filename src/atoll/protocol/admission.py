@@ -106,6 +106,7 @@ class Admission:
             self.release_leases(member)
         member.incarnation, member.born_at = incarnation, self._effects.now
         member.step_ema, member.pull_time, member.missed, member.skipped_until = None, None, 0, 0
+        member.report_ema = None
         member.counted = member.reported = member.tokens = member.samples = member.suspicions = 0
 
     def _begin_recovery(self, member: Member) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from atoll.config import Config
 from atoll.ids import LearnerId, Nanos, OuterStep, nanos
 from atoll.protocol.effects import Effects
+from atoll.protocol.local_steps import LocalSteps
 from atoll.protocol.membership import IN_SYNC, Member, Roster
 from atoll.protocol.pulse import Pulse
 from atoll.protocol.round import GATHERING, GRACE, Round, Rounds, RoundStep
@@ -16,10 +17,11 @@ from atoll.rules import Schedule, fresh, paced_until
 class Gathering:
     def __init__(
         self, config: Config, schedule: Schedule, effects: Effects, roster: Roster, rounds: Rounds, pulse: Pulse,
-        versions: Versions,
+        versions: Versions, local_steps: LocalSteps | None = None,
     ) -> None:  # fmt: skip
         self._config, self._schedule = config, schedule
         self._effects, self._roster, self._rounds, self._pulse, self._versions = effects, roster, rounds, pulse, versions
+        self._local_steps = local_steps
         self.reported: set[LearnerId] = set()
         """Whose reports are fresh for the round that gathers."""
         self.hold_until: Nanos | None = None
@@ -73,6 +75,10 @@ class Gathering:
         if now < hold:
             self.hold_until = hold
             return False
+        if self._local_steps is not None:
+            round_.due = self._schedule.due(round_.outer_step)
+            if not any(self._invited(round_)):
+                round_.due = ()
         if self._rounds.block(round_):
             return False
         self._fix(round_, everybody)
@@ -99,8 +105,7 @@ class Gathering:
 
     def _fix(self, round_: Round, everybody: bool) -> None:
         now = self._effects.now
-        reported = self._roster.invited(self.reported, round_.outer_step, self.quorum(round_), round_.policy)
-        in_step = self._in_mid_step(round_)
+        reported, in_step = self._invited(round_)
         participants = tuple(sorted((*reported, *in_step)))
         for learner in participants:
             member = self._roster.get(learner)
@@ -122,6 +127,15 @@ class Gathering:
         if (following := self._rounds.gathering()) is not None:
             following.opened_at = now
         self.remark()
+
+    def _invited(self, round_: Round) -> tuple[tuple[LearnerId, ...], tuple[LearnerId, ...]]:
+        """Who reported, and who is in the middle of a step; with dynamic local updates those who have trained their steps."""
+        reported = self._roster.invited(self.reported, round_.outer_step, self.quorum(round_), round_.policy)
+        in_step = self._in_mid_step(round_)
+        if self._local_steps is None or not round_.due:
+            return reported, in_step
+        ready = {m.learner for m in self._roster.in_sync() if self._local_steps.ready(m, round_.outer_step)}
+        return tuple(m for m in reported if m in ready), tuple(m for m in in_step if m in ready)
 
     def _in_mid_step(self, round_: Round) -> tuple[LearnerId, ...]:
         """Who has not reported since it was last counted, but trained what is due since that was last taken: it gives the copy of

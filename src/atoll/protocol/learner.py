@@ -27,6 +27,7 @@ from atoll.protocol.vocabulary import (
     Adopt,
     Adoption,
     Announce,
+    ApplyOwnShare,
     Connected,
     ConnectionLost,
     DeadlinePassed,
@@ -228,6 +229,7 @@ class LearnerMachine:
         pending = self._pending.get(fragment)
         if body.outer_step > (pending.version if pending else self.held[fragment]):
             self._effects.emit(Keep(fragment, body.outer_step, body.previous))
+            self._lookahead.least_steps = body.local_steps
             self._pending[fragment] = Pending(body.outer_step, body.previous, self.learner in body.merged)
         self._saw(body.outer_step)
         if self.learner in body.merged and self._departure.merged(fragment):
@@ -329,6 +331,9 @@ class LearnerMachine:
             return
         self._end_wait()
         self.phase = after(self.phase, Turn.TRAIN)
+        if self.config.protocol.eager:  # after every adoption of this boundary, which would overwrite it
+            for fragment in self.schedule.due(self.position):
+                self._effects.emit(ApplyOwnShare(fragment))
         self._drawn = self._batches.draw()
         policy = self.schedule.policy(self.position + 1)
         progress = self.position if policy.exact else self.outer_known
@@ -364,7 +369,8 @@ class LearnerMachine:
 
     def _stage_ahead(self) -> None:
         """The fragments that may be pulled before the next boundary, anew at every boundary."""
-        ahead = min(self._lookahead.at(self.outer_known), self.schedule.policy(self.outer_known + 1).interval)
+        steps = self.counters.since(0).steps
+        ahead = min(self._lookahead.at(self.outer_known, steps), self.schedule.policy(self.outer_known + 1).interval)
         wanted = self.schedule.due_between(self.outer_known + 1, self.outer_known + ahead)
         self._staged.keep_only(wanted)
         for fragment in sorted(wanted):
@@ -382,9 +388,8 @@ class LearnerMachine:
             return
         self._pulls.append(pull)
         self._return_marker()
-        if self._marker > self._recorded and self.phase not in AT_REST:
-            return  # sent after the snapshot began: it must not touch this learner before it has recorded
-        self._answer_pulls()
+        if self._marker <= self._recorded or self.phase in AT_REST:  # else sent after a snapshot began, still to be recorded
+            self._answer_pulls()
 
     def _answer_pulls(self) -> None:
         """In the middle of a step only from staged copies; at a boundary whatever is missing is staged now."""
@@ -491,8 +496,7 @@ class LearnerMachine:
         self._send(Loaded(ticket, source, self.counters.local_step, tuple(self.held)))
 
     def _transfer_failed(self, reason: Reason) -> None:
-        ticket = self._transfer.end()
-        if ticket is not None:
+        if (ticket := self._transfer.end()) is not None:
             self._send(RecoveryFailed(ticket.ticket, reason))
 
     def _leave(self, asked: LeaveAsked) -> None:
@@ -510,10 +514,9 @@ class LearnerMachine:
 
     def _deadline_passed(self) -> None:
         if self._departure.is_due(self._effects.now):
-            return self._goodbye()
-        if self._transfer.give_up_at is not None and self._effects.now >= self._transfer.give_up_at:
+            self._goodbye()
+        elif self._transfer.give_up_at is not None and self._effects.now >= self._transfer.give_up_at:
             self._transfer_failed(Reason(Why.TRANSFER_LATE))
-        return None
 
     def _enter(self) -> None:
         """At rest: stand where the syncer says, say so, and go on."""

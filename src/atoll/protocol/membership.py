@@ -78,6 +78,7 @@ class Member:
         "learner",
         "lent",
         "loaded_at",
+        "local_steps",
         "lost_at",
         "missed",
         "offences",
@@ -85,6 +86,7 @@ class Member:
         "position",
         "pull_time",
         "pulls",
+        "report_ema",
         "reported",
         "reported_at",
         "reports",
@@ -117,6 +119,10 @@ class Member:
         self.tokens = 0
         self.samples = 0
         self.step_ema: Nanos | None = None
+        self.report_ema: Nanos | None = None
+        """Between two reports of new steps, by the syncer's clock."""
+        self.local_steps = 0
+        """Dynamic local updates: how many it was told to train on the version that it was sent last."""
         self.born_at: Nanos = 0
         self.heard_at: Nanos = 0
         self.lost_at: Nanos = 0

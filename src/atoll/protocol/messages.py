@@ -260,6 +260,8 @@ class Announce(Sent, frozen=True):
     previous: OuterStep
     """NO_VERSION: in full."""
     merged: tuple[LearnerId, ...]
+    local_steps: int = 0
+    """Dynamic local updates: so many steps are to be trained on this version. 0: the config's H."""
 
 
 class Tick(Sent, frozen=True):

@@ -23,6 +23,10 @@ LATE_REPORTS = 2
 says how long a step takes. Such steps count as no longer than usual."""
 
 
+STALL = 4
+"""A report that took this many times as long as usual counts as that."""
+
+
 class Pulse:
     """Moving averages: a step, a round, a pull, and from participants fixed to the first reported adoption."""
 
@@ -44,6 +48,9 @@ class Pulse:
         """A step takes no longer than the time between two reports, which the syncer measures: this one, or twice the mean
         (reports may arrive in bursts). A learner that claims more must not stretch everybody's pace."""
         since = member.joined_at if member.reports == 0 else member.reported_at
+        if member.reports > LATE_REPORTS:  # a stall says nothing of speed
+            gap = now - since if member.report_ema is None else min(now - since, STALL * member.report_ema)
+            member.report_ema = ema(member.report_ema, gap, self._protocol.ema_weight)
         member.reports += 1
         member.reported_at = now
         most = max(now - since, 2 * (now - member.joined_at) // member.reports, JITTER)

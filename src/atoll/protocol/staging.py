@@ -83,9 +83,14 @@ class Lookahead:
         self._overlap = overlap
         self._known: OuterStep = 0
         self._longest = 1.0
+        self.least_steps = 0
+        """Dynamic local updates: before so many steps on a version nothing is pulled."""
 
-    def at(self, known: OuterStep) -> int:
-        """At a boundary, with the outer step that is known there."""
+    def at(self, known: OuterStep, steps: int) -> int:
+        """At a boundary, with the outer step that is known there, and the steps trained since the first fragment was adopted."""
+        if steps < self.least_steps:
+            self._known = known
+            return 0
         went_by, self._known = known - self._known, known
         self._longest = min(LONG_STEPS_MOST, max(1.0, went_by, LONG_STEPS_FADE * self._longest))
         return self._overlap + max(went_by, round(self._longest))

@@ -19,6 +19,7 @@ from atoll.protocol.effects import Effects
 from atoll.protocol.gathering import Gathering
 from atoll.protocol.leases import Leases
 from atoll.protocol.ledger import Fates, Ledger
+from atoll.protocol.local_steps import LocalSteps
 from atoll.protocol.membership import EXPELLED, IN_SYNC, LEFT, SILENT, Member, Roster
 from atoll.protocol.merging import Merging
 from atoll.protocol.pulse import Pulse
@@ -71,7 +72,8 @@ class SyncerMachine:
         self.outer_step: OuterStep = 0
         self._effects = Effects(Mailbox(SYNCER, 0))
         self.roster = Roster(p.fragments)
-        self.versions = Versions(config, self._effects, self.roster)
+        local_steps = LocalSteps(config, self.roster) if p.dynamic_steps else None
+        self.versions = Versions(config, self._effects, self.roster, local_steps)
         self.ledger = Ledger(p.fragments, adoption_discards=p.anchor != "round_start")
         self.leases = Leases(p.fragments, p.local_steps_per_round)
         self.snapshot = Snapshot(self._effects)
@@ -90,7 +92,7 @@ class SyncerMachine:
             config, self._effects, self.roster, self.versions, self.ledger, self.admission, self.rounds
         )
         self.gathering = Gathering(
-            config, self.schedule, self._effects, self.roster, self.rounds, self.pulse, self.versions
+            config, self.schedule, self._effects, self.roster, self.rounds, self.pulse, self.versions, local_steps
         )
         self._step_most = StepMost.of(config)
         self._last_commit_at: Nanos = 0

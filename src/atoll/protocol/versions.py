@@ -16,15 +16,19 @@ from atoll.config import Config
 from atoll.config.codecs import codec_spec
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.effects import Effects
+from atoll.protocol.local_steps import LocalSteps
 from atoll.protocol.membership import EXPELLED, JOINING, LEFT, Member, Roster
 from atoll.protocol.vocabulary import NO_VERSION, Adoption, Announce, ForgetVersion, Tick
 
 
 class Versions:
-    def __init__(self, config: Config, effects: Effects, roster: Roster) -> None:
+    def __init__(self, config: Config, effects: Effects, roster: Roster, local_steps: LocalSteps | None = None) -> None:
+        """`local_steps`: of dynamic local updates, where only those who took part in a version are sent it."""
         self._effects = effects
         self._roster = roster
-        self._keep_max = config.limits.versions_max
+        self._local_steps = local_steps
+        # during one interval of a learner each other one is merged about once, twice while their paces change
+        self.keep_max = max(config.limits.versions_max, 2 * config.learners if local_steps is not None else 0)
         self._always_full = codec_spec(config.protocol.codec_down).lossless
         fragments = config.protocol.fragments
         self._kept: list[list[OuterStep]] = [[0] for _ in range(fragments)]
@@ -68,8 +72,10 @@ class Versions:
 
     def announce_step(self, outer_step: OuterStep, fragments: Sequence[FragmentId]) -> None:
         for member in self._roster.connected():
-            if not fragments:
+            took_part = [p for p in fragments if member.learner in self._merged[p].get(outer_step, ())]
+            if not fragments or (self._local_steps is not None and not took_part):
                 self._effects.send(member.learner, Tick(outer_step))
+                continue
             for fragment in fragments:
                 self.announce(member, fragment)
 
@@ -87,7 +93,9 @@ class Versions:
         as_difference = not self._always_full and member.standing != JOINING and member.held[fragment] == previous
         member.sent[fragment] = newest
         member.account.announced(fragment, newest, member.reported)
-        body = Announce(newest, fragment, previous if as_difference else NO_VERSION, self._merged_for(member, fragment))
+        steps = 0 if self._local_steps is None else self._local_steps.begins(member)
+        base = previous if as_difference else NO_VERSION
+        body = Announce(newest, fragment, base, self._merged_for(member, fragment), steps)
         self._effects.send(member.learner, body)
 
     def _merged_for(self, member: Member, fragment: FragmentId) -> tuple[LearnerId, ...]:
@@ -142,7 +150,7 @@ class Versions:
                 continue
             needed = self.watermark(fragment)
             # one older than the newest stays: a member one version behind is sent the difference to it
-            while len(kept) > 2 and (kept[0] < needed or len(kept) > self._keep_max):
+            while len(kept) > 2 and (kept[0] < needed or len(kept) > self.keep_max):
                 self._forget_oldest(fragment)
 
     def replace_all(self, version: OuterStep) -> None:

@@ -181,6 +181,13 @@ class Stage(Word, frozen=True):
     """The next difference is taken from here on (anchor = round start)."""
 
 
+class ApplyOwnShare(Word, frozen=True):
+    """Eager updates: add to the adopted version what the outer step would make of this learner's own newest outer gradient. The
+    next difference is taken from there. Nothing to do if none was staged since the last time."""
+
+    fragment: FragmentId
+
+
 class Unstage(Word, frozen=True):
     fragment: FragmentId
     slot: OuterStep
@@ -385,7 +392,7 @@ class Finished(Word, frozen=True):
 
 
 Effect: TypeAlias = (
-    Send | InnerStep | Stage | Unstage | Keep | Adopt | LoadTheta | LoadState | LoadSnapshot | RecordState | Wait | Resume
-    | Accept | Discard | FixParticipants | Merge | Store | CopyVersions | AnswerRollback | AbortRound | ForgetVersion
-    | RecordSyncer | RecordInFlight | SealSnapshot | Membership | Refuse | Reissue | Recovered | Finished
+    Send | InnerStep | Stage | ApplyOwnShare | Unstage | Keep | Adopt | LoadTheta | LoadState | LoadSnapshot | RecordState
+    | Wait | Resume | Accept | Discard | FixParticipants | Merge | Store | CopyVersions | AnswerRollback | AbortRound
+    | ForgetVersion | RecordSyncer | RecordInFlight | SealSnapshot | Membership | Refuse | Reissue | Recovered | Finished
 )  # fmt: skip

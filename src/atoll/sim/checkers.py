@@ -90,6 +90,7 @@ class Safety:
         self._unit_steps = config.protocol.local_steps_per_round
         self._drawn: dict[tuple[LearnerId, int], set[tuple[int, int]]] = defaultdict(set)
         self._reissued: set[tuple[int, int]] = set()
+        self._took_part: dict[tuple[LearnerId, FragmentId], OuterStep] = {}
         self._rollbacks = RollbackChecks(self._fragments, self._demand)
 
     def attach(self, cluster: VirtualCluster) -> None:
@@ -196,7 +197,8 @@ class Safety:
         in_sync = [m for m, standing in self._standing.items() if standing == IN_SYNC]
         self._demand(set(learners) <= set(in_sync), 2, f"round {t} counts {learners}, in sync are {sorted(in_sync)}")
         self._demand(len(learners) >= self._quorum(t, len(in_sync)), 2, f"round {t} closed with {len(learners)}, below quorum")
-        self._demand(effect.fragments == self._schedule.due(t), 2, f"round {t} takes {effect.fragments}, not what is due")
+        due = effect.fragments == self._schedule.due(t) or (self.config.protocol.dynamic_steps and not effect.fragments)
+        self._demand(due, 2, f"round {t} takes {effect.fragments}, not what is due")
         self._fixed[t] = effect
         policy = self._schedule.policy(t)
         flying = [s for s in self._fixed if s > self._committed]
@@ -225,7 +227,8 @@ class Safety:
         if self._storing is not None and self._storing.outer_step == t:
             self._rollbacks.stored(t, self._storing.fragments)
         self._storing = None
-        self._accepted.pop(t, None)
+        for p, learners in self._accepted.pop(t, {}).items():
+            self._took_part.update({(m, p): t for m in learners})
         following = self._fixed.get(t + 1)
         if following is not None and not following.fragments:
             self._commit(t + 1)
@@ -264,7 +267,7 @@ class Safety:
         reported = (sum(self._tokens.values()) - sum(self._tokens_before.values())) * self._fragments
         ledger = f"learners reported {reported} (token, fragment), the ledger has {fates.trained}"
         self._demand(fates.trained == reported, 8, ledger)
-        versions, limit = syncer.versions, self.config.limits.versions_max
+        versions, limit = syncer.versions, syncer.versions.keep_max
         for fragment in range(self._fragments):
             self._demand(versions.count(fragment) <= limit, 9, f"{versions.count(fragment)} versions of fragment {fragment} kept")
         for member in syncer.roster:
@@ -273,7 +276,11 @@ class Safety:
                 for fragment in range(self._fragments):
                     newest = versions.newest(fragment)
                     coming = max(member.sent[fragment], member.deferred.get(fragment, -1))
-                    self._demand(coming == newest, 6, f"learner {member.learner} was not sent version {newest} of {fragment}")
+                    # with dynamic local updates a learner that trains on is sent only what it took part in
+                    dynamic = self.config.protocol.dynamic_steps
+                    least = self._took_part.get((member.learner, fragment), -1) if dynamic else newest
+                    lacks = f"learner {member.learner} was not sent version {newest} of {fragment}"
+                    self._demand(least <= coming <= newest, 6, lacks)
                     stuck = fragment in member.deferred and member.sent[fragment] == member.held[fragment]
                     self._demand(not stuck, 6, f"learner {member.learner} waits for version {newest} of {fragment} in vain")
 

@@ -60,7 +60,7 @@ class OuterState:
     pending: Tensor | None
     """The sum of the outer gradients since the last update of the momentum (delayed Nesterov only)."""
     count: int
-    """Outer steps taken."""
+    """Outer steps taken, or contributions."""
     average: Tensor | None = None
     """Of Theta over time, where the run keeps one."""
 
@@ -74,8 +74,10 @@ def initial_state(rule: OuterRule, numel: int, *, device: torch.device | None = 
     return OuterState(momentum, pending, 0)
 
 
-def outer_step(theta: Tensor, delta: Tensor, state: OuterState, rule: OuterRule) -> tuple[Tensor, OuterState]:
-    """The next Theta and the next state, as new tensors."""
+def outer_step(
+    theta: Tensor, delta: Tensor, state: OuterState, rule: OuterRule, contributions: int = 1
+) -> tuple[Tensor, OuterState]:
+    """The next Theta and the next state, as new tensors. Delayed Nesterov may count contributions: `delta` is their mean."""
     rate, mu = rule.learning_rate, rule.momentum
     count = state.count + 1
     match rule.optimizer:
@@ -91,7 +93,7 @@ def outer_step(theta: Tensor, delta: Tensor, state: OuterState, rule: OuterRule)
             velocity = _accelerated(state, delta, mu)
             return theta.add(delta.add(velocity, alpha=mu), alpha=-rate), OuterState(velocity, None, count)
         case "delayed_nesterov":
-            return _delayed_nesterov(theta, delta, state, rule)
+            return _delayed_nesterov(theta, delta if contributions == 1 else delta * contributions, state, rule, contributions)
     raise AssertionError(f"unknown outer optimizer {rule.optimizer!r}")
 
 
@@ -116,18 +118,21 @@ def _accelerated(state: OuterState, delta: Tensor, mu: float) -> Tensor:
     return state.momentum.mul(mu).add_(delta)
 
 
-def _delayed_nesterov(theta: Tensor, delta: Tensor, state: OuterState, rule: OuterRule) -> tuple[Tensor, OuterState]:
+def _delayed_nesterov(
+    theta: Tensor, delta: Tensor, state: OuterState, rule: OuterRule, contributions: int
+) -> tuple[Tensor, OuterState]:
     assert state.momentum is not None and state.pending is not None, "start from initial_state(rule, numel)"
     n, c, mu = rule.delay, rule.c, rule.momentum
     velocity, pending = state.momentum, state.pending.add(delta)
     direction = delta.div(n)
-    if (state.count + 1) % n == 0:
+    count = state.count + contributions
+    if count // n > state.count // n:
         velocity = velocity.mul(mu).add_(pending.div_(n))
         direction.add_(velocity, alpha=(1.0 - c * n + c) * mu)
         pending = torch.zeros_like(state.pending)
     elif c != 0.0:
         direction.add_(velocity, alpha=c * mu)
-    return theta.add(direction, alpha=-rule.learning_rate), OuterState(velocity, pending, state.count + 1)
+    return theta.add(direction, alpha=-rule.learning_rate), OuterState(velocity, pending, count)
 
 
 def outer_rule(config: Config) -> OuterRule | None:

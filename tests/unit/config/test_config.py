@@ -65,6 +65,16 @@ TABLE: dict[str, dict[str, Any]] = {
         "error_feedback": False, "stochastic_rounding": False, "freeze_not_due": False,
     },
     "decoupled_ramp": {"fragments": 24, "local_steps_per_round": 24, "overlap": 2, "quorum": 1, "adopt": "arrival", "ramp": 0.1},
+    "eager": {
+        "fragments": 1, "local_steps_per_round": 30, "overlap": 30, "quorum": ALL, "anchor": "round_start", "adopt": "exact",
+        "eager": True, "merge": "mean", "aggregation_weighting": "uniform", "alpha": 0.0, "outer_optimizer": "nesterov",
+        "outer_learning_rate": 0.4, "outer_momentum": 0.9, "codec_up": "fp32", "codec_down": "fp32",
+    },
+    "dylu": {
+        "fragments": 1, "local_steps_per_round": 50, "dynamic_steps": True, "quorum": 1, "adopt": "arrival", "anchor": "adopted",
+        "overlap": 2, "merge": "mean", "aggregation_weighting": "uniform", "outer_optimizer": "delayed_nesterov",
+        "outer_learning_rate": 0.7, "outer_momentum": 0.9, "codec_up": "fp32", "codec_down": "fp32",
+    },
     "muloco": {"fragments": 1, "local_steps_per_round": 30, "outer_optimizer": "nesterov", "codec_up": "fp32", "quorum": ALL},
     "heloco": {
         "fragments": 24, "quorum": 1, "adopt": "arrival", "merge": "aligned", "embedding_merge": "aligned", "codec_up": "int4",

@@ -38,6 +38,7 @@ def whole_state() -> dict[str, Any]:
         "round_start": [None, *(numbers(f.numel) for f in FRAGMENTS[1:])],
         "kept": {1: (5, numbers(FRAGMENTS[1].numel), numbers(FRAGMENTS[1].buffer_numel))},
         "residuals": {0: numbers(FRAGMENTS[0].numel)},
+        "eager": {"momenta": {1: numbers(FRAGMENTS[1].numel)}, "steps": {}},
     }
 
 
@@ -65,6 +66,7 @@ def held_by(rank: int, world: Sequence[Boxes], whole: dict[str, Any]) -> dict[st
         "round_start": [None if v is None else flat(p, v) for p, v in enumerate(whole["round_start"])],
         "kept": {p: (version, flat(p, vector), buffers) for p, (version, vector, buffers) in whole["kept"].items()},
         "residuals": {p: flat(p, vector) for p, vector in whole["residuals"].items()},
+        "eager": {part: {p: flat(p, vector) for p, vector in found.items()} for part, found in whole["eager"].items()},
     }
     of_moments = {n: dict.fromkeys(("exp_avg", "exp_avg_sq"), boxes[name]) for n, name in NAMES.items() if name in boxes}
     return part_of(state, boxes, of_moments)

@@ -79,6 +79,7 @@ def test_another_device_holds_everything_and_its_fleet_has_room_for_all(optimize
     [
         ("decoupled", {"local_steps_per_round": 6, "fragments": 6, "error_feedback": "true"}),
         ("async_diloco", {"local_steps_per_round": 6, "overlap": 6}),
+        ("eager", {"local_steps_per_round": 6, "overlap": 6}),
         ("ddp", {}),
     ],
 )

@@ -98,6 +98,11 @@ class StateParts:
         if "residuals" in first:  # a rank whose part of a packet held NaN has none
             left = [p for p in first["residuals"] if all(p in s["residuals"] for s in states)]
             state["residuals"] = {p: self._flat(p, [s["residuals"][p] for s in states], boxes) for p in left}
+        if "eager" in first:
+            state["eager"] = {
+                part: {p: self._flat(p, [s["eager"][part][p] for s in states], boxes) for p in found}
+                for part, found in first["eager"].items()
+            }
         return state
 
     # ------------------------------------------------------------ tensors

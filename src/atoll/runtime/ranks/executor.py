@@ -31,6 +31,7 @@ from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     Adopt,
     Announce,
+    ApplyOwnShare,
     Contribution,
     Effect,
     Event,
@@ -66,7 +67,7 @@ from atoll.store.tensor_files import pack_state, unpack_state
 from atoll.tensors.access import named_tensors
 from atoll.tensors.pieces import cut_from, put_runs
 
-TOLD = (Stage, Unstage, Adopt, LoadTheta, LoadSnapshot)
+TOLD = (Stage, ApplyOwnShare, Unstage, Adopt, LoadTheta, LoadSnapshot)
 
 
 class LeadExecutor:
