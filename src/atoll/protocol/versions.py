@@ -72,12 +72,14 @@ class Versions:
 
     def announce_step(self, outer_step: OuterStep, fragments: Sequence[FragmentId]) -> None:
         for member in self._roster.connected():
-            took_part = [p for p in fragments if member.learner in self._merged[p].get(outer_step, ())]
-            if not fragments or (self._local_steps is not None and not took_part):
+            if not fragments or not self._is_sent(member, outer_step, fragments):
                 self._effects.send(member.learner, Tick(outer_step))
                 continue
             for fragment in fragments:
                 self.announce(member, fragment)
+
+    def _is_sent(self, member: Member, outer_step: OuterStep, fragments: Sequence[FragmentId]) -> bool:
+        return self._local_steps is None or any(member.learner in self._merged[p].get(outer_step, ()) for p in fragments)
 
     def announce(self, member: Member, fragment: FragmentId) -> None:
         """Send the newest version unless an older one is still on its way."""
