@@ -13,6 +13,7 @@ import tempfile
 import threading
 import traceback
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -421,7 +422,28 @@ def mistakes(rank: int, ranks: int, address: str, token: str, out: Path) -> dict
         with joined(model, sgd(model), "partial"):
             pass
 
-    for work in (raises, misses_a_call, skips_alone, other_model, other_optimizer, plain, partial):
+    def pipeline() -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        stages = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("stage", "shard"))
+        model = nn.Sequential(OrderedDict({f"layer{rank}": nn.Linear(3, 2)}))
+        fully_shard(model, mesh=stages["shard"])
+        with joined(model, sgd(model), "pipeline"):
+            pass
+
+    def other_world() -> None:
+        model = wrapped(Odd(), "fsdp2", ranks)
+        optimizer = sgd(model)
+        with joined(model, optimizer, "world") as learner:
+            optimizer.step()
+            learner.step()
+            torch.distributed.destroy_process_group()  # as a launcher that goes on with the ranks that are left
+            torch.distributed.init_process_group("gloo", init_method=f"file://{out}/alone{rank}", rank=0, world_size=1)
+            optimizer.step()
+            learner.step()
+
+    for work in (raises, misses_a_call, skips_alone, other_model, other_optimizer, plain, partial, pipeline, other_world):
         found[work.__name__] = sentence(work)
         torch.distributed.barrier()
     return found

@@ -107,6 +107,9 @@ def test_mistakes_of_ranks_take_the_learner_down_with_a_sentence_that_names_them
         assert "ranks 0 and 1 of this learner have another model" in said["other_model"]
         assert "ranks 0 and 1 of this learner have another optimizer" in said["other_optimizer"]
         assert "one of 2 ranks" in said["plain"] and "the ranks would diverge" in said["plain"]
+        assert "ranks 0 and 1 of this learner have another model" in said["pipeline"]
+        assert "pipeline stages are not supported" in said["pipeline"]
+        assert "the process group had 2 ranks in atoll.join and has 1" in said["other_world"]
         assert "P(sum)" in said["partial"] and "no rank has its values" in said["partial"]
     farewells = [r.event.envelope.body.reason.detail for r in syncer.tape() if is_goodbye(r.event)]
     assert told in " ".join(farewells)
