@@ -4,9 +4,10 @@
 
 One learner of N ranks (processes of one thread on gloo) and a syncer, over loopback; P = H = 8, so in every step a fragment is
 pulled, merged and adopted. Every rank trains the same loop three times: alone, joined, alone again. A joined step includes all
-that happens in `learner.step`. The first steps of each part do not count. The ratio is that of medians, of rank 0; `shares` is
-what each rank sends of the learner's parameters. With 4 ranks on 8 or more cores the target is 1.05. The last line is one
-JSON object; figures of a busy machine are valid only as ratios of one run.
+that happens in `learner.step`. The first steps of each part do not count. The ratio is that of medians, of rank 0; `sent_bytes`
+is what each rank encoded for the syncer, counted where it is encoded, and `shares` each rank's part of it, 1/N by target. With 4
+ranks on 8 or more cores the target of the ratio is 1.05. The last line is one JSON object; figures of a busy machine are valid
+only as ratios of one run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -33,11 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import atoll
-from atoll.codecs import BLOCK
-from atoll.tensors.access import named_tensors
-from atoll.tensors.layout import build_layout
-from atoll.tensors.pieces import Box, numel_of, owned_of
-from atoll.tensors.placements import box_of
+from atoll.executor.ranks import executor
 
 WIDTH, LAYERS, FRAGMENTS = 384, 8, 8
 SETTLING = 5
@@ -67,18 +65,25 @@ def agreed(seconds: float) -> float:
     return float(tensor)
 
 
-def shares_of(model: nn.Module, rank: int, ranks: int) -> list[float]:
-    mine = {name: box for name, tensor in named_tensors(model).items() if (box := box_of(name, tensor)) is not None}
-    world: list[Any] = [None] * ranks
-    dist.all_gather_object(world, mine)
-    boxes = [{name: Box(*box) for name, box in found.items()} for found in world]
-    (fragment,) = build_layout(model, "whole").fragments
-    return [numel_of(runs) / fragment.numel for runs in owned_of(fragment, boxes, BLOCK)]
+class SentBytes:
+    """Counts the bytes of the parts of packets that this rank encodes, which are all that it sends of the model."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        encode = executor.encode_part
+
+        def counted(*arguments: Any, **named: Any) -> Any:
+            part, residual = encode(*arguments, **named)
+            self.count += sum(tensor.nbytes for tensor in part if tensor is not None)
+            return part, residual
+
+        executor.encode_part = counted
 
 
 def rank_main(rank: int, options: argparse.Namespace, address: str, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=options.ranks)
+    sent = SentBytes()
     plain, model = built(options.parallel, options.ranks)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
     rows = 16
@@ -104,13 +109,17 @@ def rank_main(rank: int, options: argparse.Namespace, address: str, folder: str)
     with atoll.join(address, model, optimizer, token=Path(folder) / "s" / "token", out=Path(folder) / "learner") as learner:
         joined = timed(learner)
     alone += timed(None)
-    shares = shares_of(plain, rank, options.ranks)
+    every = [0] * options.ranks
+    dist.all_gather_object(every, sent.count)
     if rank == 0:
         milliseconds = {name: 1e3 * statistics.median(times) for name, times in (("alone", alone), ("joined", joined))}
         line = {
             "bench": "ranks", "commit": commit(), "ranks": options.ranks, "parallel": options.parallel, "cores": os.cpu_count(),
-            "load": os.getloadavg()[0], "milliseconds": {name: round(value, 2) for name, value in milliseconds.items()},
-            "ratio": round(milliseconds["joined"] / milliseconds["alone"], 3), "shares": [round(share, 4) for share in shares],
+            "machine": platform.machine(), "load": round(os.getloadavg()[0], 1),
+            "parameters": sum(parameter.numel() for parameter in plain.parameters()), "fragments": FRAGMENTS,
+            "milliseconds": {name: round(value, 2) for name, value in milliseconds.items()},
+            "ratio": round(milliseconds["joined"] / milliseconds["alone"], 3), "sent_bytes": every,
+            "shares": [round(count / sum(every), 4) for count in every],
         }  # fmt: skip
         sys.stdout.write(json.dumps(line) + "\n")
     dist.barrier()

@@ -9,6 +9,7 @@ round is always due and the syncer is the bound. Then the tape's merges are carr
 process, and every digest on the tape must be the same: otherwise exit code 1. One object per M:
 
     cpu_ms          of the syncer's process a round, all threads and children, shards included
+    shards_cpu_ms   of that, what the shards take together; the rest is the coordinator's
     commit_ms       median time between commits
     bytes_written   a round, as the kernel counts them
     bytes_hashed    a round: SHA-256, xxh3 and CRC together, counted by a wrapper around each; not those of shards
@@ -111,6 +112,8 @@ class Sample:
     commits: int
     at: float
     cpu: float
+    shards: float
+    """Of `cpu`, what the shards took."""
     load: float
     written: int
     hashed: int
@@ -139,8 +142,8 @@ def sample(cluster: Any, load: Any, counts: Path) -> Sample:
     written = sum(written_by(pid) for pid in (cluster.syncer.pid, *shards))
     hashed = int(counts.read_text() or 0) if counts.exists() else 0
     commits, working = newest_step(cluster.directory), sum(each.cpu_seconds() for each in load)
-    busy = cluster.syncer.cpu_seconds() + sum(cpu_seconds(pid) for pid in shards)
-    return Sample(commits, time.monotonic(), busy, working, written, hashed)
+    merging = sum(cpu_seconds(pid) for pid in shards)
+    return Sample(commits, time.monotonic(), cluster.syncer.cpu_seconds() + merging, merging, working, written, hashed)
 
 
 def shard_pids(directory: Path) -> list[int]:
@@ -180,8 +183,10 @@ def measured(learners: int, rounds: int, words: Sequence[str], out: Callable[[st
         stages = stages_of(cluster.tape, WARM, last.commits)
     gaps = [1e3 * (b - a) for a, b in pairwise(times[WARM : last.commits])]
     n = last.commits - first.commits
+    merging = round(1e3 * (last.shards - first.shards) / n)
     return {
-        "cpu_ms": round(1e3 * (last.cpu - first.cpu) / n), "commit_ms": round(statistics.median(gaps)),
+        "cpu_ms": round(1e3 * (last.cpu - first.cpu) / n), **({"shards_cpu_ms": merging} if merging else {}),
+        "commit_ms": round(statistics.median(gaps)),
         "bytes_written": round((last.written - first.written) / n), "bytes_hashed": round((last.hashed - first.hashed) / n),
         "load_cpu_ms": round(1e3 * (last.load - first.load) / n), "participants": round(statistics.mean(parted[WARM:]), 2),
         "rounds": n, "verified": verified, "stages_ms": stages,

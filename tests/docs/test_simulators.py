@@ -15,6 +15,7 @@ from tiers import mostly_soak
 from typer.testing import CliRunner
 
 from atoll.cli.app import app
+from atoll.sim.estimates import measured
 from atoll.sim.estimates.published import BANDWIDTH, GOODPUT, TARGETS, UPTIME, grid_points_apart
 
 TEXT = (DOCS / "planning" / "simulators.md").read_text(encoding="utf8")
@@ -159,3 +160,25 @@ def test_every_command_on_the_page_runs(command: str, tmp_path: Path, monkeypatc
 
 def test_the_page_has_commands() -> None:
     assert len(COMMANDS) >= 12 and len({command.split()[2] for command in COMMANDS}) >= 3
+
+
+# ---------------------------------------------------------------- measured costs
+
+
+def test_the_table_of_measured_costs_is_that_of_the_code() -> None:
+    units = {"BYTE_SECONDS": 1e9, "CONTRIBUTION_SECONDS": 1e9, "ROUND_SECONDS": 1e9, "MESSAGES_SECONDS": 1e3}
+    rows = table("constant", "value", "rests on")
+    commits = {row.commit for row in (*measured.ROUNDS, *measured.RANKS, measured.PAYLOADS, measured.LOAD)}
+    for row in rows:
+        name = row["constant"].strip("`")
+        assert float(row["value"].split()[0]) == pytest.approx(units.get(name, 1.0) * getattr(measured, name), abs=0.005), name
+    assert {row["constant"].strip("`") for row in rows} == {
+        name for name in vars(measured) if name.endswith("_SECONDS") or name.startswith("SHARDED_") or name == "RANK_STEP"
+    }
+    assert commits == {commit for row in rows for commit in re.findall(r"\b[0-9a-f]{7}\b", row["rests on"])}
+    one, eight = (
+        measured.round_cost(measured.FRAGMENT, m, measured.UP_BITS, measured.DOWN_BITS).total for m in (1, 8)
+    )  # fmt: skip
+    assert said(f"It says {one:.2f} s and {eight:.2f} s of a core")
+    first, second = (row.joined_seconds / row.alone_seconds for row in measured.RANKS)
+    assert said(f"{first:.2f} and {second:.2f} on two cores")

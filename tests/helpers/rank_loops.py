@@ -13,6 +13,7 @@ import tempfile
 import threading
 import traceback
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -159,39 +160,39 @@ def tensor_parallel(model: nn.Module, mesh: Any) -> None:
     parallelize_module(model, mesh, {"blocks.0.0": ColwiseParallel(), "blocks.1.0": RowwiseParallel()})
 
 
-def prescribed(name: str, tensor: Tensor, step: int) -> Tensor:
-    """A rank's part of an update that depends on the tensor's name, the global index and the step only, bit for bit."""
+def prescribed(name: str, tensor: Tensor, step: int, learner: int = 0) -> Tensor:
+    """A rank's part of an update that is a function of the tensor's name, the global index, the step and the learner."""
     box = box_of(name, tensor)
     index = torch.arange(tensor.numel()).view(tensor.shape)
     if box is not None:
         for axis, (start, size) in enumerate(zip(*box, strict=True)):
             index = index.narrow(axis, start, size)
-    mixed = (index * 2_654_435_761 + zlib.crc32(name.encode()) + step * 40_503) % 65_536
+    mixed = (index * 2_654_435_761 + zlib.crc32(name.encode()) + step * 40_503 + learner * 7_919) % 65_536
     return (mixed.float() - 32_768) * 2.0**-22
 
 
 @torch.no_grad()
-def update(model: nn.Module, step: int) -> None:
+def update(model: nn.Module, step: int, learner: int = 0) -> None:
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            local_part(parameter).add_(prescribed(name, parameter, step))
+            local_part(parameter).add_(prescribed(name, parameter, step, learner))
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point():
-            buffer.add_(prescribed(name, buffer, step))
+            buffer.add_(prescribed(name, buffer, step, learner))
 
 
 def prescribed_loop(
-    rank: int, ranks: int, kind: str, address: str, token: str, out: Path, steps: int | None = None
+    rank: int, ranks: int, kind: str, address: str, token: str, out: Path, steps: int | None = None, learner_id: int = 0
 ) -> dict[str, Any]:  # fmt: skip
     """Returns what this rank holds of the model at the end."""
     model = Odd()
     whole = model if kind == "one" else wrapped(model, kind, ranks)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with atoll.join(address, whole, optimizer, token=token, out=out, rank_timeout_seconds=30.0) as learner:
+    with atoll.join(address, whole, optimizer, token=token, out=out, wants=learner_id, rank_timeout_seconds=60.0) as learner:
         step = 0
         while not learner.over and step != steps:
             step += 1
-            update(model, step)
+            update(model, step, learner_id)
             optimizer.step()
             learner.step(tokens=12 // ranks, samples=12 // ranks, loss=float(step))
     return {name: local_part(tensor.detach()).numpy() for name, tensor in model.named_parameters()}
@@ -203,6 +204,50 @@ def each(rank: int, ranks: int, runs: list[tuple[Any, ...]]) -> list[Any]:
 
 
 # ---------------------------------------------------------------- loops that train
+
+
+class Plain(nn.Module):
+    """Without statistics of a batch, which ranks would each have of their own. Even, as tensor-parallel layers must be."""
+
+    def __init__(self, width: int = 36) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embedding = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, width)) for _ in range(2))
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return self.head(x + self.blocks[1](nn.functional.gelu(self.blocks[0](x))))
+
+
+def gradient_loop(rank: int, ranks: int, kind: str, address: str, token: str, out: Path) -> float:
+    """AdamW on the same batches of 24 tokens at any layout. Returns the loss of all tokens at the end."""
+    model = Plain()
+    whole = model if kind == "one" else wrapped(model, kind, ranks)
+    tensor_ranks = {"tp": ranks, "fsdp2 and tp": ranks // 2}.get(kind, 1)  # those that see the same samples
+    part, parts = rank // tensor_ranks, ranks // tensor_ranks
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(whole(tokens), (3 * tokens + 1) % 11)
+
+    with atoll.join(address, whole, optimizer, token=token, out=out, rank_timeout_seconds=60.0) as learner:
+        step = 0
+        while not learner.over:
+            step += 1
+            batch = torch.randint(11, (24,), generator=torch.Generator().manual_seed(step)).chunk(parts)[part]
+            loss = loss_of(batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            learner.step(tokens=len(batch) if rank % tensor_ranks == 0 else 0, loss=loss)
+    with torch.no_grad():
+        return float(loss_of(torch.arange(11)))
+
+
+def several(rank: int, ranks: int, runs: list[tuple[Any, ...]]) -> list[float]:
+    return [gradient_loop(rank, ranks, *run) for run in runs]
 
 
 def training_loop(
@@ -377,7 +422,28 @@ def mistakes(rank: int, ranks: int, address: str, token: str, out: Path) -> dict
         with joined(model, sgd(model), "partial"):
             pass
 
-    for work in (raises, misses_a_call, skips_alone, other_model, other_optimizer, plain, partial):
+    def pipeline() -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        stages = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("stage", "shard"))
+        model = nn.Sequential(OrderedDict({f"layer{rank}": nn.Linear(3, 2)}))
+        fully_shard(model, mesh=stages["shard"])
+        with joined(model, sgd(model), "pipeline"):
+            pass
+
+    def other_world() -> None:
+        model = wrapped(Odd(), "fsdp2", ranks)
+        optimizer = sgd(model)
+        with joined(model, optimizer, "world") as learner:
+            optimizer.step()
+            learner.step()
+            torch.distributed.destroy_process_group()  # as a launcher that goes on with the ranks that are left
+            torch.distributed.init_process_group("gloo", init_method=f"file://{out}/alone{rank}", rank=0, world_size=1)
+            optimizer.step()
+            learner.step()
+
+    for work in (raises, misses_a_call, skips_alone, other_model, other_optimizer, plain, partial, pipeline, other_world):
         found[work.__name__] = sentence(work)
         torch.distributed.barrier()
     return found

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import atoll
 from atoll.config import CUSTOM, Config, load
 from atoll.ids import Nanos, WorkerId
 from atoll.protocol.vocabulary import Effect, Event, Goodbye, Received
+from atoll.runtime.shards.group import ShardStarter
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.process import SyncerProcess
 from atoll.tape.format import Tape
@@ -28,6 +30,17 @@ UNHURRIED = {"silence_steps": 1e4, "patience_seconds": 60.0, "recovery_intervals
 ONE_ROUND_A_STEP = {"local_steps_per_round": 2, "fragmentation": "sub_tensor", "fragments": 2, "overlap": 1, "codec_up": "fp32"}
 
 
+EXACT = {"local_steps_per_round": 4, "fragmentation": "sub_tensor", "fragments": 4, "overlap": 1}
+
+
+def exact(**more: Any) -> Config:
+    """Every learner adopts at fixed steps, so two runs can be compared version by version. `more`: keys and sections."""
+    protocol = EXACT | more.pop("protocol", {})
+    return load(preset_name="streaming", overrides={
+        "learners": 1, "total_steps": 10, "model": {"name": "custom"}, "limits": UNHURRIED, "protocol": protocol, **more,
+    })  # fmt: skip
+
+
 def custom(preset: str = "decoupled", **sections: Any) -> Config:
     overrides = {
         "learners": 2, "total_steps": 12, "model": {"name": "custom"}, "data": {"batch_size": 4},
@@ -37,12 +50,13 @@ def custom(preset: str = "decoupled", **sections: Any) -> Config:
 
 
 class Syncer:
-    """One that listens in a thread of this process."""
+    """One that listens in a thread of this process. `shards` are processes."""
 
-    def __init__(self, directory: Path, config: Config, keys: Path | None = None) -> None:
+    def __init__(self, directory: Path, config: Config, keys: Path | None = None, shards: int = 1) -> None:
         self.directory = directory
         task = task_for(config) if config.model.name != CUSTOM else None
-        self.home = SyncerDirectory(directory, config, task, keys=keys)
+        self._starter = ShardStarter()
+        self.home = SyncerDirectory(directory, config, task, keys=keys, shards=shards, starter=self._starter)
         found = load_server(keys) if keys is not None else None
         credentials = server_credentials(found.certificate, found.key, found.ca) if found is not None else None
         self._process = SyncerProcess(self.home, "127.0.0.1:0", credentials)
@@ -96,9 +110,26 @@ class Syncer:
             self._loop.call_soon_threadsafe(self._process.stop)
             self.end()
             cut(self.home)
+        self._starter.close()
 
     def tape(self) -> list[Any]:
         return list(Tape(self.directory / "run.tape").records())
+
+
+@contextlib.contextmanager
+def syncers(folder: Path, kind: type[Syncer] = Syncer) -> Iterator[Callable[..., Any]]:
+    """A function that starts one for a config; all are stopped in the end."""
+    made: list[Syncer] = []
+
+    def make(config: Config, **options: Any) -> Syncer:
+        made.append(kind(folder / f"syncer{len(made)}", config, **options))
+        return made[-1]
+
+    try:
+        yield make
+    finally:
+        for syncer in made:
+            syncer.stop()
 
 
 def cut(home: SyncerDirectory) -> None:

@@ -130,6 +130,30 @@ def test_a_killed_rank_is_named_and_a_killed_launcher_leaves_no_rank(start: Call
         time.sleep(0.1)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_ranks_that_are_still_starting_end_with_a_killed_launcher(tmp_path: Path) -> None:
+    """They are held up in the import of torch, which the launcher does without."""
+    tell = "from pathlib import Path; Path(__file__).with_name(str(os.getpid())).touch()"
+    (tmp_path / "torch.py").write_text(f"import os, threading; {tell}; threading.Event().wait()")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    argv = [sys.executable, "-m", "atoll", "learner", "--syncer", "127.0.0.1:9", "--ranks", "2"]
+    process = subprocess.Popen(argv, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ends = time.monotonic() + PATIENCE_SECONDS
+    while len(ranks := [int(file.name) for file in tmp_path.iterdir() if file.name.isdigit()]) < 2:
+        assert process.poll() is None and time.monotonic() < ends, "no ranks were started"
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    ends = time.monotonic() + 20.0
+    try:
+        while any(map(is_running, ranks)):
+            assert time.monotonic() < ends, "a rank outlives its launcher"
+            time.sleep(0.05)
+    finally:
+        for pid in filter(is_running, ranks):
+            os.kill(pid, signal.SIGKILL)
+
+
 @pytest.mark.soak
 def test_a_learner_of_ranks_that_is_asked_to_leave_delivers_and_leaves(start: Callable[[Config], Syncer]) -> None:
     syncer = start(settings(5000))

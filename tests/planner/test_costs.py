@@ -8,6 +8,7 @@ from atoll.planner import costs, site
 from atoll.planner.candidate import Candidate
 from atoll.planner.score import Judge
 from atoll.planner.site import ClusterDescription
+from atoll.sim.estimates import measured
 
 
 def pair(parameters: float = 1e9, **more: object) -> ClusterDescription:
@@ -65,13 +66,34 @@ def test_a_learner_of_two_sites_pays_for_its_ring() -> None:
     assert spent.traffic[0].sent_gb_day == pytest.approx(spent.steps_day * 4)
 
 
-def test_the_syncers_cores_are_those_of_the_benchmark() -> None:
-    """bench/syncer_load.py: 64 learners, rounds of 262,144 fp32 parameters each half second want 1.05 of a core."""
-    sites = [{"name": "a", "chips": 1, "step_seconds": 0.5, "count": 64}]
-    cluster = site.cluster_from_builtins({"model": {"parameters": 24 * 262_144}, "sites": sites, "link": {"gbit": 1.0}})
-    need = costs.syncer_need(Candidate("decoupled", 64, 24, 24, 2, 1, "fp32", "bf16"), Judge(cluster))
+def syncer_of(learners: int, fragments: int, parameters: float, interval: int, step: float, **syncer: object) -> costs.SyncerNeed:
+    sites = [{"name": "a", "chips": 1, "step_seconds": step, "count": learners}]
+    described = {"model": {"parameters": parameters}, "sites": sites, "link": {"gbit": 1.0}, "syncer": syncer}
+    cluster = site.cluster_from_builtins(described)
+    need = costs.syncer_need(Candidate("decoupled", learners, interval, fragments, 2, 1, "int4", "int8"), Judge(cluster))
     assert need is not None
-    assert need.cores == pytest.approx(1.05, rel=0.05)
+    return need
+
+
+def test_the_syncers_cores_are_those_of_the_benchmark() -> None:
+    """bench/syncer_round.py with eight learners, a round in each step of 10 s."""
+    need = syncer_of(8, 4, 4 * measured.FRAGMENT, 4, 10.0)
+    assert need.cores * 10.0 == pytest.approx(measured.EIGHT.cpu_seconds, rel=0.02)
+
+
+def test_many_learners_of_small_fragments_cost_their_messages() -> None:
+    """bench/syncer_load.py: rounds in each step, of a few thousand parameters."""
+    load = measured.LOAD
+    need = syncer_of(load.learners, 24, 24 * 5_000, 24, load.step_seconds)
+    assert need.cores == pytest.approx(load.cores, rel=0.05)
+
+
+def test_shards_share_what_is_per_parameter_and_not_what_the_coordinator_passes_on() -> None:
+    one, four = (syncer_of(8, 4, 4e8, 4, 10.0, shards=shards) for shards in (1, 4))
+    spent = measured.round_cost(1e8, 8, measured.UP_BITS, measured.DOWN_BITS)
+    assert one.cores * 10.0 == pytest.approx(spent.total)
+    assert four.cores * 10.0 == pytest.approx(spent.coordinator + spent.shards / 4)
+    assert four.gbit == one.gbit and four.disk_mb_per_s == one.disk_mb_per_s / 4 and four.memory_gb < one.memory_gb
 
 
 @pytest.mark.parametrize(("learners", "budget"), [(5, 2201e6), (9, 2470e6)])

@@ -138,8 +138,9 @@ def learner(
 
 def _ranks_here(asked: int) -> int:
     """How many ranks this process is one of. Where they are still to be started it starts them, and ends with them."""
-    from atoll.runtime.ranks.launch import launch, ranks_in_environment
+    from atoll.runtime.ranks.launch import end_with_parent, launch, ranks_in_environment
 
+    end_with_parent()  # before the imports, which take seconds
     here = ranks_in_environment()
     if asked > 1 and here == 1:
         raise typer.Exit(launch(asked, sys.argv[1:]))

@@ -1,6 +1,6 @@
 """The resources of a candidate: traffic, memory of a learner, and memory, cores and disk of the syncer.
 
-The syncer's rates are those of docs/planning/benchmarks.md (bench/syncer_load.py, bench/syncer_memory.py; one Neoverse-N1 core).
+The syncer's core seconds are measured ones (sim/estimates/measured.py); its memory is that of bench/syncer_memory.py.
 """
 
 from __future__ import annotations
@@ -14,13 +14,10 @@ from atoll.planner.candidate import Candidate
 from atoll.planner.division import Division, LearnerKind, syncer_site
 from atoll.planner.score import Judge, Scored
 from atoll.planner.traffic import GB, crossings, link_load, over_limit, peak_gbit, steps_a_day
+from atoll.sim.estimates.measured import round_cost
 
 WORD = 4
 """Bytes of an fp32 number."""
-MERGE_SECONDS = 8e-9
-"""Core seconds per parameter of a contribution: 0.13 s for 64 contributions of 262,144 (RDA in float64)."""
-MOVE_SECONDS = 4e-9
-"""Core seconds per byte up or down: the other 0.41 s of that round, for 64 times 1.05 MB up and 0.52 MB down."""
 SYNCER_MODELS = 4
 """fp32 models in a syncer's memory at its peak: theta, announced, momentum, and one for merges and older versions."""
 SYNCER_LEARNER_BYTES = 64 << 20
@@ -58,7 +55,7 @@ class LearnerMemory:
 
 @dataclass(frozen=True)
 class SyncerNeed:
-    """Of one shard."""
+    """Of one shard, and of the coordinator with it: the machine that needs the most."""
 
     site: str
     shards: int
@@ -148,15 +145,17 @@ def syncer_need(c: Candidate, judge: Judge) -> SyncerNeed | None:
     remote = sum(kind.number for kind in judge.divisions[c.learners].kinds if not kind.local)
     up, down = (wire_bits(codec) / 8 for codec in (c.codec_up, c.codec_down))
     merged_per_second = n / shards / c.interval / step  # parameters merged, each of M contributions
+    rounds_per_second = c.fragments / c.interval / step
+    spent = round_cost(n / c.fragments, c.learners, 8 * up, 8 * down)
     stored = 3 * WORD + down if not codec_spec(c.codec_down).lossless else 2 * WORD
     waiting = max(SYNCER_LEARNER_BYTES, in_flight(c) * n / shards / c.fragments * up)
     return SyncerNeed(
         syncer_site(judge.cluster), shards,
         (SYNCER_MODELS * WORD * n / shards + c.learners * waiting + SYNCER_BASE_BYTES) / GB,
-        c.learners * merged_per_second * (MERGE_SECONDS + MOVE_SECONDS * (up + down)),
+        rounds_per_second * (spent.coordinator + spent.shards / shards),
         merged_per_second * stored / 1e6,
         Limits().versions_max * stored * n / shards / GB,
-        remote * merged_per_second * max(up, down) * 8 / GB,
+        remote * shards * merged_per_second * max(up, down) * 8 / GB,  # all of it goes through the coordinator
     )  # fmt: skip
 
 

@@ -230,7 +230,10 @@ def plan_warnings(cluster: ClusterDescription, best: Scored, spent: Costs) -> li
     if any(s.price_per_chip_hour for s in cluster.sites) and not any(s.price_per_gb for s in cluster.sites):
         found.append("price_per_chip_hour changes nothing without price_per_gb: it is what bytes are weighed against")
     if need is not None and need.shards > 1:
-        found.append(f"{need.shards} shards of a syncer are simulation only: a live syncer is one process so far")
+        found.append(
+            f"cores, memory and disk are those of one of {need.shards} shards, with the coordinator; `atoll syncer --shards "
+            f"{need.shards}` runs all of them on one machine"
+        )
     if best.score < 0.3:
         found.append(f"the best plan trains at {_percent(best.score)} of the ideal speed of these chips")
     return found

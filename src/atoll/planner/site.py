@@ -101,7 +101,7 @@ class Syncer(_Section, frozen=True):
     gbit: Above0 | None = None
     """Its own link, shared by all learners."""
     shards: Annotated[int, Meta(ge=1, le=1024)] = 1
-    """Processes, each with its share of every fragment. More than one is simulation only."""
+    """Processes, each with its share of every fragment, as of `atoll syncer --shards`."""
 
 
 class Failures(_Section, frozen=True):

@@ -230,7 +230,8 @@ def _simulation_only(questions: Sequence[Question]) -> list[str]:
     found = []
     shards = next((q.star for q in questions if q.method.startswith("decoupled") and q.star.simulation_only), None)
     if shards is not None:
-        found.append(f"simulation only: {shards.shards} shards of a syncer in a {shards.topology}; a live syncer is one process")
+        live = "those of `atoll syncer --shards` are processes of one machine"
+        found.append(f"simulation only: {shards.shards} shards of a syncer in as many datacentres, a {shards.topology}; {live}")
     late = next((q.link for q in questions if q.method == "async_diloco" and q.link.overlap not in (None, q.link.interval)), None)
     if late is not None:
         live = f"a live one applies a round {late.interval} steps later"

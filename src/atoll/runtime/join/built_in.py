@@ -35,7 +35,7 @@ from atoll.runtime.learner.leaving import LeaveRequests
 from atoll.runtime.learner.place import kept_place
 from atoll.runtime.learner.process import LOG_EVERY_SECONDS, Launcher, WorkerOptions, task_for_placement
 from atoll.runtime.loop import LoopThread
-from atoll.runtime.ranks.launch import end_with_parent, leave_signals_to_rank_0
+from atoll.runtime.ranks.launch import leave_signals_to_rank_0
 from atoll.runtime.ranks.leading import LeadingLearner
 from atoll.runtime.ranks.rendezvous import world
 from atoll.runtime.syncer.places import Placement
@@ -49,7 +49,6 @@ log = logging.getLogger("atoll.learner")
 
 def run_rank(options: WorkerOptions, parallel: str) -> bool:
     """One rank; every process of the group that the environment describes calls it. Returns as `run_worker` does."""
-    end_with_parent()
     if int(os.environ.get("RANK", "0")) > 0:
         leave_signals_to_rank_0()
     use_threads(options.threads)

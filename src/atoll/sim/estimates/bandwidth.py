@@ -98,7 +98,7 @@ class Star:
 
     @property
     def simulation_only(self) -> bool:
-        """A live syncer is one process."""
+        """A live syncer's shards are processes of one machine, behind one link."""
         return self.shards > 1
 
 
