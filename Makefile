@@ -8,6 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
+# Where this is set every process compiles all of torch that it imports anew, which takes longer than most tests.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train quick test test-extras page docs wheel lint types soak bench clean
 
 train: $(INSTALLED)
