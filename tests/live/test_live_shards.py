@@ -106,6 +106,7 @@ def test_run_resumes_from_a_snapshot_with_another_number_of_shards(before: int, 
     retrain(second, whole=False)
 
 
+@pytest.mark.soak
 def test_directory_goes_on_with_the_shards_that_it_has(tmp_path: Path) -> None:
     """Without the option it has them again; another number is refused, and nothing is lost by that."""
     config = small(1, total_steps=LONG, limits=PATIENT, inner=STEADY)
@@ -211,6 +212,7 @@ def copied(source: Path, target: Path, shard: int) -> None:
     shutil.copytree(source / "versions", shard_folder(target, shard, 2) / "versions")
 
 
+@pytest.mark.soak
 def test_shard_serves_one_run_and_a_syncer_needs_all_of_its_shards(tmp_path: Path) -> None:
     config = small(1, total_steps=LONG, limits=PATIENT, inner=STEADY)
     there, tape, pause = Elsewhere(tmp_path, config, 1), tmp_path / "syncer" / "run.tape", threading.Event()
