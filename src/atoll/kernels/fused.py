@@ -179,7 +179,7 @@ class Fused:
         self._config = config
         self._threads = threads or os.cpu_count() or 1
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kernels") if self._threads > 1 else None
-        self._buffers = ArrayPool()
+        self._buffers, self._codes = ArrayPool(), ArrayPool()
         self.merges = _merges(config)
 
     def close(self) -> None:
@@ -362,20 +362,20 @@ class Fused:
         momentum = state.momentum if moves and state.momentum is not None else None
         next_momentum = new() if moves else None
         next_announced = new() if fused_down else None
-        codes = torch.empty(numel if fused_down else 0, dtype=torch.bfloat16 if down == "bf16" else torch.int8)
+        codes = self._codes.take(numel if fused_down else 0, np.uint16 if down == "bf16" else np.int8)
         scales = torch.empty(block_count(numel) if down == "int8" else 0)
         leaves, sizes = np.zeros(max(1, -(-numel // LEAF))), np.zeros(max(1, -(-numel // LEAF)))
         bounds = np.array([*(slot.offset for slot in fragment.params), numel], np.int64)
-        coded = codes.view(torch.uint16).numpy() if down == "bf16" else codes.numpy()
         arguments = (
             RULES[rule.optimizer], state.count == 0, np.float32(rule.learning_rate), np.float32(rule.momentum),
             KINDS[down] if fused_down else 0, _array(delta), bounds, factors, _array(theta), _or_nothing(momentum),
-            _array(announced), _array(next_theta), _or_nothing(next_momentum), _or_nothing(next_announced), coded,
-            scales.numpy(), leaves, sizes,
+            _array(announced), _array(next_theta), _or_nothing(next_momentum), _or_nothing(next_announced),
+            codes.numpy(), scales.numpy(), leaves, sizes,
         )  # fmt: skip
         self._spread(lambda left, right: self._loops.step(*arguments, left, right), 0, numel)
         outer = OuterState(next_momentum if moves else None, None, state.count + 1)
-        packet = Packet(down, numel, codes, scales if down == "int8" else None) if fused_down else None
+        coded = codes.view(torch.bfloat16) if down == "bf16" else codes
+        packet = Packet(down, numel, coded, scales if down == "int8" else None) if fused_down else None
         return FusedStep(next_theta, outer, next_announced, packet, leaves, sizes)
 
     # ------------------------------------------------------------ threads
