@@ -66,7 +66,8 @@ class Packet:
         return bytes(data)
 
     @staticmethod
-    def from_bytes(data: bytes | memoryview) -> Packet:
+    def from_bytes(data: bytes | memoryview, *, owned: bool = False) -> Packet:
+        """`owned`: nobody else writes to `data`, which this packet may keep: what is aligned in it is not copied."""
         view = memoryview(data).cast("B")
         name, numel, at = _read_header(view)
         shape = _expected(name, numel)
@@ -75,9 +76,9 @@ class Packet:
             raise DataError(
                 f"packet is {kind}: {numel} elements of {name} take {shape.nbytes} payload bytes, not {len(view) - at}"
             )
-        codes = _tensor(view, at, shape.code_dtype, shape.codes)
+        codes = _tensor(view, at, shape.code_dtype, shape.codes, owned=owned)
         at += shape.codes * shape.code_dtype.itemsize
-        scales = None if shape.scales is None else _tensor(view, at, torch.float32, shape.scales)
+        scales = None if shape.scales is None else _tensor(view, at, torch.float32, shape.scales, owned=owned)
         _refuse_bad_content(name, numel, codes, scales)
         return Packet(name, numel, codes, scales)
 
@@ -110,13 +111,15 @@ def _expected(name: str, numel: int) -> CodeLayout:
         raise DataError(f"packet names an unknown codec: {error}") from error
 
 
-def _tensor(view: memoryview, at: int, dtype: torch.dtype, count: int) -> Tensor:
+def _tensor(view: memoryview, at: int, dtype: torch.dtype, count: int, *, owned: bool) -> Tensor:
     if count == 0:
         return torch.empty(0, dtype=dtype)
-    # A copy: the received buffer may be reused, and a header of odd size leaves the payload misaligned. numpy copies without the
+    part = numpy.frombuffer(view, dtype=numpy.uint8, count=count * dtype.itemsize, offset=at)
+    # A header of odd size leaves the payload misaligned, and torch wants to be able to write. numpy copies without the
     # interpreter's lock, which a learner's training thread needs meanwhile.
-    copied = numpy.frombuffer(view, dtype=numpy.uint8, count=count * dtype.itemsize, offset=at).copy()
-    return torch.from_numpy(copied).view(dtype)
+    if not owned or not part.flags.writeable or part.ctypes.data % dtype.itemsize:
+        part = part.copy()
+    return torch.from_numpy(part).view(dtype)
 
 
 def _refuse_bad_content(name: str, numel: int, codes: Tensor, scales: Tensor | None) -> None:

@@ -67,7 +67,7 @@ def _fma(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     return types.float32(types.float32, types.float32, types.float32), build
 
 
-def _compiled(function: Any) -> Any:
+def loop(function: Any) -> Any:
     try:
         return njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # neither the package's folder nor the user's cache can be written: compiled again in every process
@@ -77,7 +77,7 @@ def _compiled(function: Any) -> Any:
 # ---------------------------------------------------------------- contributions
 
 
-@_compiled
+@loop
 def decode(kind, codes, factors, numel, first, out):  # type: ignore[no-untyped-def]
     """Elements `first` to `first + len(out)` of a packet. A factor is a block's scale times the codec's unit."""
     last = first + out.shape[0]
@@ -112,25 +112,25 @@ def decode(kind, codes, factors, numel, first, out):  # type: ignore[no-untyped-
 # Loops index slices from 0: numba then knows that no index is negative, and LLVM vectorises.
 
 
-@_compiled
+@loop
 def _plain(x, out):  # type: ignore[no-untyped-def]
     for i in range(out.shape[0]):
         out[i] = np.float32(x[i])
 
 
-@_compiled
+@loop
 def _raised(codes, bits):  # type: ignore[no-untyped-def]
     for i in range(codes.shape[0]):
         bits[i] = np.uint32(codes[i]) << np.uint32(16)
 
 
-@_compiled
+@loop
 def _times(codes, factor, out):  # type: ignore[no-untyped-def]
     for i in range(out.shape[0]):
         out[i] = np.float32(codes[i]) * factor
 
 
-@_compiled
+@loop
 def _low_nibbles(kind, codes, factor, out):  # type: ignore[no-untyped-def]
     if kind == INT4:
         for i in range(out.shape[0]):
@@ -141,7 +141,7 @@ def _low_nibbles(kind, codes, factor, out):  # type: ignore[no-untyped-def]
             out[i] = _FIELDS[np.uint8(codes[i]) & np.uint8(15)] * factor
 
 
-@_compiled
+@loop
 def _high_nibbles(kind, codes, factor, out):  # type: ignore[no-untyped-def]
     if kind == INT4:
         for i in range(out.shape[0]):
@@ -151,7 +151,7 @@ def _high_nibbles(kind, codes, factor, out):  # type: ignore[no-untyped-def]
             out[i] = _FIELDS[np.uint8(codes[i]) >> np.uint8(4)] * factor
 
 
-@_compiled
+@loop
 def square_leaves(x, leaves):  # type: ignore[no-untyped-def]
     """The sum of squares of each 1,024 elements."""
     for leaf in range(leaves.shape[0]):
@@ -162,7 +162,7 @@ def square_leaves(x, leaves):  # type: ignore[no-untyped-def]
             leaves[leaf] = _short_leaf(x[start:])
 
 
-@_compiled
+@loop
 def _short_leaf(part):  # type: ignore[no-untyped-def]
     wide = np.zeros(LEAF, np.float64)
     for i in range(part.shape[0]):
@@ -177,7 +177,7 @@ def _short_leaf(part):  # type: ignore[no-untyped-def]
     return wide[0]
 
 
-@_compiled
+@loop
 def block_squares(kind, codes, numel, sums):  # type: ignore[no-untyped-def]
     """The sum of squares of each block's codes, which are integers up to 128: exact in any order."""
     for block in range(sums.shape[0]):
@@ -198,7 +198,7 @@ def block_squares(kind, codes, numel, sums):  # type: ignore[no-untyped-def]
             sums[block] -= over * over if kind == INT4 else field * field
 
 
-@_compiled
+@loop
 def _integer_squares(codes):  # type: ignore[no-untyped-def]
     total = np.int32(0)
     for i in range(codes.shape[0]):
@@ -206,7 +206,7 @@ def _integer_squares(codes):  # type: ignore[no-untyped-def]
     return total
 
 
-@_compiled
+@loop
 def _nibble_squares(codes):  # type: ignore[no-untyped-def]
     total = np.int32(0)
     for i in range(codes.shape[0]):
@@ -216,7 +216,7 @@ def _nibble_squares(codes):  # type: ignore[no-untyped-def]
     return total
 
 
-@_compiled
+@loop
 def _field_squares(codes):  # type: ignore[no-untyped-def]
     total = np.int32(0)
     for i in range(codes.shape[0]):
@@ -226,7 +226,7 @@ def _field_squares(codes):  # type: ignore[no-untyped-def]
     return total
 
 
-@_compiled
+@loop
 def gradient(kind, codes, factors, numel, first, drift, out):  # type: ignore[no-untyped-def]
     """A contribution's outer gradient: decoded, and with `drift` if that is as long."""
     head, tail = _whole_blocks(kind, first, out.shape[0])
@@ -240,7 +240,7 @@ def gradient(kind, codes, factors, numel, first, drift, out):  # type: ignore[no
     _gradient_part(kind, codes, factors, numel, first + tail, drift[tail:], out[tail:])
 
 
-@_compiled
+@loop
 def _whole_blocks(kind, first, count):  # type: ignore[no-untyped-def]
     """Which of the elements from `first` on are whole int4 blocks: from where to where, counted from `first`."""
     if kind != INT4:
@@ -249,7 +249,7 @@ def _whole_blocks(kind, first, count):  # type: ignore[no-untyped-def]
     return head, head + (count - head) // BLOCK * BLOCK
 
 
-@_compiled
+@loop
 def _gradient_part(kind, codes, factors, numel, first, drift, out):  # type: ignore[no-untyped-def]
     if out.shape[0]:
         decode(kind, codes, factors, numel, first, out)
@@ -257,7 +257,7 @@ def _gradient_part(kind, codes, factors, numel, first, drift, out):  # type: ign
             out[i] += drift[i]
 
 
-@_compiled
+@loop
 def gradient_leaves(kind, codes, factors, numel, first, last, drift, leaves):  # type: ignore[no-untyped-def]
     """The sums of squares of a contribution's outer gradient, which stays in the cache."""
     scratch = np.empty(UNIT, np.float32)
@@ -268,7 +268,7 @@ def gradient_leaves(kind, codes, factors, numel, first, last, drift, leaves):  #
         square_leaves(x, leaves[at // LEAF : (at + x.shape[0] + LEAF - 1) // LEAF])
 
 
-@_compiled
+@loop
 def add_gradient(kind, codes, factors, numel, first, drift, share, start_anew, total):  # type: ignore[no-untyped-def]
     """total += share * gradient, each rounded, or = ..."""
     count = total.shape[0]
@@ -288,7 +288,7 @@ def add_gradient(kind, codes, factors, numel, first, drift, share, start_anew, t
     _add_part(kind, codes, factors, numel, first + tail, drift[tail:], share, start_anew, total[tail:])
 
 
-@_compiled
+@loop
 def _add_part(kind, codes, factors, numel, first, drift, share, start_anew, total):  # type: ignore[no-untyped-def]
     if not total.shape[0]:
         return
@@ -305,13 +305,13 @@ def _add_part(kind, codes, factors, numel, first, drift, share, start_anew, tota
                 target[i] += x[i] * share
 
 
-@_compiled
+@loop
 def subtract(a, b, out):  # type: ignore[no-untyped-def]
     for i in range(out.shape[0]):
         out[i] = a[i] - b[i]
 
 
-@_compiled
+@loop
 def divide(x, divisor):  # type: ignore[no-untyped-def]
     for i in range(x.shape[0]):
         x[i] = x[i] / divisor
@@ -320,7 +320,7 @@ def divide(x, divisor):  # type: ignore[no-untyped-def]
 # ---------------------------------------------------------------- the outer step and the announcement
 
 
-@_compiled
+@loop
 def scaled(delta, bounds, scales, first, out):  # type: ignore[no-untyped-def]
     """delta times the factor of the slot that each element is in; slot s begins at bounds[s]."""
     last = first + out.shape[0]
@@ -333,7 +333,7 @@ def scaled(delta, bounds, scales, first, out):  # type: ignore[no-untyped-def]
         slot += 1
 
 
-@_compiled
+@loop
 def outer(rule, first_step, rate, mu, x, momentum, theta, next_momentum, next_theta):  # type: ignore[no-untyped-def]
     """One outer step on a block. `x` is the outer gradient, which this overwrites."""
     count = x.shape[0]
@@ -355,7 +355,7 @@ def outer(rule, first_step, rate, mu, x, momentum, theta, next_momentum, next_th
         next_theta[i] = _fma(x[i], minus, theta[i])  # type: ignore[call-arg]
 
 
-@_compiled
+@loop
 def announce_int8(theta, announced, next_announced, codes, scales, difference, grid):  # type: ignore[no-untyped-def]
     """Codes and scales of theta - announced, block by block, and what learners will hold. The last two are scratch memory."""
     words = grid.view(np.int32)
@@ -380,14 +380,14 @@ def announce_int8(theta, announced, next_announced, codes, scales, difference, g
             _add_codes(target, scale, announced[start:end], next_announced[start:end])
 
 
-@_compiled
+@loop
 def _int8_scale(absmax):  # type: ignore[no-untyped-def]
     if absmax > _TINY:
         return _INT8_TOP / absmax, min(absmax / _INT8_MAX, _STEP_MAX)
     return _ZERO, _ZERO
 
 
-@_compiled
+@loop
 def _differences(a, b, out):  # type: ignore[no-untyped-def]
     """As `difference_block`, of fewer elements."""
     top, bits = np.int32(0), out.view(np.int32)
@@ -398,13 +398,13 @@ def _differences(a, b, out):  # type: ignore[no-untyped-def]
     return top
 
 
-@_compiled
+@loop
 def _add_codes(codes, scale, announced, next_announced):  # type: ignore[no-untyped-def]
     for i in range(codes.shape[0]):
         next_announced[i] = announced[i] + np.float32(codes[i]) * scale
 
 
-@_compiled
+@loop
 def announce_bf16(theta, announced, next_announced, codes, difference):  # type: ignore[no-untyped-def]
     """Rounds to nearest, half to even, as torch does; never to Inf."""
     subtract(theta, announced, difference)
@@ -420,7 +420,7 @@ def announce_bf16(theta, announced, next_announced, codes, difference):  # type:
         next_announced[i] = announced[i] + difference[i]
 
 
-@_compiled
+@loop
 def step(  # type: ignore[no-untyped-def]
     rule, first_step, rate, mu, down, delta, bounds, factors, theta, momentum, announced, next_theta, next_momentum,
     next_announced, codes, scales, leaves, sizes, first, last,

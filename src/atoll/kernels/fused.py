@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, NamedTuple
@@ -41,13 +41,16 @@ WORTHWHILE: Final = 1 << 20
 MANY_LEARNERS: Final = 32
 """From so many on also of small fragments: torch begins a dozen operations for each contribution."""
 CHUNK: Final = 64 * LEAF
-"""Elements that a thread works on at a time. A chunk of each operand fits the second-level cache."""
+"""Elements that are worth a call in another thread."""
+RANGES: Final = 4
+"""Calls for each thread: more would cost more of the interpreter's time, with fewer a thread may wait for the last one."""
 KINDS: Final = {"fp32": 0, "bf16": 1, "int8": 2, "int4": 3, "e3m0": 4}
 UNITS: Final = {"int8": 1.0, "int4": 2.0**-4, "e3m0": 2.0**-6}
 RULES: Final = {"sgd": 0, "momentum": 1, "nesterov": 2}
 DOWN: Final = ("int8", "bf16")
 """Codecs whose announcements have a loop."""
 NOTHING: Final = np.empty(0, np.float32)
+NO_LEAVES: Final = np.empty(0)
 
 
 class ArrayPool:
@@ -114,6 +117,26 @@ class _Source(NamedTuple):
     """The announced version; empty where no drift is added."""
 
 
+class _Voters(NamedTuple):
+    """The contributions that have a weight, and what `gathered` reads of them. They are all by the run's codec."""
+
+    sources: Sequence[_Source]
+    codes: tuple[int, Array, Array]
+    """Their kind, an empty array of the type of their codes, and the table of their addresses."""
+    numel: int
+
+
+def _voters(sources: Sequence[_Source]) -> _Voters:
+    first = sources[0]
+    assert all((s.kind, s.codes.dtype, s.numel) == (first.kind, first.codes.dtype, first.numel) for s in sources)
+    assert all(array.flags.c_contiguous for s in sources for array in (s.codes, s.factors, s.base)), "these arrays have gaps"
+    rows = [
+        (s.codes.ctypes.data, len(s.codes), s.factors.ctypes.data, len(s.factors), s.base.ctypes.data if s.base.size else 0)
+        for s in sources
+    ]
+    return _Voters(sources, (first.kind, first.codes[:0], np.array(rows, np.int64)), first.numel)
+
+
 def worthwhile(fragments: Sequence[Fragment], learners: int) -> bool:
     return _asked_for() == "numba" or max(f.numel for f in fragments) >= WORTHWHILE or learners >= MANY_LEARNERS
 
@@ -152,11 +175,11 @@ def _merges(config: Config) -> bool:
 class Fused:
     def __init__(self, config: Config, threads: int | None = None) -> None:
         self._loops: Any = importlib.import_module("atoll.kernels.compiled")
+        self._gathered: Any = importlib.import_module("atoll.kernels.gathered")
         self._config = config
         self._threads = threads or os.cpu_count() or 1
         self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="kernels") if self._threads > 1 else None
-        self._buffers = ArrayPool()
-        self._local = threading.local()
+        self._buffers, self._codes = ArrayPool(), ArrayPool()
         self.merges = _merges(config)
 
     def close(self) -> None:
@@ -206,13 +229,14 @@ class Fused:
         config = self._config.protocol
         present = _array(theta)
         bases = {id(part.base): NOTHING if part.base is None else _array(part.base) for part in parts}
-        voters, shares = voters_of([self._source(part.packet, bases[id(part.base)]) for part in parts], weights)
+        sources, shares = voters_of([self._source(part.packet, bases[id(part.base)]) for part in parts], weights)
+        voters = _voters(sources)
         out = self._buffers.take(fragment.numel, np.float32)
         factors = np.ones(len(fragment.params), np.float32)
         parts_of, shared = {part.index: part for part in cut}, list[CutSlot]()
         for index, slot in enumerate(fragment.params):
             how = "mean" if plain else config.embedding_merge if slot.embedding else config.merge
-            if how == "mean" or len(voters) == 1 or not slot.numel:
+            if how == "mean" or len(sources) == 1 or not slot.numel:
                 self._mean(slot, present, voters, shares, out)
             elif index in parts_of:
                 shared.append(parts_of[index])
@@ -223,48 +247,47 @@ class Fused:
             self._rda_parts(fragment, shared, present, voters, shares, out, factors, meeting)
         return out, factors
 
-    def _mean(self, slot: Slot, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], out: Tensor) -> None:
-        total, single = np.float32(sum(shares)), len(voters) == 1
+    def _mean(self, slot: Slot, theta: Floats, voters: _Voters, shares: Sequence[float], out: Tensor) -> None:
+        single = len(voters.sources) == 1
+        self._add(theta, voters, [1.0] if single else shares, out, slot, 0.0 if single else sum(shares))
 
-        def work(left: int, right: int) -> None:
-            self._add(theta, voters, [1.0] if single else shares, _array(out)[left:right], left)
-            if not single:
-                self._loops.divide(_array(out)[left:right], total)
-
-        self._spread(work, slot.offset, slot.numel)
-
-    def _rda(self, slot: Slot, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], out: Tensor) -> Any:
+    def _rda(self, slot: Slot, theta: Floats, voters: _Voters, shares: Sequence[float], out: Tensor) -> Any:
         """The sum of directions into `out`, and the factor that gives it the mean magnitude."""
         leaves = self._measured(slot.offset, slot.numel, theta, voters)
         norms, length = [math.sqrt(tree_sum(row)) for row in leaves], np.empty(leaves.shape[1])
         directions = [direction_factor(norm, share) for norm, share in zip(norms, shares, strict=True)]
-
-        def add(left: int, right: int) -> None:
-            part = slice((left - slot.offset) // LEAF, -(-(right - slot.offset) // LEAF))
-            self._add(theta, voters, directions, _array(out)[left:right], left)
-            self._loops.square_leaves(_array(out)[left:right], length[part])
-
-        self._spread(add, slot.offset, slot.numel)
+        self._add(theta, voters, directions, out, slot, 0.0, length)
         factor = radial_factor(norms, shares, math.sqrt(tree_sum(length)))
         if factor is None:
             self._mean(slot, theta, voters, shares, out)
         return np.float32(1.0 if factor is None else factor)
 
-    def _measured(self, offset: int, numel: int, theta: Floats, voters: Sequence[_Source]) -> Array:
+    def _measured(self, offset: int, numel: int, theta: Floats, voters: _Voters) -> Array:
         """The sums of squares of a range, leaf by leaf, for each voter."""
-        leaves = np.empty((len(voters), -(-numel // LEAF)))
+        leaves = np.empty((len(voters.sources), -(-numel // LEAF)))
 
         def measure(left: int, right: int) -> None:
-            part = slice((left - offset) // LEAF, -(-(right - offset) // LEAF))
-            for index, (source, drift) in enumerate(self._with_drifts(theta, voters, left, right)):
-                kind, codes, factors, numel, _ = source
-                self._loops.gradient_leaves(kind, codes, factors, numel, left, right, drift, leaves[index, part])
+            self._gathered.measure(*voters.codes, voters.numel, offset, left, right, theta, leaves)
 
         self._spread(measure, offset, numel)
         return leaves
 
+    def _add(
+        self, theta: Floats, voters: _Voters, shares: Sequence[float], out: Tensor, slot: Slot, divisor: float,
+        lengths: Array = NO_LEAVES,
+    ) -> None:  # fmt: skip
+        """The sum of the outer gradients of a slot, each times its share."""
+        total, factors = _array(out), np.array(shares, np.float32)
+
+        def add(left: int, right: int) -> None:
+            self._gathered.add(
+                *voters.codes, factors, voters.numel, slot.offset, left, right, theta, total, np.float32(divisor), lengths
+            )
+
+        self._spread(add, slot.offset, slot.numel)
+
     def _rda_parts(
-        self, fragment: Fragment, cut: Sequence[CutSlot], theta: Floats, voters: Sequence[_Source], shares: Sequence[float],
+        self, fragment: Fragment, cut: Sequence[CutSlot], theta: Floats, voters: _Voters, shares: Sequence[float],
         out: Tensor, factors: Floats, meeting: Meeting,
     ) -> None:  # fmt: skip
         """As `_rda`, of slots of which this stripe has parts, with the norms of the whole slots."""
@@ -272,7 +295,7 @@ class Fused:
         for part in cut:
             slot = fragment.params[part.index]
             directions = [direction_factor(norm, share) for norm, share in zip(norms[part.whole], shares, strict=True)]
-            self._spread(partial(self._add_range, theta, voters, directions, out), slot.offset, slot.numel)
+            self._add(theta, voters, directions, out, slot, 0.0)
         lengths = meeting.norms({part.whole: [self._length_squares(fragment, part, out)] for part in cut})
         for part in cut:
             factor = radial_factor(norms[part.whole], shares, lengths[part.whole][0])
@@ -282,7 +305,7 @@ class Fused:
                 factors[part.index] = np.float32(factor)
 
     def _part_squares(
-        self, fragment: Fragment, part: CutSlot, theta: Floats, voters: Sequence[_Source]
+        self, fragment: Fragment, part: CutSlot, theta: Floats, voters: _Voters
     ) -> list[PartSquares]:
         slot = fragment.params[part.index]
         first, last = part_ends(part.at, slot.numel, ends=part.ends)
@@ -291,13 +314,12 @@ class Fused:
         tails = self._gradients(slot.offset + last, slot.numel - last, theta, voters)
         return [PartSquares(*given) for given in zip(heads, leaves, tails, strict=True)]
 
-    def _gradients(self, left: int, count: int, theta: Floats, voters: Sequence[_Source]) -> list[Floats]:
+    def _gradients(self, left: int, count: int, theta: Floats, voters: _Voters) -> list[Floats]:
         """The numbers of each voter's outer gradient, at the end of a part."""
-        found = [np.empty(count, np.float32) for _ in voters]
-        if count:
-            for ((kind, codes, factors, numel, _), drift), target in zip(
-                self._with_drifts(theta, voters, left, left + count), found, strict=True
-            ):
+        found = [np.empty(count, np.float32) for _ in voters.sources]
+        for (kind, codes, factors, numel, base), target in zip(voters.sources, found, strict=True):
+            if count:
+                drift = theta[left : left + count] - base[left : left + count] if base.size else NOTHING
                 self._loops.gradient(kind, codes, factors, numel, left, drift, target)
         return found
 
@@ -311,30 +333,6 @@ class Fused:
 
         self._spread(measure, first, last - first)
         return PartSquares(x[:first].copy(), leaves, x[last:].copy())
-
-    def _add_range(
-        self, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], out: Tensor, left: int, right: int
-    ) -> None:
-        self._add(theta, voters, shares, _array(out)[left:right], left)
-
-    def _add(self, theta: Floats, voters: Sequence[_Source], shares: Sequence[float], total: Floats, left: int) -> None:
-        """The sum of the outer gradients of a range, each times its share."""
-        given = self._with_drifts(theta, voters, left, left + len(total))
-        for index, ((source, drift), share) in enumerate(zip(given, shares, strict=True)):
-            kind, codes, factors, numel, _ = source
-            self._loops.add_gradient(kind, codes, factors, numel, left, drift, np.float32(share), index == 0, total)
-
-    def _with_drifts(
-        self, theta: Floats, voters: Sequence[_Source], left: int, right: int
-    ) -> Iterator[tuple[_Source, Floats]]:
-        """Theta's drift since a version is the same for all learners at that version, so it is computed once for each run of
-        them; in memory of this thread, which the next one overwrites."""
-        drift, drifts = self._scratch()[: right - left], NOTHING
-        for source in voters:
-            if source.base.size and drifts is not source.base:
-                self._loops.subtract(theta[left:right], source.base[left:right], drift)
-                drifts = source.base
-            yield source, drift if source.base.size else NOTHING
 
     def _source(self, packet: Packet, base: Floats) -> _Source:
         kind, unit = KINDS.get(packet.codec), UNITS.get(packet.codec)
@@ -364,47 +362,35 @@ class Fused:
         momentum = state.momentum if moves and state.momentum is not None else None
         next_momentum = new() if moves else None
         next_announced = new() if fused_down else None
-        codes = torch.empty(numel if fused_down else 0, dtype=torch.bfloat16 if down == "bf16" else torch.int8)
+        codes = self._codes.take(numel if fused_down else 0, np.uint16 if down == "bf16" else np.int8)
         scales = torch.empty(block_count(numel) if down == "int8" else 0)
         leaves, sizes = np.zeros(max(1, -(-numel // LEAF))), np.zeros(max(1, -(-numel // LEAF)))
         bounds = np.array([*(slot.offset for slot in fragment.params), numel], np.int64)
-        coded = codes.view(torch.uint16).numpy() if down == "bf16" else codes.numpy()
         arguments = (
             RULES[rule.optimizer], state.count == 0, np.float32(rule.learning_rate), np.float32(rule.momentum),
             KINDS[down] if fused_down else 0, _array(delta), bounds, factors, _array(theta), _or_nothing(momentum),
-            _array(announced), _array(next_theta), _or_nothing(next_momentum), _or_nothing(next_announced), coded,
-            scales.numpy(), leaves, sizes,
+            _array(announced), _array(next_theta), _or_nothing(next_momentum), _or_nothing(next_announced),
+            codes.numpy(), scales.numpy(), leaves, sizes,
         )  # fmt: skip
         self._spread(lambda left, right: self._loops.step(*arguments, left, right), 0, numel)
         outer = OuterState(next_momentum if moves else None, None, state.count + 1)
-        packet = Packet(down, numel, codes, scales if down == "int8" else None) if fused_down else None
+        coded = codes.view(torch.bfloat16) if down == "bf16" else codes
+        packet = Packet(down, numel, coded, scales if down == "int8" else None) if fused_down else None
         return FusedStep(next_theta, outer, next_announced, packet, leaves, sizes)
 
     # ------------------------------------------------------------ threads
 
     def _spread(self, work: Callable[[int, int], None], offset: int, numel: int) -> None:
-        """Calls `work` with every chunk, each thread with neighbouring ones."""
-        chunks = [(left, min(offset + numel, left + CHUNK)) for left in range(offset, offset + numel, CHUNK)]
-        if self._pool is None or len(chunks) < 2:
-            for chunk in chunks:
-                work(*chunk)
+        """Calls `work` with ranges that are all of it, in several threads. Each thread takes the next range when it is done, so
+        that one whose core has other work holds up nobody."""
+        chunks = -(-numel // CHUNK)
+        if self._pool is None or chunks < 2:
+            work(offset, offset + numel)
             return
-        size = -(-len(chunks) // self._threads)
-        parts = [chunks[at : at + size] for at in range(0, len(chunks), size)]
-        for done in [self._pool.submit(_each, work, part) for part in parts]:
+        size = -(-chunks // (RANGES * self._threads)) * CHUNK
+        ends = [min(offset + numel, left + size) for left in range(offset, offset + numel, size)]
+        for done in [self._pool.submit(work, left, right) for left, right in zip([offset, *ends], ends, strict=False)]:
             done.result()
-
-    def _scratch(self) -> Floats:
-        """Memory of this thread, for one chunk."""
-        found: Floats | None = getattr(self._local, "scratch", None)
-        if found is None:
-            found = self._local.scratch = np.empty(CHUNK, np.float32)
-        return found
-
-
-def _each(work: Callable[[int, int], None], chunks: Sequence[tuple[int, int]]) -> None:
-    for chunk in chunks:
-        work(*chunk)
 
 
 def _array(tensor: Tensor) -> Floats:

@@ -7,6 +7,7 @@ Each operation is one of IEEE arithmetic without fast-math flags, so the bits ar
 from __future__ import annotations
 
 import contextlib
+import platform
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -19,12 +20,15 @@ from numba.np import arrayobj
 BLOCK: Final = 256
 LEAF: Final = 1024
 _WIDTH: Final = 16
+_X86: Final = platform.machine().lower() in ("x86_64", "amd64")
 _INDEX: Final = ir.IntType(64)
 _FLOATS: Final = ir.VectorType(ir.FloatType(), _WIDTH)
 _BYTES: Final = ir.VectorType(ir.IntType(8), _WIDTH)
 _WORDS: Final = ir.VectorType(ir.IntType(32), _WIDTH)
 _HALVES: Final = ir.VectorType(ir.IntType(16), _WIDTH)
 _EIGHT: Final = ir.VectorType(ir.FloatType(), 8)
+_FOUR: Final = ir.VectorType(ir.FloatType(), 4)
+_SHORT: Final = ir.VectorType(ir.IntType(8), 8)
 _DOUBLES: Final = ir.VectorType(ir.DoubleType(), 8)
 
 
@@ -72,15 +76,31 @@ def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
     return find(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def _numbers(builder: Any, codes: Any, factor: Any) -> Any:
-    """Sixteen bytes, whose high four bits are int4 codes and whose low ones are zero, times the factor. A byte b below the bits
-    of 2^23 is the float 2^23 + b: interleaving takes half the instructions of two extensions and a conversion."""
-    zipped = ir.Constant(ir.VectorType(ir.IntType(32), 2 * _WIDTH), [j for i in range(_WIDTH) for j in (i, _WIDTH + i)])
-    raised = builder.xor(codes, _constant(_BYTES, -128))
-    halves = builder.bitcast(builder.shuffle_vector(raised, _constant(_BYTES, 0), zipped), _HALVES)
-    bits = builder.shuffle_vector(halves, _constant(_HALVES, 0x4B00), zipped)
-    floats = builder.bitcast(bits, _FLOATS)
-    return builder.fmul(builder.fsub(floats, ir.Constant(_FLOATS, [2.0**23 + 128.0] * _WIDTH)), factor)
+def _numbers(builder: Any, packed: Any, factor: Any) -> tuple[Any, Any]:
+    """The int4 codes in the low and in the high bits of bytes, in units of a sixteenth of a step, times the factor. All but the
+    last multiplication is exact, so that an architecture may have its own way: x86 has one unit that moves numbers between
+    lanes, and uses it once; NEON has no conversion from bytes, but moves numbers between lanes as quickly as it adds."""
+    if _X86:
+        wide = builder.sext(packed, ir.VectorType(ir.IntType(32), packed.type.count))
+        low = builder.ashr(builder.shl(wide, _constant(wide.type, 28)), _constant(wide.type, 24))
+        both = (low, builder.and_(wide, _constant(wide.type, -16)))
+        floats = [builder.sitofp(codes, factor.type) for codes in both]
+    else:
+        both = (builder.shl(packed, _constant(packed.type, 4)), builder.and_(packed, _constant(packed.type, -16)))
+        floats = [_zipped(builder, codes, factor.type) for codes in both]
+    return builder.fmul(floats[0], factor), builder.fmul(floats[1], factor)
+
+
+def _zipped(builder: Any, codes: Any, floats: Any) -> Any:
+    """A byte b below the bits of 2^23 is the float 2^23 + b: interleaving takes half the instructions of two extensions and a
+    conversion."""
+    width = codes.type.count
+    order = ir.Constant(ir.VectorType(ir.IntType(32), 2 * width), [j for i in range(width) for j in (i, width + i)])
+    halves = ir.VectorType(ir.IntType(16), width)
+    raised = builder.xor(codes, _constant(codes.type, -128))
+    low = builder.bitcast(builder.shuffle_vector(raised, _constant(codes.type, 0), order), halves)
+    bits = builder.shuffle_vector(low, _constant(halves, 0x4B00), order)
+    return builder.fsub(builder.bitcast(bits, floats), ir.Constant(floats, [2.0**23 + 128.0] * width))
 
 
 def _nibble_block(*, drifts: bool, sums: bool, shared: bool) -> Any:
@@ -95,8 +115,8 @@ def _nibble_block(*, drifts: bool, sums: bool, shared: bool) -> Any:
         target = _address(context, builder, signature.args[6], arguments[6], places[2], _FLOATS)
         factor, share = _splat(builder, arguments[2], _FLOATS), _splat(builder, arguments[5], _FLOATS)
 
-        def put(codes: Any, element: Any) -> None:
-            x, at = _numbers(builder, codes, factor), _advanced(builder, target, element)
+        def put(x: Any, element: Any) -> None:
+            at = _advanced(builder, target, element)
             if drifts:
                 x = builder.fadd(x, builder.load(_advanced(builder, moved, element), align=4))
             if shared:
@@ -107,8 +127,9 @@ def _nibble_block(*, drifts: bool, sums: bool, shared: bool) -> Any:
 
         with _steps(builder, BLOCK // 2) as step:
             packed = builder.load(_advanced(builder, source, step), align=1)
-            put(builder.shl(packed, _constant(_BYTES, 4)), step)
-            put(builder.and_(packed, _constant(_BYTES, -16)), builder.add(step, ir.Constant(_INDEX, BLOCK // 2)))
+            low, high = _numbers(builder, packed, factor)
+            put(low, step)
+            put(high, builder.add(step, ir.Constant(_INDEX, BLOCK // 2)))
         return context.get_dummy_value()
 
     def nibbles(
@@ -201,6 +222,65 @@ def int8_block(
     return types.void(x, number, number, number, codes, old, new, first), build
 
 
+def _sum_of_eighth(builder: Any, sums: Any) -> Any:
+    """Of 128 float64 numbers, over the tree."""
+    parts = [builder.load(_advanced(builder, sums, element), align=8) for element in range(0, LEAF // 8, 8)]
+    while len(parts) > 1:
+        half = len(parts) // 2
+        parts = [builder.fadd(a, b) for a, b in zip(parts[:half], parts[half:], strict=True)]
+    total = [builder.extract_element(parts[0], ir.Constant(ir.IntType(32), i)) for i in range(8)]
+    while len(total) > 1:
+        half = len(total) // 2
+        total = [builder.fadd(a, b) for a, b in zip(total[:half], total[half:], strict=True)]
+    return total[0]
+
+
+def _leaf_of_nibbles(*, drifts: bool) -> Any:
+    """The sum of squares, as `leaf_squares`, of the four int4 blocks in codes[at:at + 512] with the factors from `block` on.
+    `drifts`: drift[first:first + 1024] is added. The numbers go to no memory on the way."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        start, first, place = (context.cast(builder, arguments[i], signature.args[i], types.intp) for i in (1, 3, 5))
+        source = _address(context, builder, signature.args[0], arguments[0], start, _SHORT)
+        scales = _address(context, builder, signature.args[2], arguments[2], first, _FOUR)
+        moved = _address(context, builder, signature.args[4], arguments[4], place, _EIGHT)
+        given = builder.load(scales, align=4)
+        factors = [_splat(builder, builder.extract_element(given, ir.Constant(ir.IntType(32), i)), _EIGHT) for i in range(4)]
+        fused = _function(builder, "llvm.fma.v8f64", _DOUBLES, [_DOUBLES] * 3)
+        allocate: Any = cgutils.alloca_once
+        sums = builder.bitcast(allocate(builder, ir.ArrayType(_DOUBLES, 16)), _DOUBLES.as_pointer())
+
+        def element(block: int, step: Any) -> list[Any]:
+            """Of element `step` of each half of a block, and its neighbours."""
+            at = builder.add(step, ir.Constant(_INDEX, block * BLOCK // 2))
+            found = _numbers(builder, builder.load(_advanced(builder, source, at), align=1), factors[block])
+            if drifts:
+                places = (builder.add(step, ir.Constant(_INDEX, (2 * block + half) * BLOCK // 2)) for half in (0, 1))
+                parts = [builder.load(_advanced(builder, moved, place), align=4) for place in places]
+                found = builder.fadd(found[0], parts[0]), builder.fadd(found[1], parts[1])
+            return [builder.fpext(x, _DOUBLES) for x in found]
+
+        def pairs(block: int, step: Any) -> list[Any]:
+            """An exact square and another: their fused sum rounds as a sum does."""
+            couples = zip(element(block, step), element(block + 2, step), strict=True)
+            return [builder.call(fused, (other, other, builder.fmul(one, one))) for one, other in couples]
+
+        with _steps(builder, BLOCK // 2, 8) as step:
+            low, high = (builder.fadd(one, other) for one, other in zip(pairs(0, step), pairs(1, step), strict=True))
+            builder.store(builder.fadd(low, high), _advanced(builder, sums, step), align=8)
+        return _sum_of_eighth(builder, sums)
+
+    def leaf(typingctx: Any, codes: Any, at: Any, factors: Any, block: Any, drift: Any, first: Any) -> Any:
+        assert all(_is_vector(kind) for kind in (codes, factors, drift)), "these arrays have gaps"
+        return types.float64(codes, at, factors, block, drift, first), build
+
+    return intrinsic(leaf)
+
+
+leaf_of_nibbles = _leaf_of_nibbles(drifts=False)
+leaf_of_moved_nibbles = _leaf_of_nibbles(drifts=True)
+
+
 @intrinsic
 def leaf_squares(typingctx: Any, x: Any, first: Any) -> Any:
     """The sum of squares of x[first:first + 1024] over the tree of `tensors.norms`. The square of a float is exact in float64."""
@@ -226,15 +306,7 @@ def leaf_squares(typingctx: Any, x: Any, first: Any) -> Any:
         sums = builder.bitcast(allocate(builder, ir.ArrayType(_DOUBLES, 16)), _DOUBLES.as_pointer())
         with _steps(builder, LEAF // 8, 8) as step:
             builder.store(level(step, LEAF // 8), _advanced(builder, sums, step), align=8)
-        parts = [builder.load(_advanced(builder, sums, element), align=8) for element in range(0, LEAF // 8, 8)]
-        while len(parts) > 1:
-            half = len(parts) // 2
-            parts = [builder.fadd(a, b) for a, b in zip(parts[:half], parts[half:], strict=True)]
-        total = [builder.extract_element(parts[0], ir.Constant(ir.IntType(32), i)) for i in range(8)]
-        while len(total) > 1:
-            half = len(total) // 2
-            total = [builder.fadd(a, b) for a, b in zip(total[:half], total[half:], strict=True)]
-        return total[0]
+        return _sum_of_eighth(builder, sums)
 
     return types.float64(x, first), build
 

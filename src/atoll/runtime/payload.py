@@ -110,7 +110,7 @@ def _payload(kind: str, content: Any) -> Buffers | None:
 
 
 def from_buffer(body: Message, data: memoryview) -> Payload:
-    """The payload of a message. Raises DataError with the reason if the bytes are not one."""
+    """The payload of a message, which may keep `data`. Raises DataError with the reason if the bytes are not one."""
     size = data.nbytes
     if isinstance(body, StateTransfer):
         return Payload("state", size, unpack_state(data))
@@ -123,7 +123,7 @@ def from_buffer(body: Message, data: memoryview) -> Payload:
         raise DataError(f"payload with tag {tag} and {length} of {rest.nbytes} bytes is not a fragment")
     buffers = _numbers(rest[length:])
     if tag == _PACKET:
-        return Payload("packet", size, (Packet.from_bytes(rest[:length]), buffers))
+        return Payload("packet", size, (Packet.from_bytes(rest[:length], owned=True), buffers))
     if length % 4:
         raise DataError(f"payload of {length} bytes is not an fp32 vector")
     return Payload("fragment", size, (_numbers(rest[:length]), buffers))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import sys
 import threading
 from bisect import bisect_left
 from collections import Counter, deque
@@ -28,12 +29,68 @@ RANGES_MAX: Final = 4096
 HELD_BYTES_MAX: Final = 64 << 20
 """Total size of the heads held back."""
 SMALL_BYTES: Final = 1 << 20
+POOL_BYTES_MAX: Final = 512 << 20
+"""Of mappings that are kept to be used again, lent ones included: packets of a few rounds."""
 RECENT_FRAMES: Final = 64
 
 
+def _pages(size: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+class PagePool:
+    """Memory for large payloads: anonymous mappings, whose pages exist only once data was written to them, so a peer that
+    announces 16 GiB and sends nothing costs no memory. One that nobody reads any more is used again, because the system clears
+    fresh pages: with eight learners that was a fifteenth of a syncer's round.
+
+    Only whole payloads are delivered, so that no peer sees what another one sent. What does not fit is mapped afresh."""
+
+    def __init__(self, bytes_max: int = POOL_BYTES_MAX) -> None:
+        self._bytes_max = bytes_max
+        self._kept: list[mmap.mmap] = []
+        self._lock = threading.Lock()
+
+    def take(self, total: int) -> memoryview:
+        """A view, and all views of it, hold the mapping; without any of them only this list does."""
+        step = max(mmap.PAGESIZE, 1 << max(0, total.bit_length() - 5))  # payloads of similar size share mappings
+        size = -(-total // step) * step
+        with self._lock:
+            idle = [pages for pages in self._kept if sys.getrefcount(pages) == _IDLE_REFERENCES]
+            fitting = next((pages for pages in idle if len(pages) == size), None)
+            if fitting is None:
+                fitting = _pages(size)
+                self._keep(fitting, idle)
+            return memoryview(fitting)[:total]
+
+    def _keep(self, new: mmap.mmap, idle: list[mmap.mmap]) -> None:
+        """If there is room for it, also in place of idle ones of other sizes."""
+        room, surplus = self._bytes_max - sum(map(len, self._kept)), set[int]()
+        if len(new) > room + sum(map(len, idle)):
+            return
+        for pages in idle:
+            if room < len(new):
+                room += len(pages)
+                surplus.add(id(pages))
+        self._kept = [*(pages for pages in self._kept if id(pages) not in surplus), new]
+
+
+def _idle_references() -> int:
+    lent = [mmap.mmap(-1, 1)]
+    (found,) = [sys.getrefcount(pages) for pages in lent]
+    return found
+
+
+_IDLE_REFERENCES: Final = _idle_references()
+PAGES: Final = PagePool()
+"""Of all links of this process."""
+
+
 class Assembly:
-    """One payload being received. A large one is an anonymous mapping, whose pages exist only once data was written to them:
-    a peer that announces 16 GiB and sends nothing costs no memory."""
+    """One payload being received."""
 
     def __init__(self, total: int, now: float) -> None:
         self.total = total
@@ -41,7 +98,7 @@ class Assembly:
         self.received = 0
         self.filled = 0
         """All bytes before this offset were received, or are being read."""
-        self.view = memoryview(bytearray(total) if total <= SMALL_BYTES else _pages(total))
+        self.view = memoryview(bytearray(total) if total <= SMALL_BYTES else PAGES.take(total))
         self._starts: list[int] = []
         self._ends: list[int] = []
 
@@ -68,14 +125,6 @@ class Assembly:
                 self.filled = self._ends.pop(0)
                 del self._starts[0]
         return self.view[offset:end]
-
-
-def _pages(total: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, total, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages: slower, not wrong
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return pages
 
 
 class Held(NamedTuple):

@@ -134,3 +134,20 @@ def test_arbitrary_bytes_raise_data_error_and_nothing_else(data: bytes) -> None:
     for raw in (data, b"ATPK\x01" + data):
         with contextlib.suppress(DataError):
             assert Packet.from_bytes(raw).to_bytes() == raw
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_packet_of_owned_bytes_keeps_what_is_aligned_and_copies_the_rest(name: str) -> None:
+    data = packet_of(name).to_bytes()
+    for offset in range(4):
+        memory = torch.zeros(len(data) + 64, dtype=torch.uint8)
+        view = memoryview(memory.numpy())[offset : offset + len(data)]
+        view[:] = data
+        mine, copied = Packet.from_bytes(view, owned=True), Packet.from_bytes(view)
+        assert mine.to_bytes() == copied.to_bytes() == data
+        inside = range(memory.data_ptr(), memory.data_ptr() + len(memory))
+        assert copied.codes.data_ptr() not in inside
+        if mine.codes.element_size() == 1:
+            assert mine.codes.data_ptr() in inside
+        assert mine.codes.data_ptr() % mine.codes.element_size() == 0
+    assert Packet.from_bytes(data, owned=True).to_bytes() == data, "bytes that nobody may write to are copied"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import Counter
 
@@ -21,7 +22,7 @@ from atoll.transport.chunks import (
     unpack_hello,
 )
 from atoll.transport.frames import BULK, CHUNK, CONTROL, HEADER_BYTES, SharedBuffers, Violation, frame_checksum, pack, unpack
-from atoll.transport.inbox import Assembly, Inbox
+from atoll.transport.inbox import Assembly, Inbox, PagePool
 from atoll.transport.outbox import Outbox
 
 U64 = st.integers(0, 2**64 - 1)
@@ -176,3 +177,34 @@ def test_backoff_grows_is_jittered_and_starts_again() -> None:
     assert Backoff(random.Random(2)).next() != waits[0]
     backoff.reset()
     assert backoff.next() <= 0.1
+
+
+def place_of(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def test_pages_are_used_again_only_when_nobody_reads_them() -> None:
+    pool = PagePool(bytes_max=8 << 20)
+    first = pool.take(2_000_000)
+    part, place = first[1_000_000:1_000_010], place_of(first)
+    first[1_000_000:1_000_010] = b"held views"
+    del first
+    second = pool.take(2_000_000)
+    second[:] = bytes(2_000_000)
+    assert part == b"held views" and place_of(second) != place
+    del part
+    assert place_of(pool.take(2_000_001)) == place, "of nearly the same size"
+
+
+def test_pool_of_pages_keeps_no_more_than_its_bytes() -> None:
+    pool = PagePool(bytes_max=4 << 20)
+    held = [pool.take(2 << 20) for _ in range(2)]
+    places = {place_of(view) for view in held}
+    pool.take(2 << 20)[:5] = b"fresh"
+    assert pool.take(2 << 20)[:5] == bytes(5), "there was no room to keep it"
+    held.clear()
+    assert place_of(pool.take(2 << 20)) in places
+    pool.take(4 << 20)[:5] = b"other"
+    assert pool.take(4 << 20)[:5] == b"other", "it has the place of two idle ones of another size"
+    pool.take(5 << 20)[:5] = b"large"
+    assert pool.take(5 << 20)[:5] == bytes(5)
