@@ -202,6 +202,10 @@ class Learner:
         self._step_nanos = time.monotonic_ns() - self._began
         return StepDone(counts.tokens, counts.samples, self._step_nanos, counts.mean_loss())
 
+    def _forget_counts(self) -> None:
+        """Of a step that is begun anew."""
+        self._counts = _StepCounts()
+
     def _report(self, done: StepDone | None) -> bool:
         """None: the step was skipped."""
         if done is not None:
