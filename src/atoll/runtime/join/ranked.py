@@ -145,6 +145,12 @@ class RankedLearner(Learner):
         stack.callback(lambda: self._lead.write_within(self.config.limits.leave_seconds))
         return self._leading, self._leading.arriving
 
+    def _spool(self, directory: Path) -> Path | None:
+        """Rank 0 never holds the whole state of a learner in memory, neither its own nor a peer's."""
+        self._lead.spool_into(directory)
+        self._leading.spool = directory
+        return directory
+
     def _started(self, live: LiveLearner) -> None:
         self._live = LeadingLearner(live, self._leading, self._lead)
 

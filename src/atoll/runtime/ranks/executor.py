@@ -21,8 +21,10 @@ from atoll.codecs.layout import layout
 from atoll.config import Config
 from atoll.errors import RunFailed
 from atoll.executor.cuda.learner import Key
+from atoll.executor.cuda.transfer import each_tensor
 from atoll.executor.peer_state import PeerStateCheck
 from atoll.executor.ranks.executor import RankExecutor
+from atoll.executor.ranks.state import StateParts
 from atoll.executor.ranks.stitch import EncodedPart
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import CLEAN, Finding, Payload
@@ -75,7 +77,8 @@ class LeadExecutor:
         self._inner = inner
         self._learner = learner
         self.snapshots: LearnerSnapshots
-        """From the start of the learner's machine on."""
+        self.spool: Path
+        """Where whole states are kept on their way. Both from the start of the learner's machine on."""
         self._config = config
         self._peer_state = PeerStateCheck(config, inner.whole, named_tensors(inner.model), inner.optimizer, users_own=True)
         self._lead = lead
@@ -190,7 +193,7 @@ class LeadExecutor:
         if isinstance(body, StateTransfer):
             request = self._lead.number()
             self._lead.tell(ReadState(request))
-            return Payload("state", 0, GatheredState(self._lead, self._inner, request, self._inner.part()))
+            return Payload("state", 0, GatheredState(self._lead, self._inner, request, self._inner.part(), self.spool))
         if not isinstance(body, Contribution):
             return None
         key = self._inner.staged_key(body.fragment, body.outer_step)
@@ -269,10 +272,18 @@ class LeadExecutor:
         arrival = self._unloaded = self._lead.number()
         parts = self._inner.parts_of(payload.content)
         for rank in self._lead.members:
-            data = tensors_of(pack_state(self._inner.cut(parts, rank)))
-            self._lead.tell_rank(rank, StateArrival(arrival), data, bulk=True)
+            self._deal(parts, rank, arrival)
         self._lead.await_taken(arrival)
-        return Payload(payload.kind, payload.nbytes, StateShare(arrival, self._inner.cut(parts, 0)))
+        pages: set[int] = set()
+        each_tensor(payload.content, lambda tensor: pages.add(tensor.data_ptr()))
+        # What is not cut would keep the pages of the whole, and be written to in them.
+        own = each_tensor(self._inner.cut(parts, 0), lambda tensor: tensor.clone() if tensor.data_ptr() in pages else tensor)
+        return Payload(payload.kind, payload.nbytes, StateShare(arrival, own))
+
+    def _deal(self, parts: StateParts, rank: int, arrival: int) -> None:
+        """A function of its own, so that one rank's part is dropped before the next is cut."""
+        data = tensors_of(pack_state(self._inner.cut(parts, rank)))
+        self._lead.tell_rank(rank, StateArrival(arrival), data, bulk=True)
 
     # ------------------------------------------------------------ the whole model, one fragment at a time
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +20,20 @@ from atoll.executor.late import LateContent
 from atoll.executor.ranks.executor import RankExecutor
 from atoll.executor.ranks.stitch import EncodedPart, assemble
 from atoll.ids import FragmentId
-from atoll.runtime.ranks.channel import parts_of
+from atoll.runtime.ranks.channel import SPOOLED_BYTES, parts_of
 from atoll.runtime.ranks.lead import RankLead, RankLost
 from atoll.runtime.ranks.messages import Assembled, Part, SeamResidual
 from atoll.store.tensor_files import unpack_state
 from atoll.tensors.pieces import BlockSplit
+from atoll.transport import spooled
+
+
+def empty_in_file(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A small one is in memory."""
+    size = math.prod(shape) * dtype.itemsize
+    if size <= SPOOLED_BYTES:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(spooled(size, folder), dtype=dtype).view(shape)
 
 
 class Asked(NamedTuple):
@@ -40,17 +51,17 @@ class Asked(NamedTuple):
 class GatheredState(LateContent):
     """A learner's whole state, whose parts the other ranks are sending."""
 
-    def __init__(self, lead: RankLead, inner: RankExecutor, request: int, own: dict[str, Any]) -> None:
-        self._lead, self._inner, self._request, self._own = lead, inner, request, own
+    def __init__(self, lead: RankLead, inner: RankExecutor, request: int, own: dict[str, Any], spool: Path) -> None:
+        self._lead, self._inner, self._request, self._own, self._spool = lead, inner, request, own, spool
         self._members = inner.others
 
     def resolve(self) -> dict[str, Any] | None:
         try:
-            answers = self._lead.answers(self._request, self._members)
+            found = self._lead.state_parts(self._request, self._members)
         except RunFailed:  # a rank is gone: the peer finds no bytes, and takes its state from another
             return None
-        parts = [self._own, *(unpack_state(answers[rank][1].numpy().data) for rank in sorted(answers))]
-        return self._inner.parts_of(parts).whole()
+        parts = [self._own, *(unpack_state(data.numpy().data, shared=True) for data in found)]
+        return self._inner.parts_of(parts).whole(lambda shape, dtype: empty_in_file(self._spool, shape, dtype))
 
 
 class GatheredSend(LateContent):

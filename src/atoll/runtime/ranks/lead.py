@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from atoll.runtime.ranks.messages import (
     LeaveWanted,
     Note,
     Part,
+    PartOfState,
     PartWritten,
     Profile,
     RankLeaves,
@@ -51,7 +53,7 @@ class RankLead:
         self._condition = threading.Condition()
         self._boundaries: dict[int, StepReached] = {}
         self._profiles: dict[int, Profile] = {}
-        self._answers: dict[tuple[int, int], tuple[Part | PartWritten, Tensor]] = {}
+        self._answers: dict[tuple[int, int], tuple[Part | PartOfState | PartWritten, Tensor]] = {}
         self._taken: set[tuple[int, int]] = set()
         """Rank and arrival. A state and the versions announced meanwhile arrive in any order."""
         self._left: dict[int, str] = {}
@@ -132,6 +134,16 @@ class RankLead:
         with self._condition:
             found = {rank: self._answers.pop((rank, request)) for rank in asked}
         return {rank: (note, data) for rank, (note, data) in found.items() if isinstance(note, Part)}
+
+    def state_parts(self, request: int, asked: Sequence[int]) -> list[Tensor]:
+        """Their bytes, in that order."""
+        self._wait(lambda: self._unanswered(request, asked), "did not send its part of the state", needs=asked)
+        with self._condition:
+            return [self._answers.pop((rank, request))[1] for rank in asked]
+
+    def spool_into(self, folder: Path) -> None:
+        for both in self._connected.values():
+            both.bulk.spool = folder
 
     def written(self, request: int, asked: Sequence[int]) -> dict[int, PartWritten]:
         """Waits for as long as the disks take. RunFailed if the learner ends before, or loses a rank."""
@@ -294,7 +306,7 @@ class RankLead:
                         self._profiles[rank] = note
                     case StepReached():
                         self._boundaries[rank] = note
-                    case Part(request=request) | PartWritten(request=request):
+                    case Part(request=request) | PartOfState(request=request) | PartWritten(request=request):
                         self._answers[rank, request] = (note, data)
                     case ArrivalTaken(arrival=arrival):
                         self._taken.add((rank, arrival))

@@ -44,6 +44,7 @@ from atoll.runtime.ranks.messages import (
     LeaveWanted,
     Note,
     Part,
+    PartOfState,
     PartWritten,
     PlaceGiven,
     Profile,
@@ -338,7 +339,7 @@ class RankMember:
 
     def _send_state(self, request: int, part: dict[str, Any]) -> None:
         chunks = tensors_of(pack_state(part))
-        self._send_bytes(Part(request, (sum(chunk.numel() for chunk in chunks),)), chunks)
+        self._send_bytes(PartOfState(request), chunks)
 
     def _write_part(self, request: int, folder: Path, snapshot: OuterStep, part: dict[str, Any]) -> None:
         try:

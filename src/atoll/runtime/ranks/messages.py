@@ -193,11 +193,17 @@ class ArrivalTaken(Note, frozen=True):
 
 
 class Part(Note, frozen=True):
-    """The answer to `EncodePart`, `ReadWeights` or `ReadState`. Without sizes: there is nothing finite to send."""
+    """The answer to `EncodePart` or `ReadWeights`. Without sizes: there is nothing finite to send."""
 
     request: int
     sizes: tuple[int, ...]
-    """Bytes of the codes, the scales and the seams; or of the weights, or of the state."""
+    """Bytes of the codes, the scales and the seams; or of the weights."""
+
+
+class PartOfState(Note, frozen=True):
+    """The answer to `ReadState`, in the bytes beside it."""
+
+    request: int
 
 
 class PartWritten(Note, frozen=True):
@@ -241,6 +247,6 @@ ToRank: TypeAlias = (
     | Arrival | StateArrival | Ended | TakeStep | Reform | EncodeAgain | Assembled
 )  # fmt: skip
 ToLead: TypeAlias = (
-    RankHello | Profile | StepReached | ArrivalTaken | Part | PartWritten | RankLeaves | LeaveWanted | GradientsReady | StepFailed
-    | GroupFormed
+    RankHello | Profile | StepReached | ArrivalTaken | Part | PartOfState | PartWritten | RankLeaves | LeaveWanted
+    | GradientsReady | StepFailed | GroupFormed
 )  # fmt: skip
