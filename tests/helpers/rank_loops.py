@@ -21,12 +21,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_full_backward_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import atoll
 from atoll.config import Config
 from atoll.executor.environment import use_threads
 from atoll.executor.ranks.executor import RankExecutor
+from atoll.runtime.join.built_in import BuiltInRanks, run_rank
 from atoll.runtime.join.executor import task_of
+from atoll.runtime.learner.address import address_of
+from atoll.runtime.learner.process import WorkerOptions
+from atoll.runtime.ranks.member import RankMember
 from atoll.tasks.task import layout_for
 from atoll.tensors.access import read_params
 from atoll.tensors.inventory import walk
@@ -298,6 +304,49 @@ def training_loop(
     }  # fmt: skip
 
 
+# ---------------------------------------------------------------- the built-in learner, and ranks that are lost
+
+
+def built_in_loop(
+    rank: int, ranks: int, parallel: str, address: str, token: Path, out: Path, port: int, dies: dict[int, tuple[str, int]]
+) -> dict[str, Any]:  # fmt: skip
+    """One rank of the built-in learner. `dies`: by rank where it is killed, and at which of its steps: in the middle of its
+    backward pass, before it says that it has its gradients, or when all have and it is to take the step."""
+    torch.distributed.destroy_process_group()
+    os.environ |= {
+        "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    steps, learners = 0, []
+
+    def stepped(*_: Any) -> None:
+        nonlocal steps
+        if dies.get(rank) == ("take", steps):
+            os.kill(os.getpid(), signal.SIGKILL)
+        steps += 1
+
+    def in_backward(*_: Any) -> None:
+        if dies.get(rank) == ("backward", steps):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    ready, train = RankMember.ready, BuiltInRanks.train
+
+    def is_ready(member: RankMember, done: Any) -> bool:
+        if dies.get(rank) == ("ready", steps):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ready(member, done)
+
+    def trains(learner: BuiltInRanks, launcher: Any) -> None:
+        learners.append(learner)
+        train(learner, launcher)
+
+    RankMember.ready, BuiltInRanks.train = is_ready, trains  # type: ignore[method-assign]
+    register_optimizer_step_pre_hook(stepped)
+    register_module_full_backward_hook(in_backward)
+    run_rank(WorkerOptions(address_of(address, token, None, None, "", "127.0.0.1:0", "", False), out=out), parallel)
+    return {"ranks": learners[0].ranks, "steps": steps}
+
+
 # ---------------------------------------------------------------- states in parts
 
 
@@ -314,7 +363,7 @@ def moved_states(rank: int, ranks: int, config: Config) -> dict[str, bool]:
         world: list[Any] = [None] * ranks
         dist.all_gather_object(world, boxes)
         task = task_of(config, layout_for(config, model))
-        made = RankExecutor(task, 0, rank, world, model=model, optimizer=optimizer, device=torch.device("cpu"))
+        made = RankExecutor(task, 0, rank, dict(enumerate(world)), model=model, optimizer=optimizer, device=torch.device("cpu"))
         made.anchors = [read_params(made._tensors, fragment) for fragment in made._fragments]
         return made
 

@@ -112,15 +112,10 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.soak
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_a_killed_rank_is_named_and_a_killed_launcher_leaves_no_rank(start: Callable[[Config], Syncer]) -> None:
+def test_killed_launcher_leaves_no_rank(start: Callable[[Config], Syncer]) -> None:
     syncer = start(settings(5000))
     process = learner(syncer, "--ranks", "2")
     until_steps(syncer, process, 3)
-    os.kill(children_of(process)[1], signal.SIGKILL)
-    assert "atoll: rank 1 of this learner was ended by SIGKILL" in ended(process)
-    assert process.returncode == 1
-    process = learner(syncer, "--ranks", "2")
-    until_steps(syncer, process, 6)
     ranks = children_of(process)
     process.kill()
     process.communicate()

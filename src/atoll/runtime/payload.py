@@ -109,11 +109,12 @@ def _payload(kind: str, content: Any) -> Buffers | None:
     return [_PREFIX.pack(_PLAIN, numbers.nbytes), numbers, raw(buffers)]
 
 
-def from_buffer(body: Message, data: memoryview) -> Payload:
-    """The payload of a message, which may keep `data`. Raises DataError with the reason if the bytes are not one."""
+def from_buffer(body: Message, data: memoryview, *, shared: bool = False) -> Payload:
+    """The payload of a message, which may keep `data`. Raises DataError with the reason if the bytes are not one. `shared`: a
+    peer's state is views of `data` too."""
     size = data.nbytes
     if isinstance(body, StateTransfer):
-        return Payload("state", size, unpack_state(data))
+        return Payload("state", size, unpack_state(data, shared=shared))
     if size < _PREFIX.size:
         empty = "it is empty: the learner found NaN or Inf in it, or lost a rank"
         raise DataError(f"payload of {size} bytes is too short" if size else empty)

@@ -21,7 +21,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -33,6 +33,7 @@ from atoll.ids import LearnerId, OuterStep
 from atoll.store.durable import DurableVersions
 from atoll.store.striped import StripedVersions, open_versions
 from atoll.store.tensor_files import (
+    PARTIAL,
     ByteChunk,
     discard,
     drop_cached,
@@ -51,6 +52,7 @@ STATE: Final = "state.safetensors"
 MANIFEST_BYTES_MAX: Final = 2**26
 NAME_MAX: Final = 200
 """Characters of a file's name in a manifest. Longer ones no file system has."""
+_RANK_PART: Final = re.compile(rf"\d+\.rank-(\d+)(?:{re.escape(PARTIAL)})?")
 _LEFT: Final = re.compile(r"(\d+)\.(open|old)")
 
 
@@ -236,6 +238,14 @@ def write_rank_part(root: Path, snapshot: OuterStep, rank: int, state: Any) -> W
     path = folder / f"{snapshot}.rank-{rank}"
     sha256 = write_state(path, state)
     return WrittenPart(path, FileEntry(path.stat().st_size, sha256))
+
+
+def remove_rank_parts(root: Path, ranks: Collection[int] | None = None) -> None:
+    """Parts that no snapshot has taken in: of these ranks, which are gone, or of all, before any rank writes."""
+    for left in (root / "snapshots").glob("*.rank-*"):
+        found = _RANK_PART.fullmatch(left.name)
+        if found is not None and (ranks is None or int(found[1]) in ranks):
+            discard(left)
 
 
 def _rank_file(rank: int) -> str:

@@ -256,33 +256,34 @@ def pack_state(state: Any) -> list[ByteChunk]:
     return tensor_chunks(tensors, {"format": FORMAT, "structure": base64.b64encode(structure).decode("ascii")})
 
 
-def unpack_state(data: bytes | bytearray | memoryview, what: str = "state") -> Any:
-    """The value with tensors of its own: `data` is copied once and may be freed. DataError for bytes that `pack_state` did not
-    make."""
+def unpack_state(data: bytes | bytearray | memoryview, what: str = "state", *, shared: bool = False) -> Any:
+    """The value with tensors of its own: `data` is copied once and may be freed. `shared`: they are views of `data`, which can be
+    written to. DataError for bytes that `pack_state` did not make."""
     view = memoryview(data).cast("B")
-    return _read(_View(view), len(view), what)
+    return _read(_View(view), len(view), what, view if shared else None)
 
 
-def _read(stream: io.RawIOBase, size: int, what: str, *, mapped: bool = False) -> Any:
+def _read(stream: io.RawIOBase, size: int, what: str, pages: Any = None) -> Any:
     entries, metadata = read_header(stream, size, what)
     if metadata.get("format") != FORMAT:
         raise DataError(f"{what} has format {metadata.get('format', '')[:40]!r}; this Atoll reads {FORMAT!r}")
-    if mapped:
-        tensors = _mapped(stream, entries, size)
+    if pages is not None:
+        tensors = _views(pages, entries, size)
     else:
         tensors = {name: read_tensor(stream, entry, what) for name, entry in entries.items()}
     return rebuild(from_base64(metadata.get("structure", ""), what), tensors, what)
 
 
-def _mapped(stream: io.RawIOBase, entries: dict[str, TensorEntry], size: int) -> dict[str, Tensor]:
-    """What is written to them stays in this process."""
-    pages = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+def _views(pages: Any, entries: dict[str, TensorEntry], size: int) -> dict[str, Tensor]:
     start = size - max((entry.data_offsets[1] for entry in entries.values()), default=0)
     tensors = {}
     for name, entry in entries.items():
         count, dtype = math.prod(entry.shape), entry.torch_dtype
         at = start + entry.data_offsets[0]
-        flat = torch.frombuffer(pages, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
+        if at % dtype.itemsize and count:  # no file of ours; a peer's bytes may be anything
+            flat = torch.frombuffer(pages, dtype=torch.uint8, count=count * dtype.itemsize, offset=at).clone().view(dtype)
+        else:
+            flat = torch.frombuffer(pages, dtype=dtype, count=count, offset=at) if count else torch.empty(0, dtype=dtype)
         tensors[name] = flat.view(entry.shape)
     return tensors
 
@@ -366,7 +367,8 @@ def read_state(path: Path, sha256: str | None = None, *, mapped: bool = False) -
             if hashlib.file_digest(stream, "sha256").hexdigest() != sha256:
                 raise DataError(f"{path} is damaged: its SHA-256 is not {sha256}")
             stream.seek(0)
-        return _read(stream, size, str(path), mapped=mapped)
+        # Of a private mapping: what is written to the tensors stays in this process.
+        return _read(stream, size, str(path), mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY) if mapped else None)
 
     return read_with(path, read)
 

@@ -19,6 +19,7 @@ from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused, Sha
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import Server
 from atoll.transport.sockets import open_files_limit, raise_open_files_limit
+from atoll.transport.spool import spooled
 from atoll.transport.uploads import Sink
 from atoll.transport.wire import CERTIFICATE_KEY
 
@@ -44,5 +45,6 @@ __all__ = [
     "open_files_limit",
     "raise_open_files_limit",
     "server_credentials",
+    "spooled",
     "upload",
 ]

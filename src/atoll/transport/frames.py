@@ -15,6 +15,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
 
 import xxhash
@@ -92,6 +93,8 @@ class LinkLimits:
     """Each end sends a pulse this often. Both ends must agree: an end that receives nothing for three pulses ends the link."""
     stall_seconds: float = 20.0
     """A connection with unacknowledged bytes is broken after this long without an acknowledgement."""
+    spool: Path | None = None
+    """A folder: large payloads are received into files there, not into memory."""
     unread_seconds: float = 180.0
     """A peer that leaves room for no frame for this long ends the link. A chunk of 1 MiB takes 150 s on a link of 56 kbit/s."""
 

@@ -18,10 +18,12 @@ import sys
 import threading
 from bisect import bisect_left
 from collections import Counter, deque
+from pathlib import Path
 from typing import Final, NamedTuple
 
 from atoll.transport.chunks import ChunkHeader
 from atoll.transport.frames import BULK, CONTROL, Frame, LinkLimits, Violation
+from atoll.transport.spool import spooled
 
 AHEAD_BYTES_MAX: Final = 64 << 20
 """How far a chunk may be beyond the first hole of its payload."""
@@ -92,13 +94,14 @@ PAGES: Final = PagePool()
 class Assembly:
     """One payload being received."""
 
-    def __init__(self, total: int, now: float) -> None:
+    def __init__(self, total: int, now: float, spool: Path | None = None) -> None:
         self.total = total
         self.started = now
         self.received = 0
         self.filled = 0
         """All bytes before this offset were received, or are being read."""
-        self.view = memoryview(bytearray(total) if total <= SMALL_BYTES else PAGES.take(total))
+        large = PAGES.take if spool is None else lambda total: memoryview(spooled(total, spool))
+        self.view = memoryview(bytearray(total)) if total <= SMALL_BYTES else large(total)
         self._starts: list[int] = []
         self._ends: list[int] = []
 
@@ -263,9 +266,10 @@ class Inbox:
         assembly = self._assemblies.get(chunk.number)
         if assembly is None:
             try:
-                assembly = self._assemblies[chunk.number] = Assembly(chunk.total, now)
+                assembly = self._assemblies[chunk.number] = Assembly(chunk.total, now, self._limits.spool)
             except (MemoryError, OSError) as error:
-                raise Violation("payload_too_big", f"there is no memory for a payload of {chunk.total} bytes") from error
+                where = f"in {self._limits.spool}" if self._limits.spool is not None else "in memory"
+                raise Violation("payload_too_big", f"there is no room {where} for a payload of {chunk.total} bytes") from error
         elif assembly.complete:
             raise Violation("overlap", f"a chunk of bulk message {chunk.number} came after its last byte")
         return assembly

@@ -23,6 +23,7 @@ from atoll.store.snapshots import (
     load_learner_part,
     load_syncer,
     newest_usable,
+    remove_rank_parts,
     seal_syncer,
     snapshot_dir,
     syncer_root,
@@ -329,3 +330,16 @@ def test_full_disk_leaves_nothing_of_the_new_one_and_the_old_one_whole(run: Run,
     assert os.listdir(root / "snapshots") == ["10"] and run.steps() == [10] and verify(run.directory, 10) == []
     run.snapshot(20)
     assert run.steps() == [10, 20]
+
+
+def test_parts_of_ranks_that_are_gone_are_removed_and_others_stay(run: Run) -> None:
+    root, folder = learner_root(run.directory, 0), learner_root(run.directory, 0) / "snapshots"
+    for rank in (1, 2, 12):
+        write_rank_part(root, 5, rank, ranks_state(rank))
+    (folder / "6.rank-2.partial").touch()
+    (folder / "7.open").mkdir()
+    remove_rank_parts(root, {2})
+    assert sorted(path.name for path in folder.iterdir()) == ["5.rank-1", "5.rank-12", "7.open"]
+    remove_rank_parts(root)
+    assert [path.name for path in folder.iterdir()] == ["7.open"]
+    remove_rank_parts(root / "nowhere")

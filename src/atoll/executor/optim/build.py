@@ -75,9 +75,18 @@ def divisors(tokens: Sequence[int]) -> list[float]:
 
 def optimizer_step(config: Config, optimizer: torch.optim.Optimizer, outer_step: OuterStep) -> None:
     """Clip, set the rate for this outer step, step, and drop the gradients."""
+    clip_gradients(config, optimizer)
+    step_at_rate(config, optimizer, outer_step)
+
+
+def clip_gradients(config: Config, optimizer: torch.optim.Optimizer) -> None:
+    """Of sharded gradients the ranks add up the norm: it is the last that a step needs of other ranks."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if config.inner.clip_norm > 0:
         nn.utils.clip_grad_norm_(params, config.inner.clip_norm)
+
+
+def step_at_rate(config: Config, optimizer: torch.optim.Optimizer, outer_step: OuterStep) -> None:
     rate = learning_rate(config, outer_step)
     for group in optimizer.param_groups:
         group["lr"] = rate

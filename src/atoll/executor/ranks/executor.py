@@ -6,7 +6,8 @@ packet, of the pieces that it owns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from atoll.tasks.task import Task
 from atoll.tensors.access import named_tensors, read_buffers, read_params
 from atoll.tensors.layout import Fragment
 from atoll.tensors.local import LocalTensors, local_value
-from atoll.tensors.pieces import BlockSplit, Boxes, HeldPieces, held_of, owned_of, put_runs, split_of
+from atoll.tensors.pieces import BlockSplit, Boxes, HeldPieces, held_of, owned_of, put_runs, split_of, take_runs
 
 
 class StagedPart(NamedTuple):
@@ -37,30 +38,37 @@ class StagedPart(NamedTuple):
     part: EncodedPart
     buffers: Tensor
     residual: Tensor | None
+    total: Tensor | None
+    """What was encoded, where the learner may go on with fewer ranks: these then divide it anew."""
 
 
 class RankExecutor(TensorLearner):
     def __init__(
-        self, task: Task, learner: LearnerId, rank: int, world: Sequence[Boxes], *, model: torch.nn.Module,
-        optimizer: torch.optim.Optimizer, device: torch.device, snapshots: StateStore | None = None,
+        self, task: Task, learner: LearnerId, rank: int, world: Mapping[int, Boxes], *, model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer, device: torch.device, snapshots: StateStore | None = None, may_shrink: bool = False,
     ) -> None:  # fmt: skip
-        """`world`: of every rank what it holds. `task` is of the whole model."""
+        """`world`: of every rank what it holds, in the order of torch's group. `task` is of the whole model."""
         self.rank = rank
-        self.world = world
+        self.world = dict(world)
         self.whole: Sequence[Fragment] = task.layout.fragments
         self._random = packs_randomly(task.config)
-        align = block_of(codec_of(task.config.protocol.codec_up), rounds_randomly=self._random)
-        self.held: list[list[HeldPieces]] = [[held_of(fragment, boxes) for boxes in world] for fragment in self.whole]
-        """By fragment and rank."""
-        self.splits: list[list[BlockSplit]] = [
-            [split_of(owned, align) for owned in owned_of(fragment, world, owned_block(task.config))] for fragment in self.whole
+        self.held: list[dict[int, HeldPieces]] = [
+            {other: held_of(fragment, boxes) for other, boxes in self.world.items()} for fragment in self.whole
         ]
+        """By fragment and rank."""
+        self.splits = self._splits(task)
+        self.generation = 0
+        """How often ranks were lost. The splits change with it."""
+        self.may_shrink = may_shrink
+        self._splitting = threading.Lock()
         local = replace(task.layout, fragments=tuple(held[rank].fragment for held in self.held))
         super().__init__(
             replace(task, layout=local), learner, snapshots, model=model, optimizer=optimizer, device=device, resident=True,
             tensors=LocalTensors(named_tensors(model)),
         )  # fmt: skip
         self._parts: dict[Key, StagedPart] = {}
+        self._asked: dict[int, tuple[Key, StagedPart | None]] = {}
+        """By request, what rank 0 has not assembled yet."""
         self.names = names_of(model, optimizer)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._of_number = dict(zip(self.names, held, strict=True))
@@ -72,34 +80,103 @@ class RankExecutor(TensorLearner):
         key = (p, slot)
         return key if key in self._copies or key in self._parts else (p, NO_VERSION)
 
-    def encoded(self, key: Key) -> tuple[EncodedPart, Tensor] | None:
+    def encoded(self, key: Key, request: int = 0) -> tuple[EncodedPart, Tensor] | None:
         """This rank's part of the packet, and the fragment's buffers. None if nothing is staged, or NaN or Inf was."""
         copied = self._copies.pop(key, None)
         if copied is not None:
             total = copied.difference if copied.residual is None else copied.difference + copied.residual
-            feedback = self._config.protocol.error_feedback
-            try:
-                part, residual = encode_part(self._codec, total.cpu(), self.splits[key[0]][self.rank], feedback=feedback)
-            except NotFinite:
-                return None
-            kept = None if residual is None else residual.to(self._device)
-            self._parts[key] = StagedPart(copied.effect, part, copied.buffers.cpu(), kept)
+            staged = self._staged_part(key[0], copied.effect, total.cpu(), copied.buffers.cpu())
+            if staged is not None:
+                self._parts[key] = staged
         found = self._parts.get(key)
+        if self.may_shrink:
+            self._asked[request] = key, found
+        return self._sent(key[0], found)
+
+    def _staged_part(self, p: FragmentId, effect: Stage, total: Tensor, buffers: Tensor) -> StagedPart | None:
+        feedback = self._config.protocol.error_feedback
+        try:
+            part, residual = encode_part(self._codec, total, self.splits[p][self.rank], feedback=feedback)
+        except NotFinite:
+            return None
+        kept = None if residual is None else residual.to(self._device)
+        return StagedPart(effect, part, buffers, kept, total if self.may_shrink else None)
+
+    def _sent(self, p: FragmentId, found: StagedPart | None) -> tuple[EncodedPart, Tensor] | None:
         if found is None:
             return None
         if found.residual is not None:
-            self._uncommitted[key[0]] = found.residual
+            self._uncommitted[p] = found.residual
         return found.part, found.buffers
 
-    def rounding_of(self, key: Key) -> torch.Generator | None:
-        """The random sequence of the whole packet, for the rank that assembles it. It is of the host."""
-        return self._rounding_on_host(self._parts[key].effect) if self._random else None
+    def encoded_again(self, request: int, again: int) -> tuple[EncodedPart, Tensor] | None:
+        """This rank's part as the smaller group divides it, of a packet that rank 0 could not assemble."""
+        key, found = self._asked[again] = self._asked.pop(request)
+        return self._sent(key[0], found)
 
-    def seams_not_carried(self, p: FragmentId, values: Tensor) -> None:
-        """What the assembled packet did not carry of this rank's seams."""
-        residual = self._uncommitted.get(p)
-        if residual is not None:
-            put_runs(residual, self.splits[p][self.rank].seams, values.to(residual.device))
+    def assembled(self, request: int) -> None:
+        with self._splitting:
+            self._asked.pop(request, None)
+
+    def rounding_of(self, key: Key, request: int = 0) -> torch.Generator | None:
+        """The random sequence of the whole packet, for the rank that assembles it. It is of the host."""
+        if not self._random:
+            return None
+        asked = self._asked[request][1] if self.may_shrink else self._parts[key]
+        return None if asked is None else self._rounding_on_host(asked.effect)
+
+    def seams_not_carried(self, p: FragmentId, values: Tensor, generation: int = 0) -> None:
+        """What the assembled packet did not carry of this rank's seams, as that generation of the group divided it."""
+        with self._splitting:
+            residual = self._uncommitted.get(p)
+            if residual is not None and generation == self.generation:
+                put_runs(residual, self.splits[p][self.rank].seams, values.to(residual.device))
+
+    # ------------------------------------------------------------ fewer ranks
+
+    def _splits(self, task: Task) -> list[dict[int, BlockSplit]]:
+        """By fragment and rank."""
+        align = block_of(codec_of(task.config.protocol.codec_up), rounds_randomly=self._random)
+        world, block = list(self.world.values()), owned_block(task.config)
+        return [
+            dict(zip(self.world, (split_of(owned, align) for owned in owned_of(fragment, world, block)), strict=True))
+            for fragment in self.whole
+        ]
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """All ranks but rank 0, in the order of torch's group."""
+        return tuple(rank for rank in self.world if rank)
+
+    def shrink(self, order: Sequence[int]) -> None:
+        """Those ranks are left, and divide anew what they send. What packets did not carry is known to the rank that sent it:
+        of a lost rank's it is lost, and a range that changes hands begins without."""
+        with self._splitting:
+            self.world = {rank: self.world[rank] for rank in order}
+            self.splits, self.generation = self._splits(self._task), self.generation + 1
+            for residuals in (self._residuals, self._uncommitted):
+                for p, residual in residuals.items():
+                    own = self.splits[p][self.rank]
+                    residuals[p] = torch.zeros_like(residual)
+                    for runs in own:
+                        put_runs(residuals[p], runs, take_runs(residual, runs))
+            parts, asked = self._parts, self._asked
+            again = {id(staged): self._divided_anew(key, staged) for key, staged in (*parts.items(), *asked.values())}
+            self._parts = {key: new for key, staged in parts.items() if (new := again[id(staged)]) is not None}
+            self._asked = {request: (key, again[id(staged)]) for request, (key, staged) in asked.items()}
+
+    def _divided_anew(self, key: Key, staged: StagedPart | None) -> StagedPart | None:
+        if staged is None:
+            return None
+        assert staged.total is not None, "only a learner that may shrink does"
+        return self._staged_part(key[0], staged.effect, staged.total, staged.buffers)
+
+    def rebind(self, model: torch.nn.Module) -> None:
+        """The same weights in another model, sharded over a smaller group; the optimiser's are its already."""
+        self.model, self._parameters = model, named_tensors(model)
+        self._tensors = LocalTensors(self._parameters)
+        held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self._of_number = dict(zip(self.names, held, strict=True))
 
     def _drop(self, key: Key) -> None:
         super()._drop(key)

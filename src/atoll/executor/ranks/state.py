@@ -8,7 +8,7 @@ whole in memory at a time, unless the whole is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,6 +26,7 @@ StatePart: TypeAlias = Mapping[str, Any]
 """`state`, as `TensorLearner.state` makes it; `boxes` by tensor; `optimizer_boxes` by the optimiser's number of a parameter, and
 by key. A tensor that no box is named of is whole. `align`: ranks with the same elements shared them in ranges of so many, and
 what a packet did not carry is known to the rank that sent it."""
+Empty: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 Names: TypeAlias = Mapping[int, str]
 """By the optimiser's number of a parameter, the parameter's name."""
 
@@ -73,12 +74,15 @@ class StateParts:
         self._parts = [part if is_part(part) else part_of(part, {}, {}) for part in parts]
         self._boxes = [{name: Box(*map(tuple, box)) for name, box in part["boxes"].items()} for part in self._parts]
         self._fragments = fragments
+        self._empty: Empty = _in_memory
         try:
             self._owned = [owned_of(fragment, self._boxes, int(self._parts[0]["align"])) for fragment in fragments]
         except (KeyError, ValueError, TypeError, IndexError) as error:
             raise DataError(f"these are not the parts of one learner's state: {error}") from None
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self, empty: Empty | None = None) -> dict[str, Any]:
+        """`empty` makes the tensors that parts are put together in, where they are not to be in memory."""
+        self._empty = empty or _in_memory
         return self.of({}, {})
 
     def of(self, boxes: Boxes, names: Names) -> dict[str, Any]:
@@ -111,7 +115,7 @@ class StateParts:
         return [(part["state"]["tensors"][name], boxes.get(name)) for part, boxes in zip(self._parts, self._boxes, strict=True)]
 
     def _tensor(self, name: str, box: Box | None) -> Tensor:
-        return _cut(_put_together(self._pieces(name)), box)
+        return _cut(_put_together(self._pieces(name), self._empty), box)
 
     def _moments(self, boxes: Boxes, names: Names) -> dict[int, Any]:
         found: dict[int, Any] = {}
@@ -131,7 +135,7 @@ class StateParts:
             if not isinstance(value, Tensor):
                 return value
             pieces.append((value, None if of is None else Box(*map(tuple, of))))
-        whole = _put_together(pieces)
+        whole = _put_together(pieces, self._empty)
         if tuple(whole.shape) == shape:
             return _cut(whole, box)
         if shape is not None and any(of is not None for _, of in pieces):
@@ -149,7 +153,7 @@ class StateParts:
     def _flat(self, p: int, found: Sequence[Tensor | None], boxes: Boxes) -> Tensor:
         fragment, first = self._fragments[p], found[0]
         assert first is not None
-        whole = first if len(found) == 1 and not self._boxes[0] else torch.empty(fragment.numel, dtype=first.dtype)
+        whole = first if len(found) == 1 and not self._boxes[0] else self._empty((fragment.numel,), first.dtype)
         if whole is not first:
             for runs, own in zip(self._owned[p], found, strict=True):
                 assert own is not None
@@ -170,12 +174,16 @@ def _shape_of(pieces: Sequence[tuple[Tensor, Box | None]]) -> tuple[int, ...]:
     return tuple(map(max, *corners)) if len(corners) > 1 and corners[0] else corners[0]
 
 
-def _put_together(pieces: Sequence[tuple[Tensor, Box | None]]) -> Tensor:
+def _in_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
+
+
+def _put_together(pieces: Sequence[tuple[Tensor, Box | None]], empty: Empty) -> Tensor:
     """The whole tensor; of tensors that every rank holds whole, the first rank's."""
     for value, box in pieces:
         if box is None:
             return value
-    whole = torch.empty(_shape_of(pieces), dtype=pieces[0][0].dtype)
+    whole = empty(_shape_of(pieces), pieces[0][0].dtype)
     for value, box in pieces:
         assert box is not None
         whole[_slices(box)] = value

@@ -202,6 +202,10 @@ class Learner:
         self._step_nanos = time.monotonic_ns() - self._began
         return StepDone(counts.tokens, counts.samples, self._step_nanos, counts.mean_loss())
 
+    def _forget_counts(self) -> None:
+        """Of a step that is begun anew."""
+        self._counts = _StepCounts()
+
     def _report(self, done: StepDone | None) -> bool:
         """None: the step was skipped."""
         if done is not None:
@@ -349,6 +353,7 @@ class Learner:
                 self._address, placement, executor, tape=tape, loop=self._loop.loop,
                 resumed=Resumed(*learner_state_of(self._resume)) if self._resume is not None else None,
                 state_bytes_max=state_bytes_max(self._task.layout.fragments), arriving=arriving, metrics=metrics,
+                spool=self._spool(directory),
             )  # fmt: skip
             snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep
             self._started(live)
@@ -367,6 +372,10 @@ class Learner:
         )
         stack.callback(inner.close)
         return UserExecutor(inner), inner.arriving
+
+    def _spool(self, directory: Path) -> Path | None:
+        """Where a peer's state is kept on its way, if not in memory."""
+        return None
 
     def _started(self, live: LiveLearner) -> None:
         self._live = live

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -40,6 +40,7 @@ from atoll.runtime.ranks.member import RankMember
 from atoll.runtime.ranks.messages import Agreed, PlaceGiven, Profile
 from atoll.runtime.ranks.rendezvous import lead_connects, rank_connects, world
 from atoll.runtime.syncer.places import Placement
+from atoll.store.snapshots import remove_rank_parts
 from atoll.tensors.inventory import frozen_digest, walk
 from atoll.tensors.layout import Fragment
 from atoll.tensors.local import is_dtensor
@@ -58,7 +59,9 @@ class RankedLearner(Learner):
         super().__init__(address, model, optimizer, wants=wants, out=out, metrics=metrics, leaving=leaving, resume=resume)
         self.rank, self.ranks = world()
         self._timeout = rank_timeout_seconds
-        self._world: Sequence[Boxes] = ()
+        self._world: Mapping[int, Boxes] = {}
+        self._may_shrink = False
+        """Whether it goes on without a rank that is lost: only where the training loop is ours."""
         self._lead: RankLead
         self._member: RankMember
         self._inner: RankExecutor
@@ -131,13 +134,22 @@ class RankedLearner(Learner):
         self._inner = RankExecutor(
             self._task, placement.learner, self.rank, self._world, model=self._model, optimizer=self._optimizer,
             device=self._device, snapshots=SavedParts(self._resume) if self._resume is not None else None,
+            may_shrink=self._may_shrink,
         )  # fmt: skip
 
     def _executor(
         self, placement: Placement, snapshots: LearnerSnapshots, stack: contextlib.ExitStack
     ) -> tuple[Executor, Callable[[Message, Payload], Payload]]:
         self._leading.snapshots = snapshots
+        remove_rank_parts(snapshots.directory)  # of incarnations before, which may have had more ranks
+        stack.callback(lambda: self._lead.write_within(self.config.limits.leave_seconds))
         return self._leading, self._leading.arriving
+
+    def _spool(self, directory: Path) -> Path | None:
+        """Rank 0 never holds the whole state of a learner in memory, neither its own nor a peer's."""
+        self._lead.spool_into(directory)
+        self._leading.spool = directory
+        return directory
 
     def _started(self, live: LiveLearner) -> None:
         self._live = LeadingLearner(live, self._leading, self._lead)
@@ -179,8 +191,8 @@ class RankedLearner(Learner):
         self._lead.close(reason, failed=kind is not None)
 
 
-def _boxes_of(agreed: Agreed) -> list[Boxes]:
-    return [{name: Box(*box) for name, box in boxes.items()} for boxes in agreed.boxes]
+def _boxes_of(agreed: Agreed) -> dict[int, Boxes]:
+    return {rank: {name: Box(*box) for name, box in boxes.items()} for rank, boxes in enumerate(agreed.boxes)}
 
 
 def _refuse_local_moments(optimizer: torch.optim.Optimizer) -> None:

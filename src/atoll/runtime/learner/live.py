@@ -14,6 +14,7 @@ import random
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from atoll.chaos import Hostile
@@ -79,9 +80,11 @@ class LiveLearner:
         self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
         resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop, state_bytes_max: int = STATE_BYTES_MAX,
         arriving: Callable[[Message, Payload], Payload] | None = None, metrics: LearnerMetrics | None = None,
+        spool: Path | None = None,
     ) -> None:  # fmt: skip
-        """`state_bytes_max`: of a peer's recovery state. `arriving`: is given what came with an announcement in the receiving
-        thread, before the driver's lock is taken; it may wait. `metrics` sees every event."""
+        """`state_bytes_max`: of a peer's recovery state. `spool`: a folder for it, so that it is never in memory as a whole.
+        `arriving`: is given what came with an announcement in the receiving thread, before the driver's lock is taken; it may
+        wait. `metrics` sees every event."""
         self.placement = placement
         self.config = from_builtins(placement.config)
         self.machine = LearnerMachine(self.config, placement.learner, placement.incarnation)
@@ -105,7 +108,8 @@ class LiveLearner:
         self._link_down = asyncio.Event()
         self._queue: MessageQueue | None = None
         self._rng = random.Random(f"{placement.run} {placement.learner} {placement.incarnation}")
-        self._peers = Peers(self, address, placement, self._rng, state_bytes_max)
+        self._peers = Peers(self, address, placement, self._rng, state_bytes_max, spool)
+        self._spools = spool is not None
         self._digests: dict[int, dict[int, str]] = {}
         self.on_kept: Callable[[tuple[OuterStep, ...]], None] = lambda kept: None
         """Is told which snapshots the syncer keeps."""
@@ -388,7 +392,7 @@ class LiveLearner:
     def _read_state(self, body: StateTransfer, data: memoryview | bytes) -> tuple[Payload, Reason | None]:
         """In another thread: a peer's state, with the reason if it cannot be used. Its bytes end a recovery, never a learner."""
         try:
-            payload = wire.from_buffer(body, memoryview(data))
+            payload = wire.from_buffer(body, memoryview(data), shared=self._spools and isinstance(data, memoryview))
             with ThreadPoolExecutor(1, "digests") as beside:  # neither holds the interpreter's lock for long
                 anchors = beside.submit(wrong_anchor, body, payload.content, self._digests)
                 misfit = self._executor.inspect(body, payload).flaw

@@ -12,6 +12,7 @@ import logging
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from atoll.errors import DataError
@@ -50,10 +51,10 @@ class PeerListener(Protocol):
 class Peers:
     def __init__(
         self, learner: PeerListener, address: Address, placement: Placement, rng: random.Random,
-        state_bytes_max: int = STATE_BYTES_MAX,
+        state_bytes_max: int = STATE_BYTES_MAX, spool: Path | None = None,
     ) -> None:  # fmt: skip
         self._learner = learner
-        self._state_bytes_max = state_bytes_max
+        self._limits = LinkLimits(payload_bytes_max=state_bytes_max, spool=spool)
         self._address = address
         self._placement = placement
         self._rng = rng
@@ -125,7 +126,7 @@ class Peers:
                 me = self._placement
                 link = await dial(
                     address, self, peer=str(peer), credentials=self._address.peer_credentials,
-                    limits=LinkLimits(payload_bytes_max=self._state_bytes_max),
+                    limits=self._limits,
                     metadata={"run": me.run, "ticket": str(ticket), "key": key, "learner": str(me.learner)},
                 )  # fmt: skip
                 link.send(head)

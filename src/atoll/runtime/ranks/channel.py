@@ -18,16 +18,20 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 import torch
 from torch import Tensor
 
-from atoll.runtime.ranks.messages import Note
+from atoll.runtime.ranks.messages import Note, PartOfState, StateArrival
+from atoll.transport import spooled
 
 _FRAME: Final = struct.Struct("<IQ")
 MESSAGE_MAX: Final = 1 << 30
+SPOOLED_BYTES: Final = 1 << 18
+"""Of a state, what is smaller stays in memory."""
 SEND_SECONDS: Final = 120.0
 """A rank that takes no bytes for so long is not alive."""
 REASON_SECONDS: Final = 2.0
@@ -45,6 +49,8 @@ class RankChannel:
         """`incoming`: the union of messages that the other side may send."""
         self._socket = connection
         self._decode = msgspec.msgpack.Decoder(incoming).decode
+        self.spool: Path | None = None
+        """A folder: large parts of a state are received into files there, not into memory."""
         self._lock = threading.Lock()
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -70,14 +76,17 @@ class RankChannel:
         head_size, size = _FRAME.unpack(self._read(_FRAME.size))
         if head_size > MESSAGE_MAX or (most is not None and head_size + size > most):
             raise ChannelClosed("these are not a rank's bytes")
-        head = self._read(head_size)
-        data = torch.empty(size, dtype=torch.uint8)
-        if size:
-            self._fill(data.numpy().data)
         try:
-            return self._decode(head), data
+            note = self._decode(self._read(head_size))
         except msgspec.MsgspecError as error:
             raise ChannelClosed(f"this is not a rank's message: {error}") from None
+        if size > SPOOLED_BYTES and self.spool is not None and isinstance(note, PartOfState | StateArrival):
+            data = torch.frombuffer(spooled(size, self.spool), dtype=torch.uint8)
+        else:
+            data = torch.empty(size, dtype=torch.uint8)
+        if size:
+            self._fill(data.numpy().data)
+        return note, data
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

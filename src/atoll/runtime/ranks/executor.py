@@ -8,23 +8,24 @@ that ranks could as well send them by themselves to a syncer that takes parts.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from atoll.codecs import Codec, Packet
+from atoll.codecs import Packet
 from atoll.codecs import codec as codec_of
 from atoll.codecs.layout import layout
 from atoll.config import Config
-from atoll.errors import NotFinite, RunFailed
+from atoll.errors import RunFailed
 from atoll.executor.cuda.learner import Key
-from atoll.executor.late import LateContent
+from atoll.executor.cuda.transfer import each_tensor
 from atoll.executor.peer_state import PeerStateCheck
 from atoll.executor.ranks.executor import RankExecutor
-from atoll.executor.ranks.stitch import EncodedPart, assemble
+from atoll.executor.ranks.state import StateParts
+from atoll.executor.ranks.stitch import EncodedPart
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
@@ -50,20 +51,22 @@ from atoll.protocol.vocabulary import (
 )
 from atoll.runtime.learner.snapshots import LearnerSnapshots
 from atoll.runtime.ranks.channel import parts_of, tensors_of
+from atoll.runtime.ranks.gathered import Asked, GatheredSend, GatheredState
 from atoll.runtime.ranks.lead import RankLead
 from atoll.runtime.ranks.messages import (
     Arrival,
     Do,
     DropArrival,
+    EncodeAgain,
     EncodePart,
     ReadState,
     ReadWeights,
-    SeamResidual,
+    Reform,
     StateArrival,
     WritePart,
 )
-from atoll.store.snapshots import FileEntry, WrittenPart
-from atoll.store.tensor_files import pack_state, unpack_state
+from atoll.store.snapshots import FileEntry, WrittenPart, remove_rank_parts
+from atoll.store.tensor_files import pack_state
 from atoll.tensors.access import named_tensors
 from atoll.tensors.pieces import cut_from, put_runs
 
@@ -75,12 +78,18 @@ class LeadExecutor:
         self._inner = inner
         self._learner = learner
         self.snapshots: LearnerSnapshots
-        """From the start of the learner's machine on."""
+        self.spool: Path
+        """Where whole states are kept on their way. Both from the start of the learner's machine on."""
+        self._config = config
         self._peer_state = PeerStateCheck(config, inner.whole, named_tensors(inner.model), inner.optimizer, users_own=True)
         self._lead = lead
         self._codec = codec_of(config.protocol.codec_up)
         self._feedback = config.protocol.error_feedback
         self._sent: dict[FragmentId, GatheredSend] = {}
+        self._open: list[GatheredSend] = []
+        """Packets that may still be asked for anew."""
+        self._turn = threading.RLock()
+        """What a rank is told to encode is told before or after a loss of ranks, on all."""
         self._unkept = self._unloaded = 0
         self.poisoned: list[str] = []
         """What other ranks found since the last step, as sentences that name the rank."""
@@ -88,6 +97,15 @@ class LeadExecutor:
     # ------------------------------------------------------------ effects
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
+        if isinstance(effect, Stage | Adopt):
+            self._settle(effect.fragment)
+        elif isinstance(effect, RecordState):
+            for p in list(self._sent):
+                self._settle(p)
+        with self._turn:
+            return self._carry_out(effect, payload)
+
+    def _carry_out(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         match effect:
             case Keep():
                 assert payload is not None and isinstance(payload.content, RankShare)
@@ -102,8 +120,6 @@ class LeadExecutor:
             case RecordState(snapshot=snapshot, learner_state=learner_state):
                 return self._record(snapshot, learner_state)
             case _ if isinstance(effect, TOLD):
-                if isinstance(effect, Stage | Adopt):
-                    self._settle(effect.fragment)
                 if isinstance(effect, Stage | LoadTheta):
                     self._drop_unloaded()
                 self._lead.tell(Do(effect))
@@ -117,28 +133,28 @@ class LeadExecutor:
     def _record(self, snapshot: OuterStep, learner_state: LearnerState) -> Sequence[Event]:
         """Every rank writes its part, beside training; the snapshot is whole once rank 0 has taken in those of all."""
         store, request = self.snapshots, self._lead.number()
-        for p in list(self._sent):
-            self._settle(p)
         if store.busy:
             written = store.put_learner(snapshot, self._learner, learner_state, None)
         else:
             self._lead.tell(WritePart(request, snapshot, str(store.directory.resolve())))
-            own = self._inner.part(with_residuals=True)
-            written = store.put_learner(snapshot, self._learner, learner_state, own, lambda: self._parts_written(request))
+            own, asked = self._inner.part(with_residuals=True), self._inner.others
+            written = store.put_learner(snapshot, self._learner, learner_state, own, lambda: self._parts_written(request, asked))
         return () if written is None else (written,)
 
-    def _parts_written(self, request: int) -> dict[int, WrittenPart]:
-        found = self._lead.written(request)
+    def _parts_written(self, request: int, asked: Sequence[int]) -> dict[int, WrittenPart]:
+        """By place in torch's group: the parts of a learner that lost ranks are numbered without gaps."""
+        found = self._lead.written(request, asked)
         for rank, note in sorted(found.items()):
             if note.flaw:
                 raise RunFailed(f"rank {rank}: {note.flaw}")
-        return {rank: WrittenPart(Path(note.path), FileEntry(note.nbytes, note.sha256)) for rank, note in found.items()}
+        notes = [found[rank] for rank in asked]
+        return {at: WrittenPart(Path(note.path), FileEntry(note.nbytes, note.sha256)) for at, note in enumerate(notes, 1)}
 
     def _settle(self, p: FragmentId) -> None:
         """With error feedback the next packet of a fragment begins where its last one ended, on every rank."""
         before = self._sent.pop(p, None)
         if before is not None:
-            before.resolve()
+            before.settle()
 
     def inspect(self, body: Message, payload: Payload) -> Finding:
         if isinstance(body, StateTransfer):
@@ -168,25 +184,59 @@ class LeadExecutor:
     # ------------------------------------------------------------ sending
 
     def payload_for(self, send: Send) -> Payload | None:
+        if isinstance(send.envelope.body, Contribution):
+            self._settle(send.envelope.body.fragment)
+        with self._turn:
+            return self._payload_for(send)
+
+    def _payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body
         if isinstance(body, StateTransfer):
             request = self._lead.number()
             self._lead.tell(ReadState(request))
-            return Payload("state", 0, GatheredState(self._lead, self._inner, request, self._inner.part()))
+            return Payload("state", 0, GatheredState(self._lead, self._inner, request, self._inner.part(), self.spool))
         if not isinstance(body, Contribution):
             return None
-        self._settle(body.fragment)
         key = self._inner.staged_key(body.fragment, body.outer_step)
         request = self._lead.number()
         self._lead.tell(EncodePart(request, body.fragment, body.outer_step))
-        found = self._inner.encoded(key)
-        rng = None if found is None else self._inner.rounding_of(key)
-        sent = GatheredSend(self._lead, self._inner, self._codec, key, request, found, rng, feedback=self._feedback)
+        found = self._inner.encoded(key, request)
+        sent = GatheredSend(
+            self._lead, self._inner, self._codec, body.fragment, self._asked(key, request, found), feedback=self._feedback
+        )
+        self._open = [*(other for other in self._open if not other.is_done), sent]
         if self._feedback:
             self._sent[body.fragment] = sent
         fragment = self._inner.whole[body.fragment]
         nbytes = layout(self._codec.name, fragment.numel).nbytes + 4 * fragment.buffer_numel
         return Payload("packet", nbytes, sent)
+
+    def _asked(self, key: Key, request: int, own: tuple[EncodedPart, Tensor] | None) -> Asked:
+        inner = self._inner
+        rng = None if own is None else inner.rounding_of(key, request)
+        return Asked(key, request, inner.others, own, inner.splits[key[0]], inner.generation, rng)
+
+    def shrink(self, note: Reform) -> None:
+        """The ranks in `note.order` are left: they go on with what was staged, and divide it anew. Parts that a lost rank did not
+        send are sent by them."""
+        with self._turn:
+            self._inner.shrink(note.order)
+            self._lead.tell_reform(note)
+            for sent in self._open:
+                sent.ask_again(self._ask_again)
+
+    def _ask_again(self, before: Asked) -> Asked:
+        again = self._lead.number()
+        self._lead.tell(EncodeAgain(before.request, again))
+        return self._asked(before.key, again, self._inner.encoded_again(before.request, again))
+
+    def went_on_without(self, lost: Collection[int]) -> None:
+        """The ranks that are left may hold their weights in other tensors now."""
+        remove_rank_parts(self.snapshots.directory, lost)
+        inner = self._inner
+        self._peer_state = PeerStateCheck(
+            self._config, inner.whole, named_tensors(inner.model), inner.optimizer, users_own=True
+        )  # fmt: skip
 
     # ------------------------------------------------------------ receiving, in the receiving thread
 
@@ -203,7 +253,7 @@ class LeadExecutor:
             self._lead.tell(DropArrival(self._unkept))
         arrival = self._unkept = self._lead.number()
         held = self._inner.held[body.fragment]
-        for rank in range(1, self._lead.ranks):
+        for rank in self._lead.members:
             piece = cut_from(whole, held[rank].runs)
             note = Arrival(arrival, body.fragment, difference, (piece.numel(), buffers.numel()))
             self._lead.tell_rank(rank, note, (piece, buffers), bulk=True)
@@ -222,11 +272,19 @@ class LeadExecutor:
         self._drop_unloaded()
         arrival = self._unloaded = self._lead.number()
         parts = self._inner.parts_of(payload.content)
-        for rank in range(1, self._lead.ranks):
-            data = tensors_of(pack_state(self._inner.cut(parts, rank)))
-            self._lead.tell_rank(rank, StateArrival(arrival), data, bulk=True)
+        for rank in self._lead.members:
+            self._deal(parts, rank, arrival)
         self._lead.await_taken(arrival)
-        return Payload(payload.kind, payload.nbytes, StateShare(arrival, self._inner.cut(parts, 0)))
+        pages: set[int] = set()
+        each_tensor(payload.content, lambda tensor: pages.add(tensor.data_ptr()))
+        # What is not cut would keep the pages of the whole, and be written to in them.
+        own = each_tensor(self._inner.cut(parts, 0), lambda tensor: tensor.clone() if tensor.data_ptr() in pages else tensor)
+        return Payload(payload.kind, payload.nbytes, StateShare(arrival, own))
+
+    def _deal(self, parts: StateParts, rank: int, arrival: int) -> None:
+        """A function of its own, so that one rank's part is dropped before the next is cut."""
+        data = tensors_of(pack_state(self._inner.cut(parts, rank)))
+        self._lead.tell_rank(rank, StateArrival(arrival), data, bulk=True)
 
     # ------------------------------------------------------------ the whole model, one fragment at a time
 
@@ -239,7 +297,7 @@ class LeadExecutor:
         own = self._inner.splits[p][0]
         for run in (*own.blocks, *own.seams):
             flat[run.start : run.stop] = mine[run.local : run.local + run.length]
-        for rank, (part, data) in self._lead.answers(request).items():
+        for rank, (part, data) in self._lead.answers(request, self._lead.members).items():
             split = self._inner.splits[p][rank]
             for runs, values in zip(split, parts_of(data, part.sizes, [torch.float32] * 2), strict=True):
                 put_runs(flat, [run._replace(local=run.start) for run in runs], values)
@@ -260,68 +318,3 @@ class StateShare(NamedTuple):
 
     arrival: int
     own: dict[str, Any]
-
-
-class GatheredState(LateContent):
-    """A learner's whole state, whose parts the other ranks are sending."""
-
-    def __init__(self, lead: RankLead, inner: RankExecutor, request: int, own: dict[str, Any]) -> None:
-        self._lead, self._inner, self._request, self._own = lead, inner, request, own
-
-    def resolve(self) -> dict[str, Any] | None:
-        try:
-            answers = self._lead.answers(self._request)
-        except RunFailed:  # a rank is gone: the peer finds no bytes, and takes its state from another
-            return None
-        parts = [self._own, *(unpack_state(answers[rank][1].numpy().data) for rank in sorted(answers))]
-        return self._inner.parts_of(parts).whole()
-
-
-class GatheredSend(LateContent):
-    """A packet whose parts the other ranks are sending."""
-
-    def __init__(
-        self, lead: RankLead, inner: RankExecutor, codec: Codec, key: Key, request: int,
-        own: tuple[EncodedPart, Tensor] | None, rng: torch.Generator | None, *, feedback: bool,
-    ) -> None:  # fmt: skip
-        self._lead, self._inner, self._codec = lead, inner, codec
-        self._key, self._request, self._own, self._rng = key, request, own, rng
-        self._feedback = feedback
-        self._lock = threading.Lock()
-        self._resolved = False
-        self._result: tuple[Packet, Tensor] | None = None
-
-    def resolve(self) -> tuple[Packet, Tensor] | None:
-        with self._lock:
-            if not self._resolved:
-                self._result = self._assemble()
-                self._resolved, self._own = True, None
-            return self._result
-
-    def _assemble(self) -> tuple[Packet, Tensor] | None:
-        try:
-            answers = self._lead.answers(self._request)
-        except RunFailed:  # a rank is gone: the message goes without bytes, as later ones on this channel count on it
-            return None
-        if self._own is None or not all(part.sizes for part, _ in answers.values()):
-            return None
-        p = self._key[0]
-        fragment, splits = self._inner.whole[p], self._inner.splits[p]
-        shape = layout(self._codec.name, 0)
-        parts = [self._own[0]]
-        for rank in range(1, self._lead.ranks):
-            part, data = answers[rank]
-            codes, scales, seams = parts_of(data, part.sizes, [shape.code_dtype, torch.float32, torch.float32])
-            parts.append(EncodedPart(codes, None if shape.scales is None else scales, seams))
-        try:
-            packet, residuals = assemble(
-                self._codec, fragment.numel, splits, parts, feedback=self._feedback, rng=self._rng
-            )
-        except NotFinite:
-            return None
-        if self._feedback:
-            self._inner.seams_not_carried(p, residuals[0])
-            for rank in range(1, self._lead.ranks):
-                if residuals[rank].numel():
-                    self._lead.tell_rank(rank, SeamResidual(p), (residuals[rank],))
-        return packet, self._own[1]

@@ -21,6 +21,8 @@ from atoll.runtime.local.failure import FAILURE_FD
 
 PARENT: Final = "ATOLL_RANKS_OF"
 """In a rank's environment: the process that started it."""
+NEWS: Final = "ATOLL_RANKS_NEWS"
+"""In rank 0's environment: the descriptor on which it names the ranks that it goes on without."""
 ENDING_SECONDS: Final = 20.0
 """After one rank has failed the others find out themselves, and say what they know."""
 LOOK_SECONDS: Final = 0.2
@@ -39,10 +41,12 @@ def launch(ranks: int, argv: Sequence[str]) -> int:
     rank failed or one was killed. Rank 0 has this process's output and input, and gets the signals that ask to leave."""
     with tempfile.TemporaryDirectory(prefix="atoll-ranks-") as folder:
         logs = {rank: Path(folder) / f"{rank}.log" for rank in range(1, ranks)}
-        children = _started(ranks, argv, logs)
+        lost, named = os.pipe()
+        with os.fdopen(named, "wb"):
+            children = _started(ranks, argv, logs, named)
         handlers = {number: signal.signal(number, _passed_to(children[0])) for number in SIGNALS}
         try:
-            failed = _ended(children)
+            failed = _ended(children, lost)
         finally:
             for number, before in handlers.items():
                 signal.signal(number, before)
@@ -62,19 +66,28 @@ def _failure(rank: int, code: int, said: Sequence[str]) -> str:
     return f"rank {rank} of this learner: {last}"
 
 
-def _started(ranks: int, argv: Sequence[str], logs: dict[int, Path]) -> list[subprocess.Popen[bytes]]:
+def tell_launcher(rank: int) -> None:
+    """In rank 0: its learner goes on without this rank, or rank 0 ends and says why not."""
+    named = os.environ.get(NEWS, "")
+    if named.isdigit():
+        with contextlib.suppress(OSError):
+            os.write(int(named), f"{rank}\n".encode())
+
+
+def _started(ranks: int, argv: Sequence[str], logs: dict[int, Path], named: int) -> list[subprocess.Popen[bytes]]:
     group = {
         "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(),
         PARENT: os.getpid(),
     }  # fmt: skip
     children = []
     for rank in range(ranks):
-        own = group | {"RANK": rank, "LOCAL_RANK": rank}
+        own = group | {"RANK": rank, "LOCAL_RANK": rank} | ({} if rank else {NEWS: named})
         with contextlib.ExitStack() as files:
             output = files.enter_context(logs[rank].open("wb")) if rank else None
             children.append(subprocess.Popen(
                 [sys.executable, "-m", "atoll", *argv], env=os.environ | {key: str(value) for key, value in own.items()},
-                stdin=subprocess.DEVNULL if rank else None, stdout=output, stderr=output, pass_fds=() if rank else _reported_to(),
+                stdin=subprocess.DEVNULL if rank else None, stdout=output, stderr=output,
+                pass_fds=() if rank else (named, *_reported_to()),
             ))  # fmt: skip
     return children
 
@@ -99,13 +112,16 @@ def _passed_to(child: subprocess.Popen[bytes]) -> signal._HANDLER:
     return handler
 
 
-def _ended(children: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | None:
+def _ended(children: Sequence[subprocess.Popen[bytes]], lost: int) -> tuple[int, int] | None:
     """Waits for all; the first rank that failed, with its code. After rank 0 has ended in order nothing counts as a failure: the
-    others may have waited for it."""
-    news: queue.Queue[tuple[int, int]] = queue.Queue()
+    others may have waited for it. Neither does a rank that rank 0 goes on without."""
+    news: queue.Queue[tuple[int, int | None]] = queue.Queue()
     for rank, child in enumerate(children):
         threading.Thread(target=lambda rank=rank, child=child: news.put((rank, child.wait())), daemon=True).start()
-    left, failed, limit = len(children), None, None
+    threading.Thread(target=_hear, args=(lost, news), daemon=True).start()
+    left, limit = len(children), None
+    failures: dict[int, int] = {}
+    without: set[int] = set()
     in_order = False
     while left:
         try:
@@ -115,13 +131,22 @@ def _ended(children: Sequence[subprocess.Popen[bytes]]) -> tuple[int, int] | Non
                 child.kill()
             limit = None
             continue
-        left -= 1
-        in_order = in_order or (rank == 0 and code == 0 and failed is None)
-        if code and failed is None and not in_order:
-            failed = (rank, code)
-        if failed is not None or in_order:
-            limit = ENDING_SECONDS
-    return failed
+        if code is None:
+            without.add(rank)
+            failures.pop(rank, None)
+        else:
+            left -= 1
+            in_order = in_order or (rank == 0 and code == 0 and not failures)
+            if code and not in_order and rank not in without:
+                failures[rank] = code
+        limit = ENDING_SECONDS if failures or in_order else None
+    return next(iter(failures.items()), None)
+
+
+def _hear(lost: int, news: queue.Queue[tuple[int, int | None]]) -> None:
+    with os.fdopen(lost, "r") as lines:
+        for line in lines:
+            news.put((int(line), None))
 
 
 def end_with_parent() -> None:

@@ -21,32 +21,42 @@ from torch import Tensor
 from atoll.codecs import Packet
 from atoll.errors import AtollError, RunFailed
 from atoll.executor.ranks.executor import RankExecutor
+from atoll.executor.ranks.stitch import EncodedPart
 from atoll.ids import OuterStep
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import InnerStep, Poisoned, StepDone
 from atoll.runtime.ranks.channel import REASON_SECONDS, ChannelClosed, read_in_thread, tensors_of
+from atoll.runtime.ranks.group import TorchGroup, store_at
 from atoll.runtime.ranks.messages import (
     Agreed,
     Arrival,
     ArrivalTaken,
+    Assembled,
     Counted,
     Do,
     DropArrival,
+    EncodeAgain,
     EncodePart,
     Ended,
     Go,
+    GradientsReady,
+    GroupFormed,
     LeaveWanted,
     Note,
     Part,
+    PartOfState,
     PartWritten,
     PlaceGiven,
     Profile,
     RankLeaves,
     ReadState,
     ReadWeights,
+    Reform,
     SeamResidual,
     StateArrival,
+    StepFailed,
     StepReached,
+    TakeStep,
     WritePart,
 )
 from atoll.runtime.ranks.rendezvous import RankLink
@@ -73,6 +83,11 @@ class RankMember:
         self._agreed: Agreed | None = None
         self._placed: PlaceGiven | None = None
         self._counted: Counted | None = None
+        self._may_take = 0
+        self._reform: Reform | None = None
+        self._attempt = 0
+        self.unblock: Callable[[], None] = lambda: None
+        """Ends the collectives that wait for a rank that is gone."""
         self._go: Go | None = None
         self._number = 0
         self._poisoned = ""
@@ -121,6 +136,46 @@ class RankMember:
         assert go is not None
         self._over = go.step is None
         return go.step
+
+    def ready(self, done: StepDone) -> bool:
+        """This rank has its gradients. True: all ranks have, and take the step. False: one was lost before, and none takes it."""
+        self._tell(GradientsReady(self._number + 1, done))
+        self._wait(lambda: self._may_take == self._number + 1 or self.has_lost, "said that all ranks have their gradients")
+        return self._may_take == self._number + 1
+
+    @property
+    def has_lost(self) -> bool:
+        """Rank 0 said that torch's group counts on ranks that are gone."""
+        return self._reform is not None
+
+    def await_loss(self, error: BaseException) -> bool:
+        """After a collective failed: rank 0 finds out whether a rank is gone, or the learner fails."""
+        if not self.has_lost:
+            self._tell(StepFailed(self._attempt, f"{type(error).__name__}: {error}"[:300]))
+            self._wait(lambda: self.has_lost, "said why a step failed")
+        return True
+
+    def regroup(self, group: TorchGroup, form: Callable[[Reform, Any], str]) -> bool:
+        """Forms the smaller group, in as many attempts as rank 0 makes. False: this rank is not needed in it."""
+        while True:
+            with self._condition:
+                note, self._reform = self._reform, None
+            assert note is not None, "only after a loss"
+            if self.rank not in note.order:
+                self._over = True
+                return False
+            if note.number != self._number + 1:
+                own = self._number + 1
+                raise RunFailed(f"rank {self.rank} of this learner is at its step {own}, and rank 0 at {note.number}")
+            self._attempt = note.attempt
+            try:
+                with group.forming():
+                    digest = form(note, store_at(note.host, note.port, self._timeout))
+            except RuntimeError as error:
+                self.await_loss(error)
+                continue
+            self._tell(GroupFormed(note.attempt, digest))
+            return True
 
     def leave(self, reason: str, within_seconds: float | None = None, *, returns: bool = False) -> None:
         self._tell(LeaveWanted(reason, within_seconds, returns))
@@ -181,14 +236,23 @@ class RankMember:
                         self._go = Go(None)
                     self._closing = True
                     self._condition.notify_all()
-            case Agreed() | PlaceGiven() | Counted() | Go():
+                if failed:
+                    self.unblock()
+            case Reform():
+                self._reforms(note)
+            case Agreed() | PlaceGiven() | Counted() | Go() | TakeStep():
                 self._hear(note)
             case Do(effect=effect, arrival=arrival):
                 for event in self._executing().execute(effect, self._payload(arrival)):
                     if isinstance(event, Poisoned):
                         self._poisoned = event.where
             case EncodePart(request=request, fragment=p, slot=slot):
-                self._send_part(request, p, slot)
+                executor = self._executing()
+                self._send_part(request, executor.encoded(executor.staged_key(p, slot), request))
+            case EncodeAgain(request=request, again=again):
+                self._send_part(again, self._executing().encoded_again(request, again))
+            case Assembled(request=request):
+                self._executing().assembled(request)
             case ReadWeights(request=request, fragment=p):
                 self._send_weights(request, p)
             case ReadState(request=request):
@@ -196,8 +260,8 @@ class RankMember:
             case WritePart(request=request, snapshot=snapshot, folder=folder):
                 part = self._executing().part(with_residuals=True)
                 self._later(self._writes, self._write_part, request, Path(folder), snapshot, part)
-            case SeamResidual(fragment=p):
-                self._executing().seams_not_carried(p, data.view(torch.float32))
+            case SeamResidual(fragment=p, generation=generation):
+                self._executing().seams_not_carried(p, data.view(torch.float32), generation)
             case DropArrival(arrival=arrival):
                 self._arrived.pop(arrival, None)
             case _:
@@ -214,6 +278,17 @@ class RankMember:
                     self._counted = note
                 case Go():
                     self._go = note
+                case TakeStep(number=number):
+                    self._may_take = number
+            self._condition.notify_all()
+
+    def _reforms(self, note: Reform) -> None:
+        if self.rank in note.order:
+            self._executing().shrink(note.order)
+        self.unblock()  # first: who hears of the loss begins to form a group, which this would end
+        with self._condition:
+            self._reform = note
+            self._closing = self._closing or self.rank not in note.order
             self._condition.notify_all()
 
     def _executing(self) -> RankExecutor:
@@ -232,9 +307,7 @@ class RankMember:
         sent = Packet("fp32", params.numel(), params, None) if note.difference else params
         return Payload("fragment", data.numel(), (sent, buffers))
 
-    def _send_part(self, request: int, p: int, slot: int) -> None:
-        executor = self._executing()
-        found = executor.encoded(executor.staged_key(p, slot))
+    def _send_part(self, request: int, found: tuple[EncodedPart, Tensor] | None) -> None:
         if found is None:
             self._answer(Part(request, ()), [])
             return
@@ -266,7 +339,7 @@ class RankMember:
 
     def _send_state(self, request: int, part: dict[str, Any]) -> None:
         chunks = tensors_of(pack_state(part))
-        self._send_bytes(Part(request, (sum(chunk.numel() for chunk in chunks),)), chunks)
+        self._send_bytes(PartOfState(request), chunks)
 
     def _write_part(self, request: int, folder: Path, snapshot: OuterStep, part: dict[str, Any]) -> None:
         try:
@@ -301,6 +374,7 @@ class RankMember:
                 log.error("this rank cannot go on", exc_info=error)
                 self._error = RunFailed(f"rank {self.rank} of this learner: {type(error).__name__}: {error}")
             self._condition.notify_all()
+        self.unblock()
         if not isinstance(error, ChannelClosed):
             self.end(f"{type(error).__name__}: {error}", failed=True, seconds=0.0)
 

@@ -65,6 +65,43 @@ class StepReached(Note, frozen=True):
     poisoned: str = ""
 
 
+class GradientsReady(Note, frozen=True):
+    """This rank has the gradients of its next step, of all ranks, and needs no other rank to take it. What it counted for it."""
+
+    number: int
+    done: StepDone
+
+
+class TakeStep(Note, frozen=True):
+    """All ranks have their gradients: take the step. From here on the loss of a rank does not undo it."""
+
+    number: int
+
+
+class StepFailed(Note, frozen=True):
+    """The gradients of this rank's step could not be computed: another rank may be gone."""
+
+    attempt: int
+    reason: str
+
+
+class Reform(Note, frozen=True):
+    """Ranks were lost. Leave torch's group; the ranks in `order` form a smaller one, in this order, and begin their step anew.
+    A rank that is not named ends."""
+
+    attempt: int
+    number: int
+    order: tuple[int, ...]
+    host: str
+    port: int
+
+
+class GroupFormed(Note, frozen=True):
+    attempt: int
+    digest: str
+    """Of this rank's weights and optimiser state."""
+
+
 class Counted(Note, frozen=True):
     """All ranks are at the boundary. False: the step was skipped by all of them."""
 
@@ -93,10 +130,25 @@ class EncodePart(Note, frozen=True):
     slot: OuterStep
 
 
+class EncodeAgain(Note, frozen=True):
+    """Send your part of the packet of `request` as the smaller group divides it."""
+
+    request: int
+    again: int
+
+
+class Assembled(Note, frozen=True):
+    """The packet is assembled: it will not be asked for again."""
+
+    request: int
+
+
 class SeamResidual(Note, frozen=True):
     """The numbers beside it are what the assembled packet did not carry of your seams."""
 
     fragment: FragmentId
+    generation: int = 0
+    """Of the group that divided the packet."""
 
 
 class DropArrival(Note, frozen=True):
@@ -141,11 +193,17 @@ class ArrivalTaken(Note, frozen=True):
 
 
 class Part(Note, frozen=True):
-    """The answer to `EncodePart`, `ReadWeights` or `ReadState`. Without sizes: there is nothing finite to send."""
+    """The answer to `EncodePart` or `ReadWeights`. Without sizes: there is nothing finite to send."""
 
     request: int
     sizes: tuple[int, ...]
-    """Bytes of the codes, the scales and the seams; or of the weights, or of the state."""
+    """Bytes of the codes, the scales and the seams; or of the weights."""
+
+
+class PartOfState(Note, frozen=True):
+    """The answer to `ReadState`, in the bytes beside it."""
+
+    request: int
 
 
 class PartWritten(Note, frozen=True):
@@ -186,6 +244,9 @@ class Ended(Note, frozen=True):
 
 ToRank: TypeAlias = (
     Agreed | PlaceGiven | ReadWeights | Counted | Go | Do | EncodePart | SeamResidual | DropArrival | ReadState | WritePart
-    | Arrival | StateArrival | Ended
+    | Arrival | StateArrival | Ended | TakeStep | Reform | EncodeAgain | Assembled
 )  # fmt: skip
-ToLead: TypeAlias = RankHello | Profile | StepReached | ArrivalTaken | Part | PartWritten | RankLeaves | LeaveWanted
+ToLead: TypeAlias = (
+    RankHello | Profile | StepReached | ArrivalTaken | Part | PartOfState | PartWritten | RankLeaves | LeaveWanted
+    | GradientsReady | StepFailed | GroupFormed
+)  # fmt: skip
