@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from thread_syncer import PATIENCE_SECONDS, UNHURRIED, Syncer, custom, cut, model_of, train
+from thread_syncer import PATIENCE_SECONDS, UNHURRIED, Syncer, custom, cut, model_of, syncers, train
 from torch import Tensor, nn
 
 import atoll
@@ -37,15 +37,8 @@ from atoll.tensors.layout import fingerprint_of
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[Config], Syncer]]:
-    made: list[Syncer] = []
-
-    def make(config: Config) -> Syncer:
-        made.append(Syncer(tmp_path / f"syncer{len(made)}", config))
-        return made[-1]
-
-    yield make
-    for syncer in made:
-        syncer.stop()
+    with syncers(tmp_path) as make:
+        yield make
     ours = [t.name for t in threading.enumerate() if t.name.startswith(("network", "snapshot", "Thread-"))]
     assert not [name for name in ours if "_poll_wrapper" not in name], "threads were left (gRPC's own stays with the process)"
 

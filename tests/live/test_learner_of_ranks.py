@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -34,19 +34,6 @@ def settings(steps: int, **inner: object) -> Config:
         "learners": 1, "total_steps": steps, "model": SMALL, "data": TEXT, "limits": UNHURRIED, "inner": inner,
         "protocol": {"local_steps_per_round": 4, "fragmentation": "sub_tensor", "fragments": 4, "codec_up": "fp32"},
     })  # fmt: skip
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[Config], Syncer]]:
-    made: list[Syncer] = []
-
-    def make(config: Config) -> Syncer:
-        made.append(Syncer(tmp_path / f"syncer{len(made)}", config))
-        return made[-1]
-
-    yield make
-    for syncer in made:
-        syncer.stop()
 
 
 def learner(syncer: Syncer, *words: str) -> subprocess.Popen[str]:

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +22,6 @@ from atoll.tape.format import Tape
 
 pytestmark = [pytest.mark.live, pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")]
 STEPS = 12
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[Config], Syncer]]:
-    made: list[Syncer] = []
-
-    def make(config: Config) -> Syncer:
-        made.append(Syncer(tmp_path / f"syncer{len(made)}", config))
-        return made[-1]
-
-    yield make
-    for syncer in made:
-        syncer.stop()
 
 
 def events(tape: Path, kind: type[Any]) -> list[Any]:

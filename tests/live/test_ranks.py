@@ -5,25 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rank_loops import Ranks, careful_loop, memory_loop, mistakes, moved_states, prescribed_loop, training_loop
-from thread_syncer import ONE_ROUND_A_STEP, UNHURRIED, Syncer, custom, exact, syncers
+from thread_syncer import ONE_ROUND_A_STEP, UNHURRIED, Syncer, custom, exact
 
 from atoll.config import Config, load
 from atoll.protocol.vocabulary import FixParticipants, Goodbye, Membership, Received, Recovered, Standing, StepDone
 from atoll.tape.format import Tape
 
 pytestmark = pytest.mark.live
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[Config], Syncer]]:
-    with syncers(tmp_path) as make:
-        yield make
 
 
 def run_of(syncer: Syncer, kind: str) -> tuple[Any, ...]:
