@@ -231,8 +231,8 @@ def plan_warnings(cluster: ClusterDescription, best: Scored, spent: Costs) -> li
         found.append("price_per_chip_hour changes nothing without price_per_gb: it is what bytes are weighed against")
     if need is not None and need.shards > 1:
         found.append(
-            f"cores, memory and disk are those of one of {need.shards} shards, with the coordinator: `atoll shard` runs each on a "
-            f"machine of its own, `atoll syncer --shards {need.shards}` all of them on one"
+            f"cores, memory and disk are those of one of {need.shards} shards, with the coordinator: `atoll shard` runs each on "
+            f"a machine of its own, `atoll syncer --shards {need.shards}` all of them on one"
         )
     if best.score < 0.3:
         found.append(f"the best plan trains at {_percent(best.score)} of the ideal speed of these chips")

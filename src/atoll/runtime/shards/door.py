@@ -13,7 +13,7 @@ import socket
 import ssl
 import threading
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards.messages import ShardHello, ToCoordinator, ToShard
@@ -36,6 +36,12 @@ def watch(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+class _Half(NamedTuple):
+    reads: bool
+    channel: RankChannel
+    met: threading.Event
+
+
 class ShardDoor:
     """A shard's listener."""
 
@@ -45,7 +51,7 @@ class ShardDoor:
         self._closed = False
         self._lock = threading.Lock()
         self._strangers = threading.Semaphore(STRANGERS_MAX)
-        self._waiting: dict[str, tuple[bool, RankChannel]] = {}
+        self._waiting: dict[str, _Half] = {}
         """By session: the half that is here."""
         self._inside: tuple[RankChannel, RankChannel] | None = None
         self._pairs: queue.SimpleQueue[tuple[RankChannel, RankChannel]] = queue.SimpleQueue()
@@ -61,7 +67,7 @@ class ShardDoor:
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait for the next connection
         self._listener.close()
         with self._lock:
-            for channel in (*(self._inside or ()), *(half for _, half in self._waiting.values())):
+            for channel in (*(self._inside or ()), *(half.channel for half in self._waiting.values())):
                 channel.close()
 
     def _accept(self) -> None:
@@ -108,18 +114,28 @@ class ShardDoor:
         return None if hmac.compare_digest(hello.key.encode(), self._key.encode()) else "it has another key"
 
     def _take(self, hello: ShardHello, channel: RankChannel) -> None:
+        half = _Half(hello.reads, channel, threading.Event())
         with self._lock:
             other = self._waiting.pop(hello.session, None)
-            if other is None or other[0] == hello.reads:
-                for _, abandoned in self._waiting.values():  # its other half did not come
-                    abandoned.close()
-                self._waiting = {hello.session: (hello.reads, channel)}
-                return
-            if self._inside is not None:
-                for old in self._inside:
+            if other is not None and other.reads != half.reads:
+                other.met.set()
+                for old in self._inside or ():
                     old.close()
-            self._inside = (other[1], channel) if hello.reads else (channel, other[1])
-            self._pairs.put(self._inside)
+                self._inside = (other.channel, channel) if half.reads else (channel, other.channel)
+                self._pairs.put(self._inside)
+                return
+            self._waiting[hello.session] = half
+        if not half.met.wait(HELLO_SECONDS):
+            self._give_up(hello.session, half)
+
+    def _give_up(self, session: str, half: _Half) -> None:
+        """Its other half did not come."""
+        with self._lock:
+            if half.met.is_set():
+                return
+            if self._waiting.get(session) is half:
+                del self._waiting[session]
+        half.channel.close()
 
 
 def _roles_of(connection: socket.socket) -> list[str]:

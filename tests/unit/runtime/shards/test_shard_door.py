@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
+from atoll.runtime.shards import door as door_module
 from atoll.runtime.shards.door import STRANGERS_MAX, ShardDoor, knock
 from atoll.runtime.shards.messages import EffectDone, LinkInto, ShardHello
 from atoll.transport import client_credentials, server_credentials
@@ -137,9 +138,11 @@ def test_newer_coordinator_takes_the_place_of_one_whose_machine_is_gone(street: 
     assert is_closed(inside) and is_closed(first)
 
 
-def test_halves_of_two_coordinators_are_no_pair(street: Street) -> None:
+def test_halves_of_two_coordinators_are_no_pair(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     door = street.door()
-    abandoned = street.knock("a")
-    work, _ = street.pair("b")
+    with monkeypatch.context() as hurried:
+        hurried.setattr(door_module, "HELLO_SECONDS", 0.5)
+        abandoned = [street.knock("a"), street.knock("b", reads=True), street.knock("c"), street.knock("c")]
+        assert all(is_closed(channel) for channel in abandoned)
+    work, _ = street.pair("d")
     exchange(door, work)
-    assert is_closed(abandoned)
