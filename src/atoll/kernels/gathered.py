@@ -47,7 +47,7 @@ def _pointer(typingctx: Any, address: Any) -> Any:
 @loop
 def _drift(theta, address, left, right, drift):  # type: ignore[no-untyped-def]
     base = carray(_pointer(address), (right,), np.float32)  # type: ignore[call-arg]
-    subtract(theta[left:right], base[left:right], drift)
+    subtract(theta[left:right], base[left:right], drift[: right - left])  # a loop is as long as its last array
 
 
 @loop
