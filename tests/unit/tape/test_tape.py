@@ -34,7 +34,7 @@ def header(config: Config, **changes: object) -> Header:
 
 def config_of(preset: str, total_steps: int = 24) -> Config:
     protocol = {"local_steps_per_round": 4, "fragments": 4}
-    protocol |= {"overlap": 4} if preset == "async_diloco" else {}
+    protocol |= {"overlap": 4} if preset in ("async_diloco", "eager") else {}
     protocol |= {"fragmentation": "balanced"} if preset == "streaming" else {}
     protocol |= {"local_steps_per_round": 1} if preset == "ddp" else {}
     return load(preset_name=preset, overrides={"learners": 3, "total_steps": total_steps, "protocol": protocol})
