@@ -1,7 +1,7 @@
 """Learners without training, for benchmarks of a syncer: the real machine and the real link, with prepared packets.
 
     python bench/scripted.py --syncer HOST:PORT --token FILE [--first 0] [--count 1] [--step 0.5] [--jitter 0.1]
-                             [--follow] [--listen] [--keys DIR] [--packets N]
+                             [--follow] [--listen] [--keys DIR] [--packets N] [--packets-file FILE]
 
 An inner step is a timer of `--step` seconds, varied by up to `--jitter` of it. A pull is answered with a packet of random
 numbers in the fragment's size and the run's codec: one of `--packets` of each fragment, another one for each learner and outer
@@ -32,7 +32,10 @@ from typing import Any
 import torch
 
 from atoll.codecs import Packet, codec
+from atoll.codecs.layout import BLOCK
+from atoll.codecs.parts import packet_part
 from atoll.config import Config, from_builtins, to_toml
+from atoll.config.codecs import codec_spec
 from atoll.config.models import SIZES
 from atoll.protocol.interface import Payload
 from atoll.protocol.reasons import Reason
@@ -56,10 +59,29 @@ def layout_of(config: Config) -> Layout:
 
 
 def packets_of(config: Config, count: int = 1) -> list[list[Packet]]:
-    """`count` for each fragment of the recipe's decoder, the same in every process."""
-    by, rng = codec(config.protocol.codec_up), torch.Generator().manual_seed(0)
-    sizes = [fragment.numel for fragment in layout_of(config).fragments]
-    return [[by.encode(torch.randn(numel, generator=rng) * 1e-4) for _ in range(count)] for numel in sizes]
+    """`count` for each fragment of the recipe's decoder, the same in every process. Each begins elsewhere in the same random
+    numbers, so packets differ in every value; where no block is cut, they are encoded once for all."""
+    name, sizes = config.protocol.codec_up, [fragment.numel for fragment in layout_of(config).fragments]
+    step, by = BLOCK * 64, codec(name)
+    numbers = 1e-4 * torch.randn(max(sizes) + step * count * len(sizes), generator=torch.Generator().manual_seed(0))
+    numbers = numbers[: len(numbers) // BLOCK * BLOCK]
+    once = by.encode(numbers) if codec_spec(name).kind in ("plain", "blocks") else None
+
+    def packet(p: int, k: int) -> Packet:
+        first, last = (at := step * (count * p + k)), at + sizes[p]
+        return packet_part(once, first, last) if once is not None and not last % BLOCK else by.encode(numbers[first:last].clone())
+
+    return [[packet(p, k) for k in range(count)] for p in range(len(sizes))]
+
+
+def write_packets(packets: Sequence[Sequence[Packet]], path: Path) -> None:
+    """For other processes: large ones take longer to make than to send."""
+    torch.save([[(p.codec, p.numel, p.codes, p.scales) for p in each] for each in packets], path)
+
+
+def read_packets(path: Path) -> list[list[Packet]]:
+    """Maps the file: all processes that read it share its memory."""
+    return [[Packet(*fields) for fields in each] for each in torch.load(path, mmap=True, weights_only=True)]
 
 
 def chosen(packets: Sequence[Packet], learner: int, outer_step: int) -> Packet:
@@ -132,7 +154,8 @@ def run_learners(options: argparse.Namespace) -> None:
         address = address_of(options.syncer, options.token, options.keys, name, "", listen, "", False)
         placement = loop.run(request_place(address, learner, rng))
         if packets is None:
-            packets = packets_of(from_builtins(placement.config), options.packets)
+            config = from_builtins(placement.config)
+            packets = read_packets(options.packets_file) if options.packets_file else packets_of(config, options.packets)
         learners.append(ScriptedLearner(
             address, placement, ScriptedExecutor(packets, placement.learner), loop=loop.loop,
             step_seconds=None if options.follow else lambda: rng.uniform(low, high),
@@ -311,6 +334,7 @@ def main() -> None:
     parser.add_argument("--follow", action="store_true")
     parser.add_argument("--keys", type=Path, help="Mutual TLS with the certificates in this folder.")
     parser.add_argument("--packets", type=int, default=1, help="Different packets of each fragment.")
+    parser.add_argument("--packets-file", type=Path, help="Written by `write_packets`, instead of packets of its own.")
     parser.add_argument("--listen", action="store_true", help="Serve peers. The learners have no state, so a recovery fails.")
     run_learners(parser.parse_args())
 

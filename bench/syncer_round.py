@@ -161,12 +161,15 @@ def cpu_seconds(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def measured(learners: int, rounds: int, words: Sequence[str], out: Callable[[str], None]) -> dict[str, Any]:
-    from scripted import Cluster
+def measured(
+    learners: int, rounds: int, words: Sequence[str], packets: Sequence[Any], out: Callable[[str], None]
+) -> dict[str, Any]:
+    from scripted import Cluster, write_packets
 
     counts = Path(os.environ.get("ATOLL_BENCH_DIR") or "/tmp") / f"hashed-{os.getpid()}"
     with Cluster(settings(learners), (__file__, "--serve", counts, "syncer", *words), keys=learners) as cluster:
-        load = loads(cluster, learners)
+        write_packets(packets, cluster.folder / "packets")
+        load = loads(cluster, learners, cluster.folder / "packets")
         seen: list[Sample] = []
         while not seen or seen[-1].commits <= WARM + rounds:  # the last version may not be on the tape yet
             time.sleep(0.1)
@@ -179,7 +182,7 @@ def measured(learners: int, rounds: int, words: Sequence[str], out: Callable[[st
             process.stop()
         counts.unlink(missing_ok=True)
         first = next(each for each in seen if each.commits >= WARM)
-        last, times, parted, verified = seen[-1], *verify(cluster.tape, settings(learners), WARM + rounds, out)
+        last, times, parted, verified = seen[-1], *verify(cluster.tape, settings(learners), WARM + rounds, packets, out)
         stages = stages_of(cluster.tape, WARM, last.commits)
     gaps = [1e3 * (b - a) for a, b in pairwise(times[WARM : last.commits])]
     n = last.commits - first.commits
@@ -193,11 +196,11 @@ def measured(learners: int, rounds: int, words: Sequence[str], out: Callable[[st
     }  # fmt: skip
 
 
-def loads(cluster: Any, learners: int) -> list[Any]:
+def loads(cluster: Any, learners: int, packets: Path) -> list[Any]:
     """Several processes where there are cores for them: one interpreter for all learners would be what the syncer waits for."""
     count = min(learners, max(1, (os.cpu_count() or 1) // 2))
     shares = [learners // count + (each < learners % count) for each in range(count)]
-    given = ("--step", "0.05", "--packets", str(PACKETS))
+    given = ("--step", "0.05", "--packets-file", str(packets))
     return [cluster.learners(sum(shares[:at]), share, *given) for at, share in enumerate(shares)]
 
 
@@ -216,9 +219,11 @@ def stages_of(tape: Path, first: int, last: int) -> dict[str, float]:
     return {name: round(1e3 * seconds, 1) for name, seconds in clock.medians().items()}
 
 
-def verify(tape: Path, config: Any, rounds: int, out: Callable[[str], None]) -> tuple[list[float], list[int], bool]:
+def verify(
+    tape: Path, config: Any, rounds: int, packets: Sequence[Any], out: Callable[[str], None]
+) -> tuple[list[float], list[int], bool]:
     """Times of commits, participants of each, and whether torch's operations give the digests of the first rounds on the tape."""
-    from scripted import chosen, layout_of, packets_of
+    from scripted import chosen, layout_of
 
     from atoll.executor.syncer import TensorSyncer
     from atoll.protocol.interface import Payload
@@ -228,7 +233,7 @@ def verify(tape: Path, config: Any, rounds: int, out: Callable[[str], None]) -> 
     from atoll.tasks.registry import task_for
     from atoll.tasks.task import initial_versions
 
-    packets, layout = packets_of(config, PACKETS), layout_of(config)
+    layout = layout_of(config)
     executor = by_torch(TensorSyncer(config, layout.fragments, MemoryVersions(initial_versions(task_for(config)))))
     import torch
 
@@ -279,6 +284,7 @@ def kernels() -> str:
 def copy_bytes_per_second() -> float:
     import torch
 
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     a, b = torch.ones(1 << 26), torch.ones(1 << 26)
     took = []
@@ -286,6 +292,7 @@ def copy_bytes_per_second() -> float:
         began = time.perf_counter()
         b.copy_(a)
         took.append(time.perf_counter() - began)
+    torch.set_num_threads(threads)  # what follows the measurement may take all cores
     return 2 * 4 * a.numel() / min(took)
 
 
@@ -305,7 +312,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "syncer_round.jsonl")
     asked = parser.parse_args()
     from provenance import commit
-    from scripted import layout_of, load_average
+    from scripted import layout_of, load_average, packets_of
 
     def out(text: str) -> None:
         print(f"\r{text:60}", end="", file=sys.stderr)
@@ -316,8 +323,11 @@ def main() -> None:
     if asked.shards > 1 or asked.threads:
         line |= {"shards": asked.shards, "threads": asked.threads}
         words = ["--shards", str(asked.shards), "--kernel-threads", str(asked.threads)]
+    out("making packets")
+    packets = packets_of(settings(1), PACKETS)
     for m in asked.learners:
-        line[str(m)] = {**measured(m, asked.rounds, words, out), "floor_ms": floor_ms(m, numel, rate), "kernels": kernels()}
+        found = measured(m, asked.rounds, words, packets, out)
+        line[str(m)] = {**found, "floor_ms": floor_ms(m, numel, rate), "kernels": kernels()}
         print(f"\r{m}: {line[str(m)]}", file=sys.stderr)
     line |= {"load": load_average(), "commit": commit(), "machine": platform.machine(), "cores": os.cpu_count()}
     with asked.out.open("a") as file:
