@@ -159,6 +159,7 @@ def run_learners(options: argparse.Namespace) -> None:
         learners.append(ScriptedLearner(
             address, placement, ScriptedExecutor(packets, placement.learner), loop=loop.loop,
             step_seconds=None if options.follow else lambda: rng.uniform(low, high),
+            largest_fragment=max(each[0].numel for each in packets),
         ))  # fmt: skip
         learners[-1].start()
     print("ready", flush=True)

@@ -34,6 +34,13 @@ SyncerOption = Annotated[
         help="HOST:PORT of the syncer; or file:PATH, its file `address`, which is read anew for every connection.",
     ),
 ]
+ConnectionsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--connections", min=1, max=16, show_default="1, or 2 for fragments of 8 million parameters and more",
+        help="Connections for weights; more for links with a long delay.",
+    ),
+]  # fmt: skip
 JoinSecondsOption = Annotated[
     float, typer.Option("--join-seconds", min=0.0, help="How long to wait for a syncer that is not there yet.")
 ]
@@ -82,9 +89,7 @@ def learner(
         str, typer.Option("--advertise", metavar="HOST:PORT", help="The address that other learners dial. Default: --listen.")
     ] = "",
     join_seconds: JoinSecondsOption = 60.0,
-    connections: Annotated[
-        int, typer.Option("--connections", min=1, max=16, help="Connections for weights; more for links with a long delay.")
-    ] = 1,
+    connections: ConnectionsOption = None,
     insecure: InsecureOption = False,
     device: Annotated[str, typer.Option("--device", help="Where it trains: cpu, cuda, cuda:1, ...")] = "cpu",
     allow_data: AllowDataOption = None,
@@ -124,7 +129,7 @@ def learner(
         refuse_unusable(out_dir)
     at = metrics_at(metrics, metrics_token, lambda: load_learner(keys, name) if keys is not None else None)
     address = replace(
-        address_of(syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections, dash="--"),
+        address_of(syncer_address, token, keys, name, run, listen, advertise, insecure, connections=connections or 0, dash="--"),
         join_timeout_seconds=join_seconds,
     )
     options = WorkerOptions(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from atoll.ids import FragmentId, OuterStep
 from atoll.kernels.fused import Fused, MergePart, has_numba, why_torch, worthwhile
 from atoll.store.durable import Remerge
 from atoll.store.striped import RemergeOf
-from atoll.store.versions import MergeInputs, Met, Version
+from atoll.store.versions import MergeInputs, Met, Version, in_one_thread
 from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
 from atoll.tensors.merge import mean, merge, merge_buffers
@@ -135,6 +135,10 @@ class FragmentMerger:
     def use_torch(self) -> None:
         """The oracle of the kernels: the same bytes by torch's operations."""
         self._fused = None
+
+    def spread(self, work: Callable[[int, int], None], count: int) -> None:
+        """Over the threads of the kernels, where there are any."""
+        (in_one_thread if self._fused is None else self._fused.spread)(work, count)
 
     def norm(self, packet: Packet) -> float:
         norm = self._fused.norm(packet) if self._fused is not None and not packet.codes.is_cuda else None

@@ -77,6 +77,6 @@ class ShardSyncer(TensorSyncer):
         return StripeResult(
             leaf_squares_of(version.theta - before.theta) if moves is None else moves,
             leaf_squares_of(version.announced) if sizes is None else sizes,
-            digest_part(version.theta, stripe.first, whole),
+            digest_part(version.theta, stripe.first, whole, self.merger.spread),
             digest_part(version.buffers, 0, version.buffers.numel()),
         )

@@ -203,6 +203,12 @@ class ShardedVersions:
                 self._sha256[p, v] = found
         return found
 
+    def begin(self, t: OuterStep, p: FragmentId, inputs: object) -> None:
+        raise AssertionError("the shards merge")
+
+    def abandon(self, t: OuterStep) -> None:
+        """They are told of an aborted round."""
+
     def put(self, t: OuterStep, versions: object, inputs: object = None) -> None:
         raise AssertionError("the shards store what they merged")
 

@@ -104,6 +104,7 @@ class TensorSyncer:
                 for by_round in (self._accepted, self._merged, self._previous, self._jumps, self._inputs):
                     for key in [k for k in by_round if k[0] == t]:
                         del by_round[key]
+                self.disk.abandon(t)
                 for norms in self._norm_of.values():
                     norms.pop(t, None)  # a rollback may take its number
             case RecordInFlight(snapshot=snapshot, envelope=envelope):
@@ -191,6 +192,7 @@ class TensorSyncer:
             effect.previous, effect.plain_average, tuple(share.weight for share in effect.shares),
             tuple(part.anchor for part in parts), tuple(part.packet for part in parts), tuple(part.buffers for part in parts),
         )  # fmt: skip
+        self.disk.begin(t, p, inputs)
         merged = self.merger.merge(t, p, inputs, previous, [part.announced for part in parts])
         if merged.repeatable:
             self._inputs[t, p] = replace(inputs, met=merged.met)
@@ -225,7 +227,7 @@ class TensorSyncer:
 
     def _checksum(self, *versions: Version) -> str:
         vectors = [vector for version in versions for vector in (version.theta, version.buffers)]
-        return checksum(vectors, in_blocks=self._in_blocks)
+        return checksum(vectors, in_blocks=self._in_blocks, spread=self.merger.spread)
 
     def _jump(self, t: OuterStep, p: FragmentId) -> float:
         found = self._jumps.get((t, p))

@@ -380,17 +380,20 @@ class Fused:
 
     # ------------------------------------------------------------ threads
 
-    def _spread(self, work: Callable[[int, int], None], offset: int, numel: int) -> None:
-        """Calls `work` with ranges that are all of it, in several threads. Each thread takes the next range when it is done, so
-        that one whose core has other work holds up nobody."""
-        chunks = -(-numel // CHUNK)
-        if self._pool is None or chunks < 2:
-            work(offset, offset + numel)
+    def spread(self, work: Callable[[int, int], None], count: int) -> None:
+        """Calls `work` with ranges that are all of 0 to `count`, in several threads. Each thread takes the next range when it is
+        done, so that one whose core has other work holds up nobody."""
+        if self._pool is None or count < 2:
+            work(0, count)
             return
-        size = -(-chunks // (RANGES * self._threads)) * CHUNK
-        ends = [min(offset + numel, left + size) for left in range(offset, offset + numel, size)]
-        for done in [self._pool.submit(work, left, right) for left, right in zip([offset, *ends], ends, strict=False)]:
+        size = -(-count // (RANGES * self._threads))
+        for done in [self._pool.submit(work, left, min(count, left + size)) for left in range(0, count, size)]:
             done.result()
+
+    def _spread(self, work: Callable[[int, int], None], offset: int, numel: int) -> None:
+        """Ranges of elements, cut at whole chunks."""
+        end = offset + numel
+        self.spread(lambda left, right: work(offset + left * CHUNK, min(end, offset + right * CHUNK)), -(-numel // CHUNK))
 
 
 def _array(tensor: Tensor) -> Floats:

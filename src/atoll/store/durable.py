@@ -8,6 +8,8 @@ fragment one is written whole in the background, so that this takes seconds and 
 A version is stored whole at once where the executor gives no inputs, where they would be larger, where they refer to a version
 before the newest whole one (else old inputs could never go), and where the background has fallen far behind.
 
+Inputs are written while they are merged (`inputs_ahead.py`), where there is a thread for it.
+
 A file never changes once it has its final name, so a snapshot is a set of hard links. Files are written under a temporary
 name, synced and renamed. `retain` deletes the files that a crash left behind.
 """
@@ -33,6 +35,7 @@ from atoll.errors import DataError, UserError
 from atoll.ids import FragmentId, OuterStep
 from atoll.store import tensor_files as state
 from atoll.store import version_file as files
+from atoll.store.inputs_ahead import Ahead, InputsAhead
 from atoll.store.tensor_files import PARTIAL, StorageFailed
 from atoll.store.version_file import FILE_NAME, FOLDER, INPUTS, WHOLE, check_version, file_name
 from atoll.store.version_folder import StoredFiles, link_files, scan
@@ -73,6 +76,8 @@ class DurableVersions:
     """Without it every version is stored whole, and one that is not cannot be read."""
     background: Background | None = None
     """Without it nothing is written whole in the background."""
+    ahead: InputsAhead | None = None
+    """Without it nothing is written before `put`."""
 
     def __init__(self, directory: Path, fragments: int, *, read_only: bool = False) -> None:
         """`read_only`: for a snapshot, whose versions do not change."""
@@ -287,6 +292,17 @@ class DurableVersions:
 
     # ------------------------------------------------------------ writing
 
+    def begin(self, t: OuterStep, p: FragmentId, inputs: MergeInputs) -> None:
+        """A merge begins: if `put` is to store its inputs, they are written meanwhile."""
+        previous = self._newest.get(p)
+        if self.ahead is not None and previous is not None and self._may_log(p, inputs, previous[1]):
+            self.ahead.begin(self.inputs_path(p, t), p, len(self._index), t, inputs)
+
+    def abandon(self, t: OuterStep) -> None:
+        """What was begun for this outer step will not be put."""
+        if self.ahead is not None:
+            self.ahead.drop(t)
+
     def put(
         self, t: OuterStep, versions: Mapping[FragmentId, Version], inputs: Mapping[FragmentId, MergeInputs] | None = None
     ) -> None:
@@ -301,13 +317,17 @@ class DurableVersions:
             staged: list[tuple[Path, Path]] = []
             size = 0
             for p, version in fresh.items():
-                path, chunks, root = self._encoded(p, t, version, logged.get(p))
+                written = self.ahead.take(t, p) if self.ahead is not None else None
+                path, chunks, root = self._encoded(p, t, version, logged.get(p), written)
+                if written is not None:
+                    stack.callback(state.discard, written.temporary)  # after the rename this does nothing
                 if path.exists():
                     if check_version(path) != root:
                         raise DataError(f"{path} holds another version {t} of fragment {p} than the one to be stored")
                     continue
-                staged.append((state.stage(path, chunks), path))
-                stack.callback(state.discard, staged[-1][0])  # after the rename this does nothing
+                done = written.finish(chunks[0]) if written is not None and p in logged else None
+                staged.append((done or state.stage(path, chunks), path))
+                stack.callback(state.discard, staged[-1][0])
                 size += sum(map(len, chunks))
             self._publish(staged, size)
         for p, version in fresh.items():
@@ -323,11 +343,12 @@ class DurableVersions:
         return inputs.nbytes < _bytes_whole(version)
 
     def _encoded(
-        self, p: FragmentId, t: OuterStep, version: Version, inputs: MergeInputs | None
+        self, p: FragmentId, t: OuterStep, version: Version, inputs: MergeInputs | None, written: Ahead | None
     ) -> tuple[Path, list[state.ByteChunk], str]:
         if inputs is None:
             return (self.path(p, t), *files.encode_version(p, len(self._index), t, version))
-        return (self.inputs_path(p, t), *files.encode_inputs(p, len(self._index), t, inputs))
+        digests = written.digests if written is not None else None
+        return (self.inputs_path(p, t), *files.encode_inputs(p, len(self._index), t, inputs, digests))
 
     def _note(self, p: FragmentId, t: OuterStep, version: Version, inputs: MergeInputs | None) -> None:
         stored, previous = self._stored[p], self._newest.get(p)

@@ -405,22 +405,42 @@ def publish_file(synced: Path, path: Path) -> None:
         raise storage_failed(path, 0, error) from error
 
 
-def stage(path: Path, chunks: Sequence[ByteChunk], *, gently: bool = False) -> Path:
+def temporary_name(path: Path) -> Path:
+    return path.with_name(path.name + PARTIAL)
+
+
+def padded_header(header: ByteChunk, size: int) -> bytes | None:
+    """The first chunk of `tensor_chunks`, so long that tensors begin at `size`. None if it is longer."""
+    text = bytes(header[8:])
+    if len(text) > size - 8 or size - 8 > HEADER_MAX:
+        return None
+    return (size - 8).to_bytes(8, "little") + text.ljust(size - 8)
+
+
+def write_at_start(staged: Path, data: bytes) -> None:
+    """Of a file that `stage` wrote from an offset on; synced when it returns."""
+    try:
+        handle = os.open(staged, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            _write_chunk(handle, data)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        discard(staged)
+        raise storage_failed(staged, len(data), error) from error
+
+
+def stage(path: Path, chunks: Sequence[ByteChunk], *, gently: bool = False, at: int = 0) -> Path:
     """Write and sync under a temporary name beside `path`; the caller renames it. `gently` syncs every few megabytes: what
-    another thread syncs meanwhile does not wait for gigabytes."""
-    temporary = path.with_name(path.name + PARTIAL)
+    another thread syncs meanwhile does not wait for gigabytes. `at`: so many bytes at the start are left for later."""
+    temporary = temporary_name(path)
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
+            os.lseek(handle, at, os.SEEK_SET)
             for chunk in chunks:
-                rest = memoryview(chunk)
-                while len(rest):
-                    count = os.write(handle, rest[: GENTLE_BYTES if gently else 2**30])
-                    if not count:
-                        raise OSError(errno.EIO, "the disk takes no more bytes")
-                    rest = rest[count:]
-                    if gently:
-                        os.fsync(handle)
+                _write_chunk(handle, chunk, gently=gently)
             os.fsync(handle)
         finally:
             os.close(handle)
@@ -428,6 +448,17 @@ def stage(path: Path, chunks: Sequence[ByteChunk], *, gently: bool = False) -> P
         discard(temporary)
         raise storage_failed(path, sum(map(len, chunks)), error) from error
     return temporary
+
+
+def _write_chunk(handle: int, chunk: ByteChunk, *, gently: bool = False) -> None:
+    rest = memoryview(chunk)
+    while len(rest):
+        count = os.write(handle, rest[: GENTLE_BYTES if gently else 2**30])
+        if not count:
+            raise OSError(errno.EIO, "the disk takes no more bytes")
+        rest = rest[count:]
+        if gently:
+            os.fsync(handle)
 
 
 def storage_failed(path: Path, size: int, error: OSError) -> StorageFailed:

@@ -110,18 +110,30 @@ def encode_version(p: FragmentId, fragments: int, v: OuterStep, version: Version
     return _chunks(metadata, tensors)
 
 
-def encode_inputs(p: FragmentId, fragments: int, v: OuterStep, inputs: MergeInputs) -> tuple[list[ByteChunk], str]:
+def encode_inputs(
+    p: FragmentId, fragments: int, v: OuterStep, inputs: MergeInputs, digests: Mapping[str, str] | None = None
+) -> tuple[list[ByteChunk], str]:
+    """`digests`: what `input_digests` gave, where it was asked before."""
     assert inputs.result, "inputs are stored once they are merged"
+    tensors = _input_tensors(inputs)
+    metadata = _InputsMetadata(
+        INPUTS_FORMAT, p, fragments, v, inputs.previous, inputs.plain_average, inputs.weights, inputs.anchors,
+        tuple(packet.codec for packet in inputs.packets), inputs.packets[0].numel, inputs.result,
+        _digests(tensors) if digests is None else dict(digests), inputs.met,
+    )  # fmt: skip
+    return _chunks(metadata, tensors)
+
+
+def input_digests(inputs: MergeInputs) -> dict[str, str]:
+    return _digests(_input_tensors(inputs))
+
+
+def _input_tensors(inputs: MergeInputs) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for index, (packet, buffers) in enumerate(zip(inputs.packets, inputs.buffers, strict=True)):
         tensors |= {f"{index}.codes": packet.codes, f"{index}.buffers": buffers}
         tensors |= {f"{index}.scales": packet.scales} if packet.scales is not None else {}
-    metadata = _InputsMetadata(
-        INPUTS_FORMAT, p, fragments, v, inputs.previous, inputs.plain_average, inputs.weights, inputs.anchors,
-        tuple(packet.codec for packet in inputs.packets), inputs.packets[0].numel, inputs.result, _digests(tensors),
-        inputs.met,
-    )  # fmt: skip
-    return _chunks(metadata, tensors)
+    return tensors
 
 
 def _chunks(metadata: _AnyMetadata, tensors: dict[str, Tensor]) -> tuple[list[ByteChunk], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
@@ -65,6 +65,11 @@ class VersionStore(Protocol):
     def announced(self, p: FragmentId, v: OuterStep) -> Tensor: ...
     def packet(self, p: FragmentId, v: OuterStep) -> Packet | None: ...
     def newest(self) -> list[Version]: ...
+    def begin(self, t: OuterStep, p: FragmentId, inputs: MergeInputs) -> None:
+        """A merge of these begins, which `put` may store by them; `abandon` if it comes to nothing."""
+        ...
+
+    def abandon(self, t: OuterStep) -> None: ...
     def put(
         self, t: OuterStep, versions: Mapping[FragmentId, Version], inputs: Mapping[FragmentId, MergeInputs] | None = None
     ) -> None:
@@ -91,6 +96,12 @@ class MemoryVersions:
 
     def packet(self, p: FragmentId, v: OuterStep) -> Packet | None:
         return self.versions[p][v].packet
+
+    def begin(self, t: OuterStep, p: FragmentId, inputs: MergeInputs) -> None:
+        pass
+
+    def abandon(self, t: OuterStep) -> None:
+        pass
 
     def put(
         self, t: OuterStep, versions: Mapping[FragmentId, Version], inputs: Mapping[FragmentId, MergeInputs] | None = None
@@ -152,7 +163,15 @@ class DigestPart(NamedTuple):
     tail: bytes
 
 
-def checksum(tensors: Sequence[Tensor], *, in_blocks: bool = True) -> str:
+Spread: TypeAlias = Callable[[Callable[[int, int], None], int], None]
+"""Calls work with ranges that are all of 0 to a count, perhaps in several threads."""
+
+
+def in_one_thread(work: Callable[[int, int], None], count: int) -> None:
+    work(0, count)
+
+
+def checksum(tensors: Sequence[Tensor], *, in_blocks: bool = True, spread: Spread = in_one_thread) -> str:
     """For every outer step, where SHA-256 would take longer than the merge. It finds damage, not malice. `in_blocks`: False for
     runs that began before long vectors were digested in blocks."""
     xxh = xxhash.xxh3_128()
@@ -160,13 +179,13 @@ def checksum(tensors: Sequence[Tensor], *, in_blocks: bool = True) -> str:
         if tensor.is_cuda:  # copying it to the host would cost more than the round
             xxh.update(_device_digest(tensor).to_bytes(8, "little", signed=True))
         elif in_blocks and tensor.numel() > DIGEST_BLOCK:
-            xxh.update(digest_part(tensor, 0, tensor.numel()).blocks)
+            xxh.update(digest_part(tensor, 0, tensor.numel(), spread).blocks)
         else:
             xxh.update(tensor.contiguous().numpy().data)
     return str(xxh.hexdigest())
 
 
-def digest_part(part: Tensor, at: int, whole: int) -> DigestPart:
+def digest_part(part: Tensor, at: int, whole: int, spread: Spread = in_one_thread) -> DigestPart:
     """Of a part that begins `at` in a vector of `whole` elements."""
     data = memoryview(part.contiguous().view(-1).view(torch.uint8).numpy().data) if part.numel() else memoryview(b"")
     if whole <= DIGEST_BLOCK:
@@ -174,8 +193,15 @@ def digest_part(part: Tensor, at: int, whole: int) -> DigestPart:
     size = DIGEST_BLOCK * part.element_size()
     first = min(len(data), -at * part.element_size() % size)
     last = len(data) if at + part.numel() == whole else first + (len(data) - first) // size * size
-    blocks = b"".join(xxhash.xxh3_128_digest(data[left : min(last, left + size)]) for left in range(first, last, size))
-    return DigestPart(bytes(data[:first]), blocks, bytes(data[last:]))
+    found = [b""] * -(-(last - first) // size)
+
+    def hash_blocks(begin: int, end: int) -> None:
+        for index in range(begin, end):
+            left = first + index * size
+            found[index] = xxhash.xxh3_128_digest(data[left : min(last, left + size)])
+
+    spread(hash_blocks, len(found))
+    return DigestPart(bytes(data[:first]), b"".join(found), bytes(data[last:]))
 
 
 def checksum_of_parts(vectors: Sequence[Sequence[DigestPart]], itemsize: int = 4) -> str:

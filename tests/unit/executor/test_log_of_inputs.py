@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,15 @@ from atoll.executor.syncer import TensorSyncer
 from atoll.ids import FragmentId, OuterStep
 from atoll.kernels import fused
 from atoll.protocol.interface import Payload
-from atoll.protocol.vocabulary import Accept, CopyVersions, ForgetVersion, Merge, Share, Store, Stored
-from atoll.store import durable
+from atoll.protocol.reasons import Reason, Why
+from atoll.protocol.vocabulary import AbortRound, Accept, CopyVersions, ForgetVersion, Merge, Share, Store, Stored
+from atoll.store import durable, inputs_ahead
 from atoll.store.durable import DurableVersions
+from atoll.store.inputs_ahead import InputsAhead
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.version_file import INPUTS, WHOLE, check_version
 from atoll.store.version_folder import missing_files
-from atoll.store.versions import MemoryVersions, Version, VersionStore
+from atoll.store.versions import MemoryVersions, MergeInputs, Version, VersionStore
 from atoll.tensors.layout import Fragment, Slot
 from atoll.tensors.outer import initial_state, outer_rule
 
@@ -66,8 +69,9 @@ def initial(settings: Config) -> list[Version]:
 class Run:
     """The same rounds on a disk and in memory. `later` holds what the disk wants done in the background."""
 
-    def __init__(self, folder: Path, settings: Config) -> None:
-        self.settings, self.folder = settings, folder
+    def __init__(self, folder: Path, settings: Config, *, ahead: bool = False) -> None:
+        """`ahead`: inputs are written while they are merged."""
+        self.settings, self.folder, self.ahead = settings, folder, ahead
         self.later: list[Callable[[], None]] = []
         self.memory = MemoryVersions(initial(settings))
         self.oracle = TensorSyncer(settings, layout(), self.memory)
@@ -78,6 +82,7 @@ class Run:
         self.disk = disk
         self.syncer = TensorSyncer(self.settings, layout(), disk)
         self.disk.remerge, self.disk.background = self.syncer.merger.again, self.later.append
+        self.disk.ahead = InputsAhead(ThreadPoolExecutor(1), worthwhile_bytes=0) if self.ahead else None
 
     def round(self, anchors: tuple[OuterStep, ...] | None = None, plain: bool = False) -> OuterStep:
         """One outer step of the fragment whose turn it is; contributions refer to its newest version unless told."""
@@ -144,9 +149,9 @@ def same_version(a: Version, b: Version) -> None:
     assert a.packet is None or b.packet is None or torch.equal(a.packet.codes, b.packet.codes)
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path / "syncer", config())
+@pytest.fixture(params=[False, True], ids=["after", "ahead"])
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Run:
+    return Run(tmp_path / "syncer", config(), ahead=request.param)
 
 
 def test_round_writes_its_inputs_and_a_restart_merges_them_again(run: Run) -> None:
@@ -319,7 +324,7 @@ def test_background_without_space_costs_nothing_but_a_warning(
 def test_any_history_comes_back_bit_for_bit_after_any_kill(tmp_path: Path, seed: int) -> None:
     """Late anchors, versions kept for rollbacks, rollbacks, background work that comes late or never, and kills."""
     chance = random.Random(seed)
-    run = Run(tmp_path / "syncer", config(codec_down=chance.choice(["int8", "bf16", "fp32"])))
+    run = Run(tmp_path / "syncer", config(codec_down=chance.choice(["int8", "bf16", "fp32"])), ahead=chance.random() < 0.5)
     for _ in range(120):
         kept = run.memory.kept()[run.outer_step % FRAGMENTS]
         run.round(anchors=tuple(chance.choice(kept[-3:]) for _ in range(chance.randint(1, 3))), plain=chance.random() < 0.1)
@@ -335,3 +340,93 @@ def test_any_history_comes_back_bit_for_bit_after_any_kill(tmp_path: Path, seed:
             run.check()
     run.restart()
     run.check()
+
+
+# ---------------------------------------------------------------- inputs written while they are merged
+
+
+@pytest.fixture
+def early(tmp_path: Path) -> Run:
+    return Run(tmp_path / "early", config(), ahead=True)
+
+
+def partial_files(run: Run) -> list[str]:
+    """After all that was begun has ended."""
+    assert run.disk.ahead is not None
+    run.disk.ahead.drop(-1)
+    run.disk.ahead.begin(run.folder / "last", 0, 1, 0, _some_inputs())
+    run.disk.ahead.take(0, 0)
+    return sorted(path.name for path in (run.folder / "versions").glob("*.partial"))
+
+
+def _some_inputs() -> MergeInputs:
+    packet = codec("int4").encode(numbers(0, 1.0))
+    return MergeInputs(0, False, (1.0,), (0,), (packet,), (torch.empty(0),))
+
+
+def test_file_written_ahead_says_the_same_as_one_written_after(early: Run, tmp_path: Path) -> None:
+    after = Run(tmp_path / "after", config())
+    for _ in range(2 * FRAGMENTS):
+        early.round()
+        after.round()
+    assert early.names(INPUTS) == after.names(INPUTS) and len(early.names(INPUTS)) == 2 * FRAGMENTS
+    for t in range(1, 2 * FRAGMENTS + 1):
+        paths = [run.disk.inputs_path((t - 1) % FRAGMENTS, t) for run in (early, after)]
+        assert check_version(paths[0]) == check_version(paths[1])
+        assert paths[0].stat().st_size > paths[1].stat().st_size, "the room for its header shows that it was written ahead"
+
+
+def test_aborted_round_leaves_no_file_and_its_number_can_be_gathered_again(early: Run) -> None:
+    t, p = 1, 0
+    packet = codec("int4").encode(numbers(5, 1e-3))
+    early.syncer.execute(Accept(t, p, 0, 0), Payload("packet", packet.nbytes, (packet, torch.empty(0))))
+    early.syncer.execute(Merge(t, p, (Share(0, 1.0, 0, 4),), 0, False), None)
+    early.syncer.execute(AbortRound(t, Reason(Why.MERGE_REJECTED)), None)
+    assert partial_files(early) == []
+    early.round()
+    early.restart()
+    early.check()
+
+
+def test_merge_that_cannot_be_repeated_leaves_no_inputs(tmp_path: Path) -> None:
+    run = Run(tmp_path / "syncer", config(merge="trimmed_mean"), ahead=True)
+    run.round()
+    assert run.names(INPUTS) == [] and partial_files(run) == []
+    run.restart()
+    run.check()
+
+
+def test_disk_that_refuses_inputs_during_the_merge_is_asked_again_after_it(
+    early: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real = durable.state.stage
+
+    def full(path: Path, chunks: Any, *, at: int = 0, **named: Any) -> Path:
+        if at:
+            raise StorageFailed("no space")
+        return real(path, chunks, **named)
+
+    monkeypatch.setattr(durable.state, "stage", full)
+    early.round()
+    assert "written after it" in caplog.text
+    early.restart()
+    early.check()
+
+
+def test_header_without_room_is_written_anew(early: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs_ahead.files, "padded_header", lambda header, size: None)
+    early.round()
+    assert early.names(INPUTS) == ["0000-000000001"] and partial_files(early) == []
+    early.restart()
+    early.check()
+
+
+def test_kill_while_inputs_are_written_leaves_nothing_that_counts(early: Run) -> None:
+    early.round()
+    early.disk.begin(4, 0, _some_inputs())
+    assert early.disk.ahead is not None
+    written = early.disk.ahead.take(4, 0)
+    assert written is not None and written.temporary.exists()
+    early.restart()
+    assert not written.temporary.exists()
+    early.check()

@@ -9,6 +9,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from atoll.store.durable import PACKETS_MAX, DurableVersions
 from atoll.store.lock import lock_directory, refuse_locked
 from atoll.store.tensor_files import StorageFailed, free_bytes
 from atoll.store.version_file import check_version, version_sha256
-from atoll.store.versions import Version
+from atoll.store.versions import DIGEST_BLOCK, Version, checksum, digest_part
 from atoll.tensors.outer import OuterState
 
 NUMEL = 600
@@ -304,3 +305,21 @@ def test_second_syncer_is_refused_and_a_dead_one_holds_nothing(tmp_path: Path) -
 
 def test_free_bytes_of_a_place_and_of_nowhere(tmp_path: Path) -> None:
     assert free_bytes(tmp_path) > 0 and free_bytes(tmp_path / "nowhere") == 0
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_checksum_in_several_threads_is_the_same(threads: int) -> None:
+    vector = torch.randn(5 * DIGEST_BLOCK + 77, generator=torch.Generator().manual_seed(1))
+    calls: list[tuple[int, int]] = []
+
+    def spread(work: Callable[[int, int], None], count: int) -> None:
+        cuts = [count * k // threads for k in range(threads + 1)]
+        for left, right in reversed(list(pairwise(cuts))):  # in any order
+            calls.append((left, right))
+            work(left, right)
+
+    assert checksum([vector], spread=spread) == checksum([vector])
+    assert digest_part(vector[: 3 * DIGEST_BLOCK + 5], 0, vector.numel(), spread) == digest_part(
+        vector[: 3 * DIGEST_BLOCK + 5], 0, vector.numel()
+    )
+    assert len(calls) == 2 * threads

@@ -353,7 +353,7 @@ class Learner:
                 self._address, placement, executor, tape=tape, loop=self._loop.loop,
                 resumed=Resumed(*learner_state_of(self._resume)) if self._resume is not None else None,
                 state_bytes_max=state_bytes_max(self._task.layout.fragments), arriving=arriving, metrics=metrics,
-                spool=self._spool(directory),
+                spool=self._spool(directory), largest_fragment=self._largest_fragment(),
             )  # fmt: skip
             snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep
             self._started(live)
@@ -363,6 +363,9 @@ class Learner:
             stack.enter_context(self._leaving.told_to(live.leave))
             self._place = stack.pop_all()
         log.info("this is learner %d, incarnation %d, of run %s", placement.learner, placement.incarnation, placement.run)
+
+    def _largest_fragment(self) -> int:
+        return max(fragment.numel for fragment in self._task.layout.fragments)
 
     def _executor(
         self, placement: Placement, snapshots: LearnerSnapshots, stack: contextlib.ExitStack

@@ -52,6 +52,10 @@ WAIT_LINE_SECONDS = 10.0
 """Between two lines about the same wait."""
 
 
+SPREAD_FROM = 8 << 20
+"""Parameters of a fragment from which its bytes go over two connections."""
+
+
 @dataclass(frozen=True)
 class Address:
     """How to reach the syncer, and how recovering peers reach this learner."""
@@ -67,7 +71,8 @@ class Address:
     """Where recovering peers are served; empty: nowhere, and they recover from other learners."""
     advertise: str = ""
     """The address that peers dial; by default `listen`."""
-    connections: int = 1
+    connections: int = 0
+    """For payloads; 0: as many as fragments of this size are worth."""
     join_timeout_seconds: float = 60.0
     """How long to try to join."""
     reconnect_timeout_seconds: float = 3600.0
@@ -76,6 +81,11 @@ class Address:
     """Sentences about its certificates, once a day: these may expire while it trains."""
     insecure: bool = False
     """A connection to another machine may go without TLS."""
+
+    def connections_for(self, largest_fragment: int) -> int:
+        """A connection is served by one thread, which encrypts about a gigabyte a second: sending tens of megabytes takes as long
+        as merging them."""
+        return self.connections or (2 if largest_fragment >= SPREAD_FROM else 1)
 
     def where(self) -> str:
         """The syncer's address now. A file is read anew for every connection: it may be on another machine since."""
@@ -128,7 +138,7 @@ def open_tape(directory: Path, placement: Placement, header: Header) -> LossyTap
 
 def address_of(
     syncer: str, token: str | Path | None, keys: Path | None, name: str | None, run: str, listen: str, advertise: str,
-    insecure: bool, *, connections: int = 1, dash: str = "",
+    insecure: bool, *, connections: int = 0, dash: str = "",
 ) -> Address:  # fmt: skip
     """ATOLL_KEYS and ATOLL_TOKEN are the defaults of `keys` and `token`, so that a script that runs at many sites need not
     contain them. `dash` is how the caller spells its arguments: "--" on a command line."""

@@ -80,11 +80,11 @@ class LiveLearner:
         self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
         resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop, state_bytes_max: int = STATE_BYTES_MAX,
         arriving: Callable[[Message, Payload], Payload] | None = None, metrics: LearnerMetrics | None = None,
-        spool: Path | None = None,
+        spool: Path | None = None, largest_fragment: int = 0,
     ) -> None:  # fmt: skip
         """`state_bytes_max`: of a peer's recovery state. `spool`: a folder for it, so that it is never in memory as a whole.
         `arriving`: is given what came with an announcement in the receiving thread, before the driver's lock is taken; it may
-        wait. `metrics` sees every event."""
+        wait. `metrics` sees every event. `largest_fragment`: its parameters."""
         self.placement = placement
         self.config = from_builtins(placement.config)
         self.machine = LearnerMachine(self.config, placement.learner, placement.incarnation)
@@ -113,7 +113,8 @@ class LiveLearner:
         self._digests: dict[int, dict[int, str]] = {}
         self.on_kept: Callable[[tuple[OuterStep, ...]], None] = lambda kept: None
         """Is told which snapshots the syncer keeps."""
-        self._limits = LinkLimits(connections=address.connections, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
+        bulks = address.connections_for(largest_fragment)
+        self._limits = LinkLimits(connections=bulks, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
         self._condition = threading.Condition()
         self._connection_task: asyncio.Task[None] | None = None
         self._attacker: Attacker | None = None

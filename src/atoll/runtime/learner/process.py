@@ -116,6 +116,7 @@ def _train_at(
         live = LiveLearner(
             options.address, placement, executor, tape=tape, resumed=resumed, loop=loop.loop,
             state_bytes_max=state_bytes_max(task.layout.fragments), arriving=executor.arriving, metrics=metrics,
+            largest_fragment=max(fragment.numel for fragment in task.layout.fragments),
         )  # fmt: skip
         stack.callback(live.close)
         snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep

@@ -46,6 +46,7 @@ from atoll.runtime.shards.messages import (
     TellParts,
 )
 from atoll.store.durable import DurableVersions
+from atoll.store.inputs_ahead import InputsAhead
 from atoll.store.lock import lock_directory
 from atoll.store.tensor_files import StorageFailed, write_file
 from atoll.store.version_file import FOLDER
@@ -77,6 +78,7 @@ class ShardStore:
         self._fragments = notes.fragments_from(opened.fragments)
         self._stripes = [stripes_of(fragment, opened.shards)[opened.shard] for fragment in self._fragments]
         self._background = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._log_thread = ThreadPoolExecutor(1, thread_name_prefix="log")
         if opened.fresh:
             shutil.rmtree(directory / FOLDER, ignore_errors=True)
             (directory / FOLDER).mkdir(parents=True)
@@ -107,7 +109,7 @@ class ShardStore:
             threads=opened.threads or (cores if self._alone else max(1, cores // opened.shards)),
         )  # fmt: skip
         self.disk.remerge = self.syncer.merger.again
-        self.disk.background = self._run_later
+        self.disk.background, self.disk.ahead = self._run_later, InputsAhead(self._log_thread)
         for p, version in enumerate(self.disk.newest()):
             if version.theta.numel() != self._stripes[p].fragment.numel:
                 raise DataError(f"directory {self._directory}: its stripe of fragment {p} has another size")
@@ -191,7 +193,8 @@ class ShardStore:
         return self._directory.joinpath(*parts)
 
     def close(self) -> None:
-        self._background.shutdown(wait=True)
+        for thread in (self._log_thread, self._background):
+            thread.shutdown(wait=True)
 
 
 def _run(held: str) -> str:

@@ -42,6 +42,7 @@ from atoll.runtime.syncer.resume import TAPE, load_resumable_state, refuse_other
 from atoll.runtime.syncer.snapshots import SyncerSnapshots
 from atoll.runtime.tape_roller import TapeRoller
 from atoll.store.durable import DurableVersions
+from atoll.store.inputs_ahead import InputsAhead
 from atoll.store.lock import lock_directory
 from atoll.store.model_upload import named_tensors_of, read_model
 from atoll.store.snapshots import load_syncer
@@ -94,6 +95,7 @@ class SyncerDirectory:
         self._starter = starter
         self._hashing = threading.Lock()
         self._background = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._log_thread = ThreadPoolExecutor(1, thread_name_prefix="log")
         self._snapshots: SyncerSnapshots | None = None
         self._locks = contextlib.ExitStack()
         self._locks.enter_context(lock_directory(directory))
@@ -297,7 +299,7 @@ class SyncerDirectory:
             merger=FragmentMerger(self.config, self.layout.fragments, threads=self._threads or None),
         )  # fmt: skip
         disk.remerge = self.executor.merger.again
-        disk.background = self._run_later
+        disk.background, disk.ahead = self._run_later, InputsAhead(self._log_thread)
 
     def _open_shards(
         self, kept: Sequence[Sequence[OuterStep]], version_at: Callable[[FragmentId, OuterStep], Version] | None = None
@@ -439,7 +441,8 @@ class SyncerDirectory:
             return
         self._closed = True
         self.stopping.set()
-        self._background.shutdown(wait=True)
+        for thread in (self._log_thread, self._background):
+            thread.shutdown(wait=True)
         if complete:
             if self.layout is not None:
                 if self.config.outer.average_decay and (average := average_of(self.disk.newest())) is not None:

@@ -152,3 +152,10 @@ def test_address_by_file_on_another_machine_needs_keys_as_any_other_does(tmp_pat
     with pytest.raises(UserError, match=r"node7\.example:7077.*is not a loopback address"):
         address.where()
     assert replace(address, insecure=True).where() == "node7.example:7077"
+
+
+def test_large_fragments_are_spread_over_two_connections_unless_told_otherwise() -> None:
+    address = Address(syncer="127.0.0.1:1", token="t")
+    assert [address.connections_for(parameters) for parameters in (0, 1 << 20, 8 << 20, 47_000_000)] == [1, 1, 2, 2]
+    assert replace(address, connections=4).connections_for(1 << 20) == 4
+    assert replace(address, connections=1).connections_for(47_000_000) == 1
