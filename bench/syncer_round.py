@@ -2,7 +2,7 @@
 
     python bench/syncer_round.py --json [--learners 1 4 8] [--rounds 24] [--shards 1] [--threads 0]
 
-`--shards` merges in so many processes, each with `--threads` threads (0: their share of the cores; of one shard: all cores).
+`--shards` merges in so many processes, each with `--threads` threads (0: as many as they take by themselves).
 
 Four fragments of 46.7 million parameters, int4 up, int8 down, RDA, H = P = 4, tau = 2; steps of the learners are short, so that a
 round is always due and the syncer is the bound. Then the tape's merges are carried out again by torch's operations in this

@@ -110,8 +110,8 @@ class FragmentMerger:
         self, config: Config, fragments: Sequence[Fragment], *, warm_up: bool = True, threads: int | None = None,
         cut: Sequence[Sequence[CutSlot]] | None = None,
     ) -> None:  # fmt: skip
-        """`warm_up`: build the kernels now, which takes seconds, and not in the first round. `threads`: of the kernels; all
-        cores by default. `cut`: where the fragments are stripes, which slots of each are parts."""
+        """`warm_up`: build the kernels now, which takes seconds, and not in the first round. `threads`: of the kernels; by
+        default `threads_for` the cores. `cut`: where the fragments are stripes, which slots of each are parts."""
         self._cut = cut or [()] * len(fragments)
         self._config = config
         self._fragments = fragments

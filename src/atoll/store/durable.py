@@ -2,8 +2,8 @@
 
 A version is stored whole, or by the inputs that it was merged from (`version_file.py` has both forms). Inputs of a few bits a
 parameter are a tenth of the version in fp32, so a round writes the inputs. A merge is a pure function, so they say as much: what
-is lost with the process is merged again, to the same bytes, from the newest whole version before it. Every few versions of a
-fragment one is written whole in the background, so that this takes seconds and old inputs can go.
+is lost with the process is merged again, to the same bytes, from the newest whole version before it. Whole versions are written
+in the background often enough (`arrears.py`) that this takes seconds and old inputs can go.
 
 A version is stored whole at once where the executor gives no inputs, where they would be larger, where they refer to a version
 before the newest whole one (else old inputs could never go), and where the background has fallen far behind.
@@ -35,6 +35,7 @@ from atoll.errors import DataError, UserError
 from atoll.ids import FragmentId, OuterStep
 from atoll.store import tensor_files as state
 from atoll.store import version_file as files
+from atoll.store.arrears import Arrears
 from atoll.store.inputs_ahead import Ahead, InputsAhead
 from atoll.store.tensor_files import PARTIAL, StorageFailed
 from atoll.store.version_file import FILE_NAME, FOLDER, INPUTS, WHOLE, check_version, file_name
@@ -45,8 +46,6 @@ log = logging.getLogger("atoll.store")
 
 PACKETS_MAX: Final = 2
 """Announced packets kept in memory although a file has them: of rounds in flight. Reading holds up the network's thread."""
-WHOLE_EVERY: Final = 8
-"""Of so many versions of a fragment one is written whole in the background. It bounds the merges after a restart."""
 LOGGED_MAX: Final = 32
 """Versions in a row that may be stored by their inputs where the background does not keep up."""
 CHECKS_AT_ONCE: Final = min(4, os.cpu_count() or 1)
@@ -87,13 +86,14 @@ class DurableVersions:
         self._index: list[set[OuterStep]] = [set() for _ in range(fragments)]
         """Versions that are kept. There may be files of others, from which these are merged again."""
         self._stored = [StoredFiles() for _ in range(fragments)]
+        self.arrears = Arrears(self._stored)
         self._newest: dict[FragmentId, tuple[OuterStep, Version]] = {}
         self._older: OrderedDict[tuple[FragmentId, OuterStep], Tensor] = OrderedDict()
         self._older_max = max(1, fragments // 6)
         self._packets: OrderedDict[tuple[FragmentId, OuterStep], Packet | None] = OrderedDict()
         self._sha256: dict[tuple[FragmentId, OuterStep], str] = {}
         self._due: deque[FragmentId] = deque()
-        self._writing = False
+        self._being_written: FragmentId | None = None
         self._written: deque[tuple[FragmentId, OuterStep]] = deque()
         """Whole versions that the background has written, until this store's own thread takes note of them."""
 
@@ -266,7 +266,9 @@ class DurableVersions:
             inputs = files.read_inputs(self.inputs_path(p, step))
             anchors = [announced[a] if a in announced else self._announced(p, a) for a in inputs.anchors]
             assert remerge is not None
+            self.arrears.begin(step, p)
             version = remerge(p, inputs, version, anchors)
+            self.arrears.ended(step, p)
             # Of the last only: it is made of all before it, and a checksum takes as long as half a merge.
             if not ahead and not _is_result(version, inputs.result):
                 raise DataError(f"{self.inputs_path(p, step)}: merged again it gives other bytes than this run announced")
@@ -294,12 +296,14 @@ class DurableVersions:
 
     def begin(self, t: OuterStep, p: FragmentId, inputs: MergeInputs) -> None:
         """A merge begins: if `put` is to store its inputs, they are written meanwhile."""
+        self.arrears.begin(t, p)
         previous = self._newest.get(p)
         if self.ahead is not None and previous is not None and self._may_log(p, inputs, previous[1]):
             self.ahead.begin(self.inputs_path(p, t), p, len(self._index), t, inputs)
 
     def abandon(self, t: OuterStep) -> None:
         """What was begun for this outer step will not be put."""
+        self.arrears.drop(t)
         if self.ahead is not None:
             self.ahead.drop(t)
 
@@ -311,6 +315,8 @@ class DurableVersions:
         assert not self._read_only
         self._take_note()
         fresh = {p: versions[p] for p in sorted(versions)}
+        for p in fresh:
+            self.arrears.ended(t, p)
         given = inputs or {}
         logged = {p: given[p] for p in fresh if p in given and self._may_log(p, given[p], fresh[p])}
         with contextlib.ExitStack() as stack:
@@ -363,9 +369,8 @@ class DurableVersions:
         self._let_packets_go()
         if t == max(self._index[p]):
             self._newest[p] = (t, replace(version, packet=None))
-        spread = p % WHOLE_EVERY if stored.whole == {0} else 0  # not all fragments at once
-        if stored.since_whole() >= WHOLE_EVERY - spread and p not in self._due:
-            self._due.append(p)
+        waiting = {*self._due, self._being_written} - {None}
+        self._due.extend(self.arrears.due(p, waiting))
 
     def _let_packets_go(self) -> None:
         """Not those of newest versions that are in no file: whoever comes back needs them, of every fragment."""
@@ -389,11 +394,11 @@ class DurableVersions:
 
     def _write_one_whole(self) -> None:
         """In the background, one at a time: the newest version of a fragment whose turn it is."""
-        while self.background is not None and self._due and not self._writing:
+        while self.background is not None and self._due and self._being_written is None:
             p = self._due.popleft()
             v, version = self._newest[p]
             if v not in self._stored[p].whole:
-                self._writing = True
+                self._being_written = p
                 whole = replace(version, packet=self._packets.get((p, v)))
                 self.background(partial(self._write_whole, p, v, whole))
 
@@ -405,7 +410,7 @@ class DurableVersions:
         except StorageFailed as error:  # the inputs are durable; a later version is tried
             log.warning("fragment %d could not be written whole, which the run can do without for a while: %s", p, error)
         finally:
-            self._writing = False
+            self._being_written = None
 
     def _take_note(self) -> None:
         """In this store's own thread: of what the background has written."""

@@ -23,6 +23,7 @@ from atoll.protocol.interface import Payload
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import AbortRound, Accept, CopyVersions, ForgetVersion, Merge, Share, Store, Stored
 from atoll.store import durable, inputs_ahead
+from atoll.store.arrears import REMERGE_SECONDS, WHOLE_EVERY
 from atoll.store.durable import DurableVersions
 from atoll.store.inputs_ahead import InputsAhead
 from atoll.store.tensor_files import StorageFailed
@@ -180,15 +181,31 @@ def test_kept_version_keeps_the_files_that_it_is_merged_from(run: Run) -> None:
 
 def test_whole_version_of_the_background_lets_older_files_go(run: Run) -> None:
     """So the files are bounded: at most one whole version and some inputs of each, and what is on its way."""
-    for _ in range(6 * durable.WHOLE_EVERY * FRAGMENTS):
+    for _ in range(6 * WHOLE_EVERY * FRAGMENTS):
         run.round()
         run.forget_but(1)
         run.background()
         run.restart() if run.outer_step % 17 == 0 else run.check()
         assert len(run.names(WHOLE)) <= 2 * FRAGMENTS
-        assert len(run.names(INPUTS)) <= 2 * FRAGMENTS * durable.WHOLE_EVERY
-    assert all(v > durable.WHOLE_EVERY for versions in run.memory.kept() for v in versions)
+        assert len(run.names(INPUTS)) <= 2 * FRAGMENTS * WHOLE_EVERY
+    assert all(v > WHOLE_EVERY for versions in run.memory.kept() for v in versions)
     assert "0000-000000000" not in run.names(WHOLE)
+
+
+def test_slow_merges_are_written_whole_more_often(run: Run) -> None:
+    """By a clock on which every merge takes two seconds, a restart never has more of them to do than its seconds allow."""
+    ticks = iter(range(0, 10**6, 2))
+    run.disk.arrears.clock = lambda: float(next(ticks))
+    counts = []
+    for _ in range(8 * FRAGMENTS):
+        run.round()
+        run.forget_but(1)
+        run.background()
+        counts.append(len(run.names(INPUTS)))
+    assert max(counts) <= REMERGE_SECONDS // 2 + 2  # what has just been written whole goes with the next version
+    assert len(run.names(WHOLE)) >= FRAGMENTS
+    run.restart()
+    run.check()
 
 
 def test_background_that_never_comes_ends_in_whole_versions(run: Run) -> None:
@@ -308,7 +325,7 @@ def test_background_without_space_costs_nothing_but_a_warning(
     def full(*_: Any, **__: Any) -> Path:
         raise StorageFailed("no space")
 
-    for _ in range(durable.WHOLE_EVERY * FRAGMENTS):
+    for _ in range(WHOLE_EVERY * FRAGMENTS):
         run.round()
     assert run.later
     with monkeypatch.context() as patched:

@@ -154,6 +154,10 @@ def test_inspected_norm_is_that_of_the_decoded_packet(up: str) -> None:
     assert found.measure.weights == outlier_norm(first_version(settings, 1).announced)
 
 
+def test_merging_takes_all_cores_of_a_small_machine_and_half_of_a_large_one() -> None:
+    assert [fused.threads_for(cores) for cores in (1, 2, 8, 12, 16, 64)] == [1, 2, 8, 8, 8, 32]
+
+
 def test_number_of_threads_changes_no_byte() -> None:
     settings, seen = config(protocol={"codec_down": "int8"}), []
     packets = [codec("int4").encode(numbers(m, 1e-3)) for m in range(3)]

@@ -110,6 +110,7 @@ class ShardStore:
         )  # fmt: skip
         self.disk.remerge = self.syncer.merger.again
         self.disk.background, self.disk.ahead = self._run_later, InputsAhead(self._log_thread)
+        self.disk.arrears.clock = time.monotonic
         for p, version in enumerate(self.disk.newest()):
             if version.theta.numel() != self._stripes[p].fragment.numel:
                 raise DataError(f"directory {self._directory}: its stripe of fragment {p} has another size")

@@ -300,6 +300,7 @@ class SyncerDirectory:
         )  # fmt: skip
         disk.remerge = self.executor.merger.again
         disk.background, disk.ahead = self._run_later, InputsAhead(self._log_thread)
+        disk.arrears.clock = time.monotonic
 
     def _open_shards(
         self, kept: Sequence[Sequence[OuterStep]], version_at: Callable[[FragmentId, OuterStep], Version] | None = None
