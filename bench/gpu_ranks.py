@@ -66,7 +66,6 @@ SIZES: dict[str, dict[str, Any]] = GPU_SIZES | {
 }
 LIMITS = {"overhead": 170.0, "killed": 90.0, "shared": 90.0}
 """Seconds. The first compiles a model and uploads it."""
-STEPS_BEFORE_KILL, STEPS_AFTER = 60, 40
 
 
 # ---------------------------------------------------------------- the loop of one rank
@@ -86,6 +85,7 @@ def sharded(options: argparse.Namespace, device: torch.device) -> tuple[nn.Modul
         register_fsdp_forward_method(block, "with_balance")  # which the decoder calls of its blocks in place of `forward`
     fully_shard(model, mesh=mesh, mp_policy=policy)
     if options.compile:
+        torch._dynamo.config.recompile_limit = 64  # blocks share one graph; if they did not, the rest would silently be eager
         losses = torch.compile(token_losses)
 
     def loss_of(batch: Tensor) -> Tensor:
@@ -337,14 +337,14 @@ def killed(options: argparse.Namespace) -> dict[str, Any]:
 
         steady, second = start("a", 0, ""), start("b", 1, "")
         first_join = second.said("joined")["joined"]
-        second.said("step", STEPS_BEFORE_KILL)
+        second.said("step", options.before_kill)
         second.kill()
         steady.said("step")
         back = start("b", 1, "-again")
         join_seconds = back.said("joined")["joined"]
         back.said("step")
         to_first_step = time.monotonic() - back.began
-        resumed = back.said("step", STEPS_AFTER)
+        resumed = back.said("step", options.after_kill)
         until.touch()
         anchors = [child.said("anchors")["anchors"] for child in (steady, back)]
         codes = [child.process.wait() for child in (steady, back)]
@@ -421,6 +421,7 @@ def main() -> int:
     if options.work:
         {"measure": measure, "train": train_until}[options.work](options)
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))  # so that the parts' processes end too
     options.small = "tiny" if options.size == "tiny" else "35M"
     if options.part:
         if options.part != "overhead":
@@ -449,6 +450,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=40, help="alone, before and after")
     parser.add_argument("--joined", type=int, default=144, help="joined and timed, after H that are not")
     parser.add_argument("--compile", type=int, choices=(0, 1), default=1, help="in the first part")
+    parser.add_argument("--before-kill", type=int, default=60, help="steps of the learner that is killed")
+    parser.add_argument("--after-kill", type=int, default=40, help="and of the one in its place")
     parser.add_argument("--limit", type=float, help="seconds of each part, in place of its own limit")
     parser.add_argument("--json", type=Path, help="append each line to this file")
     for hidden, kind, usual in (

@@ -472,7 +472,7 @@ def adopt_into(
             if master is not None:
                 masters[slot.name] = master
     weights = announced
-    if alpha > 0:
+    if alpha > 0 and fragment.numel:  # one of several ranks may hold nothing of it
         live = {slot.name: masters[slot.name] if slot.name in masters else tensors[slot.name] for slot in fragment.params}
         weights = mix(read_params(live, fragment), announced, alpha)
     write_params(tensors, fragment, weights)
