@@ -270,7 +270,7 @@ def config_for(options: argparse.Namespace, learners: int) -> Config:
 # ---------------------------------------------------------------- parts
 
 
-def overhead(options: argparse.Namespace, ranks: int = 1) -> dict[str, Any]:
+def overhead(options: argparse.Namespace, ranks: int = 1) -> None:
     """Also of two ranks, which share the device. Where torch refuses to average, sums are tried: FSDP2 then divides by itself."""
     refused = ""
     for sums in (0, 1) if ranks > 1 else (0,):
@@ -288,8 +288,9 @@ def overhead(options: argparse.Namespace, ranks: int = 1) -> dict[str, Any]:
             ended = [child.process.wait() for child in children]
             (tape,) = (cluster.folder / "learner").rglob("0.tape")
             figures = summary(options, ranks, found[0]) | rounds(options, tape)
-            return figures | {"exit_codes": ended} | ({"forced_sums": bool(sums)} if ranks > 1 else {})
-    return {"refused": refused}
+            say(**figures, exit_codes=ended, **({"forced_sums": bool(sums)} if ranks > 1 else {}))
+            return
+    say(refused=refused)
 
 
 def summary(options: argparse.Namespace, ranks: int, found: dict[str, Any]) -> dict[str, Any]:
@@ -328,7 +329,7 @@ def rounds(options: argparse.Namespace, tape: Path) -> dict[str, int]:
     return {"steps_joined": steps, "rounds_adopted": adopted, "rounds_due": steps * FRAGMENTS // options.interval}
 
 
-def killed(options: argparse.Namespace) -> dict[str, Any]:
+def killed(options: argparse.Namespace) -> None:
     with Cluster(config_for(options, 2)) as cluster:
         until = cluster.folder / "enough"
 
@@ -350,11 +351,11 @@ def killed(options: argparse.Namespace) -> dict[str, Any]:
         codes = [child.process.wait() for child in (steady, back)]
         tapes = [newest(cluster.folder / name) for name in ("a", "b")]
         cluster.syncer.stop()
-        return {
-            "learners": 2, "first_join_seconds": round(first_join, 2), "seconds_to_first_step": round(to_first_step, 2),
-            "join_seconds": round(join_seconds, 2), "loss_after": round(resumed["loss"], 4), "exit_codes": codes,
+        say(
+            learners=2, first_join_seconds=round(first_join, 2), seconds_to_first_step=round(to_first_step, 2),
+            join_seconds=round(join_seconds, 2), loss_after=round(resumed["loss"], 4), exit_codes=codes,
             **consistency(cluster, anchors, [adopted_versions(tape) for tape in tapes]),
-        }  # fmt: skip
+        )  # fmt: skip
 
 
 def newest(folder: Path) -> Path:
@@ -383,7 +384,7 @@ def consistency(cluster: Cluster, anchors: list[list[str | None]], versions: lis
     }  # fmt: skip
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+PARTS: dict[str, Callable[[argparse.Namespace], None]] = {
     "overhead": overhead, "killed": killed, "shared": lambda options: overhead(options, 2),
 }  # fmt: skip
 
@@ -391,20 +392,27 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 # ---------------------------------------------------------------- the whole
 
 
+def end_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
 def run_part(part: str, options: argparse.Namespace) -> dict[str, Any]:
-    """In a process group of its own, which is ended when its time is over."""
+    """In a process group of its own, which is ended when its time is over. What it has said by then counts."""
     argv = [sys.executable, __file__, *sys.argv[1:], "--part", part]
     limit, began = options.limit or LIMITS[part], time.monotonic()
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        late = ""
         try:
             out, error = process.communicate(timeout=limit)
-            lines = [line for line in out.splitlines() if line.startswith("{")]
-            found = json.loads(lines[-1]) if lines else {"failed": last_words(error)}
         except subprocess.TimeoutExpired:
-            found = {"failed": f"not done after {limit:.0f} s"}
+            late = f"not done after {limit:.0f} s: "
+            end_group(process.pid)
+            out, error = process.communicate()
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            end_group(process.pid)
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    found = json.loads(lines[-1]) if lines else {"failed": late + last_words(error)}
     return {"bench": "gpu_ranks", "part": part, **found, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -426,7 +434,7 @@ def main() -> int:
     if options.part:
         if options.part != "overhead":
             options.size, options.compile = options.small, 0
-        print(json.dumps(PARTS[options.part](options)))
+        PARTS[options.part](options)
         return 0
     if unknown := set(options.parts.split(",")) - set(PARTS):
         raise SystemExit(f"--parts: there is no {min(unknown)}; there are {', '.join(PARTS)}")
