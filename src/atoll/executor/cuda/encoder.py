@@ -31,13 +31,13 @@ class Encoder:
         key = (codec.name, numel, feedback)
         if key not in self._seen:
             self._seen.add(key)
-            return _encode(codec, self.input(numel), feedback)
+            return encoded_with(codec, self.input(numel), feedback)
         if key not in self._graphs:
             graph, vector = torch.cuda.CUDAGraph(), self.input(numel)
             # Thread-local: calls of other threads to the device must not invalidate the capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
-                packet, finite = _encode(codec, vector, feedback)
+                packet, finite = encoded_with(codec, vector, feedback)
             finally:
                 graph.capture_end()
             self._graphs[key] = (graph, packet, finite)
@@ -46,7 +46,7 @@ class Encoder:
         return packet, finite
 
 
-def _encode(codec: UncheckedCodec, vector: Tensor, feedback: bool) -> tuple[Packet, Tensor]:
+def encoded_with(codec: UncheckedCodec, vector: Tensor, feedback: bool) -> tuple[Packet, Tensor]:
     packet, finite = codec.encode_unchecked(vector)
     if feedback:
         codec.accumulate(packet, vector, -1.0)

@@ -23,8 +23,9 @@ class LateLosses:
         """Those of the call before, on the host; at the first call none."""
         before = self._before
         copies = [_copied(loss) if isinstance(loss, Tensor) else loss for loss in losses]
+        on = next((loss.device for loss in losses if isinstance(loss, Tensor) and loss.is_cuda), None)
         done = torch.cuda.Event(blocking=True)
-        done.record()
+        done.record(torch.cuda.current_stream(on))  # a loop's device need not be the current one
         self._before = (copies, done)
         if before is None:
             return []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from atoll.codecs import UncheckedCodec, codec
 from atoll.config.codecs import CODECS, codec_spec
 from atoll.errors import NotFinite
-from atoll.executor.cuda.encoder import _encode
+from atoll.executor.cuda.encoder import encoded_with
 from atoll.executor.cuda.staging import CudaStager, StagedPacket
 from atoll.executor.ranks.stitch import EncodedPart, block_of, encode_part
 from atoll.tensors.access import named_tensors, read_params
@@ -48,7 +48,7 @@ class HostEncoder:
         return self._memory[:numel]
 
     def encode(self, by: UncheckedCodec, numel: int, feedback: bool) -> Any:
-        return _encode(by, self.input(numel), feedback)
+        return encoded_with(by, self.input(numel), feedback)
 
 
 def part_of(name: str, vector: Tensor, split: BlockSplit, *, feedback: bool) -> StagedPacket:
