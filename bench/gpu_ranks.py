@@ -334,7 +334,8 @@ def killed(options: argparse.Namespace) -> None:
         until = cluster.folder / "enough"
 
         def start(name: str, wants: int, life: str) -> Child:
-            return Child(cluster, options, name, "train", wants=wants, until=until, store=cluster.folder / f"store-{name}{life}")
+            store = cluster.folder / f"store-{name}{life}"
+            return Child(cluster, options, name, "train", wants=wants, until=until, store=store, compile=options.compile)
 
         steady, second = start("a", 0, ""), start("b", 1, "")
         first_join = second.said("joined")["joined"]
@@ -458,8 +459,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=40, help="alone, before and after")
     parser.add_argument("--joined", type=int, default=144, help="joined and timed, after H that are not")
     parser.add_argument("--compile", type=int, choices=(0, 1), default=1, help="in the first part")
-    parser.add_argument("--before-kill", type=int, default=60, help="steps of the learner that is killed")
-    parser.add_argument("--after-kill", type=int, default=40, help="and of the one in its place")
+    parser.add_argument("--before-kill", type=int, default=100, help="steps of the learner that is killed")
+    parser.add_argument("--after-kill", type=int, default=200, help="and of the one in its place")
     parser.add_argument("--limit", type=float, help="seconds of each part, in place of its own limit")
     parser.add_argument("--json", type=Path, help="append each line to this file")
     for hidden, kind, usual in (
