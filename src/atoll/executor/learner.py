@@ -55,6 +55,7 @@ from atoll.rules import Schedule
 from atoll.store.tensor_files import load_moments, load_optimizer
 from atoll.tasks.task import Task
 from atoll.tensors.access import cast_like, is_finite, named_tensors, read_buffers, read_params
+from atoll.tensors.pieces import BlockSplit
 from atoll.workload.data.seeds import generator
 
 
@@ -289,12 +290,16 @@ class TensorLearner:
         poisons = cuda.poisons()
         staged = cuda.stager.stage(
             fragment, tensors, before, self._codec, rng=self._rounding(effect), keep_weights=effect.restart,
-            feedback=self._config.protocol.error_feedback, residual=self._residual(p),
+            feedback=self._config.protocol.error_feedback, residual=self._residual(p), split=self._split_of(p),
         )  # fmt: skip
         cuda.put((p, effect.slot), staged)
         if effect.restart:
             self._round_start[p] = staged.weights
         return tuple(Poisoned(where) for where in poisons)
+
+    def _split_of(self, p: FragmentId) -> BlockSplit | None:
+        """How ranks divide the packet; None: all of it is this process's."""
+        return None
 
     def _residual(self, p: FragmentId) -> Tensor | None:
         """Added to the next packet."""

@@ -188,6 +188,18 @@ def split_of(owned: Sequence[Run], align: int) -> BlockSplit:
     return BlockSplit(tuple(blocks), tuple(seams))
 
 
+def joined_runs(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The same elements in the same order, in as few runs as a copy of a rank's own vector needs."""
+    found: list[Run] = []
+    for run in runs:
+        last = found[-1] if found else None
+        if last is not None and (last.stop, last.local + last.length) == (run.start, run.local):
+            found[-1] = last._replace(length=last.length + run.length)
+        else:
+            found.append(run)
+    return tuple(found)
+
+
 def numel_of(runs: Sequence[Run]) -> int:
     return sum(run.length for run in runs)
 

@@ -21,9 +21,11 @@ from atoll.errors import ConfigError, NotFinite
 from atoll.executor.cuda.staging import CudaStager, Incoming, StagedPacket
 from atoll.executor.cuda.transfer import each_tensor
 from atoll.executor.late import LateContent
+from atoll.executor.ranks.stitch import EncodedPart
 from atoll.ids import FragmentId, OuterStep
 from atoll.protocol.interface import Payload
 from atoll.tensors.layout import Fragment
+from atoll.tensors.pieces import Run
 
 Key = tuple[FragmentId, OuterStep]
 
@@ -35,6 +37,13 @@ class StagedSend(LateContent):
     def __init__(self, staged: StagedPacket) -> None:
         self._staged = staged
         self._hold_while_alive(self)
+
+    def part(self) -> tuple[EncodedPart, Tensor] | None:
+        """Of one of several ranks: its part of the packet."""
+        try:
+            return self._staged.part()
+        except NotFinite:
+            return None
 
     def resolve(self) -> tuple[Packet, Tensor] | None:
         try:
@@ -124,13 +133,28 @@ class CudaSide:
 
     def payload(self, keys: Sequence[Key], *, feedback: bool) -> Payload:
         """The payload of the first key that is staged."""
-        staged = next((self._staged[key] for key in keys if key in self._staged), None)
+        key = next((key for key in keys if key in self._staged), keys[0])
+        sent = self.send(key, feedback=feedback)
+        return Payload("packet", 0 if sent is None else self._staged[key].nbytes, sent)
+
+    def send(self, key: Key, *, feedback: bool) -> StagedSend | None:
+        """What is staged, to be waited for in another thread. None if nothing is, or if NaN or Inf is known to be in it."""
+        staged = self._staged.get(key)
         if staged is None or staged.poison():
-            return Payload("packet", 0, None)
+            return None
         if feedback:
-            self._forget_sent(keys[0][0])
-            self._sent[keys[0][0]] = staged.hold()
-        return Payload("packet", staged.nbytes, StagedSend(staged))
+            self._forget_sent(key[0])
+            self._sent[key[0]] = staged.hold()
+        return StagedSend(staged)
+
+    def has(self, key: Key) -> bool:
+        return key in self._staged
+
+    def seams_not_carried(self, p: FragmentId, runs: Sequence[Run], values: Tensor) -> None:
+        """Of a rank's part, known once the packet is assembled."""
+        residual = self.residual_sent(p)
+        if residual is not None:
+            self.stager.add_to(residual, runs, values)
 
     def residual_of(self, p: FragmentId, *, merged: bool) -> Tensor | None:
         """What the last packet sent did not carry. A merged packet was sent, so this waits only if a newer one is being sent."""
@@ -145,8 +169,7 @@ class CudaSide:
         if staged is None:
             return None
         try:
-            staged.wait()
-            return staged.residual
+            return staged.residual_once_known()
         except NotFinite:
             return None
 

@@ -21,20 +21,24 @@ that cannot do this on CUDA runs on the host, in the sending thread; `why_on_hos
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from atoll.codecs import BLOCK, Codec, Packet, UncheckedCodec, encode_with_feedback
 from atoll.codecs import codec as codec_of
+from atoll.codecs.layout import layout
 from atoll.config.codecs import codec_spec
 from atoll.errors import NotFinite
+from atoll.executor.cuda.encoder import Encoder
+from atoll.executor.ranks.stitch import EncodedPart, encode_part
 from atoll.tensors.access import cast_like, read_buffers, read_params, write_buffers, write_params
 from atoll.tensors.layout import Fragment
 from atoll.tensors.outer import mix
+from atoll.tensors.pieces import BlockSplit, Run, joined_runs, put_runs, take_runs
 
 MASTER_KEYS: Final = ("master", "master_param", "master_weights", "fp32_param")
 """Where optimisers of 16-bit models keep a parameter's fp32 master copy in its state."""
@@ -110,6 +114,10 @@ def _rounded(nbytes: int) -> int:
     return max(1, -(-nbytes // step)) * step
 
 
+StagedContent: TypeAlias = tuple[Packet | EncodedPart, Tensor, Tensor | None]
+"""What is sent, the flat buffers, and with error feedback what the packet does not carry."""
+
+
 class StagedPacket:
     """A fragment being copied to pinned memory. Any thread may wait for it; its value is fixed from `stage` on.
 
@@ -118,7 +126,7 @@ class StagedPacket:
     """
 
     def __init__(
-        self, nbytes: int, ready: EventLike, finish: Callable[[], tuple[Packet, Tensor, Tensor | None]],
+        self, nbytes: int, ready: EventLike, finish: Callable[[], StagedContent],
         give_back: Callable[[], None], check: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`check` is the cheap part of `finish`: it raises NotFinite if the device found NaN or Inf."""
@@ -127,9 +135,9 @@ class StagedPacket:
         self._ready = ready
         self._check = check
         self._poison = ""
-        self._finish: Callable[[], tuple[Packet, Tensor, Tensor | None]] | None = finish
+        self._finish: Callable[[], StagedContent] | None = finish
         self._give_back = give_back
-        self._result: tuple[Packet, Tensor, Tensor | None] | None = None
+        self._result: StagedContent | None = None
         self._holders = 1
         self._counting = threading.RLock()
         self._finishing = threading.Lock()  # its own lock: a host codec's work must not block the training thread in hold()
@@ -141,6 +149,17 @@ class StagedPacket:
 
     def wait(self) -> tuple[Packet, Tensor]:
         """The packet and the flat buffers, in host memory that stays valid until the last release. Raises NotFinite."""
+        packet, buffers, _ = self._waited()
+        assert isinstance(packet, Packet), "staged with a split: ask for the part"
+        return packet, buffers
+
+    def part(self) -> tuple[EncodedPart, Tensor]:
+        """The same of a rank's part of a packet, which was staged with a split."""
+        part, buffers, _ = self._waited()
+        assert isinstance(part, EncodedPart), "staged without a split: wait for the packet"
+        return part, buffers
+
+    def _waited(self) -> StagedContent:
         self._ready.synchronize()
         with self._finishing:
             if self._result is None:
@@ -150,7 +169,7 @@ class StagedPacket:
                 except NotFinite as error:
                     self._poison = error.where
                     raise
-            return self._result[:2]
+            return self._result
 
     def poison(self) -> str:
         """The known place of a NaN or Inf, for a holder. Never waits: "" may mean that the device is not done yet."""
@@ -166,6 +185,10 @@ class StagedPacket:
         """With error feedback, what the packet does not carry. Valid only after `wait` returned; before, it may be NaN."""
         assert self._result is not None, "call wait() first: it checks that the residual is finite"
         return self._result[2]
+
+    def residual_once_known(self) -> Tensor | None:
+        """Waits for it. Raises NotFinite."""
+        return self._waited()[2]
 
     @property
     def weights(self) -> Tensor:
@@ -194,51 +217,6 @@ class StagedPacket:
                 return
         self._result = self._finish = None
         self._give_back()
-
-
-class Encoder:
-    """Runs a codec on one stream, as a CUDA graph from the third vector of a length on. The first call loads kernels, which must
-    not happen during a capture; the second captures.
-
-    Results are in memory that the next call overwrites, in the stream's order.
-    """
-
-    def __init__(self, device: torch.device, numel_max: int) -> None:
-        self._memory = torch.empty(numel_max, device=device)
-        self._pool = torch.cuda.graph_pool_handle()  # shared scratch: graphs of one stream never overlap
-        self._seen: set[tuple[str, int, bool]] = set()
-        self._graphs: dict[tuple[str, int, bool], tuple[torch.cuda.CUDAGraph, Packet, Tensor]] = {}
-
-    def input(self, numel: int) -> Tensor:
-        """Where the caller writes the vector to encode; all lengths share this memory."""
-        assert numel <= self._memory.numel(), "the stager was made for shorter fragments"
-        return self._memory[:numel]
-
-    def encode(self, codec: UncheckedCodec, numel: int, feedback: bool) -> tuple[Packet, Tensor]:
-        """The packet of `input(numel)` and whether it was finite. With feedback the input becomes the residual."""
-        key = (codec.name, numel, feedback)
-        if key not in self._seen:
-            self._seen.add(key)
-            return _encode(codec, self.input(numel), feedback)
-        if key not in self._graphs:
-            graph, vector = torch.cuda.CUDAGraph(), self.input(numel)
-            # Thread-local: calls of other threads to the device must not invalidate the capture.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                packet, finite = _encode(codec, vector, feedback)
-            finally:
-                graph.capture_end()
-            self._graphs[key] = (graph, packet, finite)
-        graph, packet, finite = self._graphs[key]
-        graph.replay()
-        return packet, finite
-
-
-def _encode(codec: UncheckedCodec, vector: Tensor, feedback: bool) -> tuple[Packet, Tensor]:
-    packet, finite = codec.encode_unchecked(vector)
-    if feedback:
-        codec.accumulate(packet, vector, -1.0)
-    return packet, finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +250,12 @@ class CudaStager:
     def stage(
         self, fragment: Fragment, tensors: Mapping[str, Tensor], before: Tensor | None, codec: Codec, *,
         rng: torch.Generator | None = None, feedback: bool = False, residual: Tensor | None = None, keep_weights: bool = False,
+        split: BlockSplit | None = None,
     ) -> StagedPacket:  # fmt: skip
         """Stages `cast(before) - tensors`, or the tensors themselves (gradients) if `before` is None, as of this point of the
         compute stream. Returns at once. `before` is an anchor in pinned memory, or weights on the device. `rng` is a generator
-        of the host, which no other caller uses until `wait`."""
+        of the host, which no other caller uses until `wait`. `split`: how a rank, one of several, divides what it sends; the
+        fragment is then of its own pieces, and what is waited for its part of the packet."""
         # A forward pass changes buffers (batch statistics) and waits for no event, so these few bytes are read here.
         buffers = read_buffers(tensors, fragment)
         weights, read_done = self._read(fragment, tensors)
@@ -285,16 +265,20 @@ class CudaStager:
                 if used.is_cuda:
                     used.record_stream(self._encodes)
             vector = self._encoder.input(fragment.numel)
+            weights = weights if weights.is_cuda else weights.to(self.device)  # a rank that holds none of it: an empty one
             if before is None:
                 vector.copy_(weights)
             else:  # casting is idempotent: weights that were read are already cast
                 torch.sub(cast_like(fragment, self._to_device(before)), weights, out=vector)
             if why_on_host(codec, rng) is not None:
-                staged = self._for_host(fragment, codec, vector, buffers, rng, feedback, residual)
+                staged = self._for_host(fragment, codec, vector, buffers, rng, feedback, residual, split)
             else:
                 if residual is not None:
                     vector.add_(self._to_device(residual))
-                staged = self._on_device(fragment, codec, vector, buffers, feedback)
+                if split is None:
+                    staged = self._on_device(fragment, codec, vector, buffers, feedback)
+                else:
+                    staged = self._part_on_device(fragment, codec, vector, buffers, feedback, split)
         if keep_weights:
             staged.keep(weights, read_done)
         return staged
@@ -375,7 +359,8 @@ class CudaStager:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(self.device))
             return tensor
-        assert tensor.is_pinned(), "a copy from pageable memory blocks the training thread: pin() anchors on arrival"
+        pinned = tensor.is_pinned() or not tensor.numel()
+        assert pinned, "a copy from pageable memory blocks the training thread: pin() anchors on arrival"
         return tensor.to(self.device, non_blocking=True)
 
     def _on_device(self, fragment: Fragment, codec: Codec, vector: Tensor, buffers: Tensor, feedback: bool) -> StagedPacket:
@@ -390,15 +375,49 @@ class CudaStager:
         def check() -> None:
             refuse_not_finite(fragment, here, flat, finite_flag)
 
-        def finish() -> tuple[Packet, Tensor, Tensor | None]:
+        def finish() -> StagedContent:
             check()
             return here, flat, residual
 
         return StagedPacket(here.nbytes + 4 * flat.numel(), ready, finish, lambda: self.pool.give(memory, ready), check)
 
+    def _part_on_device(
+        self, fragment: Fragment, codec: Codec, vector: Tensor, buffers: Tensor, feedback: bool, split: BlockSplit
+    ) -> StagedPacket:  # fmt: skip
+        """The blocks that a rank owns whole, as `encode_part` does on the host; its seams travel as numbers."""
+        assert isinstance(codec, UncheckedCodec)
+        blocks = joined_runs(split.blocks)
+        seams, numel, all_numel = take_runs(vector, split.seams), split.block_numel, vector.numel()
+        if numel and not (len(blocks) == 1 and blocks[0].local == 0):
+            self._encoder.input(numel).copy_(take_runs(vector, blocks))
+        finite = torch.isfinite(seams).all()
+        codes, scales = torch.empty(0, dtype=layout(codec.name, 0).code_dtype, device=self.device), None
+        if numel:
+            packet, blocks_finite = self._encoder.encode(codec, numel, feedback)
+            finite, codes, scales = finite & blocks_finite, packet.codes, packet.scales
+        elif layout(codec.name, 0).scales is not None:
+            scales = torch.empty(0, device=self.device)
+        residual = None
+        if feedback:
+            residual = torch.zeros(all_numel, device=self.device)
+            put_runs(residual, blocks, self._encoder.input(numel))
+        parts = [codes, finite.view(1), seams, *(() if scales is None else (scales,))]
+        memory, views, ready = self._to_host([*parts, buffers])
+        part, flat = EncodedPart(views[0], None if scales is None else views[3], views[2]), views[-1]
+
+        def check() -> None:
+            refuse_part(fragment, flat, views[1])
+
+        def finish() -> StagedContent:
+            check()
+            return part, flat, residual
+
+        nbytes = sum(view.nbytes for view in views)
+        return StagedPacket(nbytes, ready, finish, lambda: self.pool.give(memory, ready), check)
+
     def _for_host(
         self, fragment: Fragment, codec: Codec, difference: Tensor, buffers: Tensor, rng: torch.Generator | None,
-        feedback: bool, residual: Tensor | None,
+        feedback: bool, residual: Tensor | None, split: BlockSplit | None,
     ) -> StagedPacket:  # fmt: skip
         """The device only subtracts and checks for NaN and Inf; `wait` encodes."""
         finite = torch.isfinite(difference).all()
@@ -407,8 +426,12 @@ class CudaStager:
         def check() -> None:
             refuse_not_finite(fragment, Packet("fp32", vector.numel(), vector, None), flat, finite_flag)
 
-        def finish() -> tuple[Packet, Tensor, Tensor | None]:
+        def finish() -> StagedContent:
             check()
+            if split is not None:
+                total = vector if residual is None else vector + residual.cpu()
+                part, left = encode_part(codec, total, split, feedback=feedback)
+                return part, flat, None if left is None else left.to(self.device)
             if feedback:
                 before = None if residual is None else residual.cpu()
                 packet, left = encode_with_feedback(codec, vector, before, rng=rng)
@@ -417,6 +440,11 @@ class CudaStager:
 
         nbytes = codec.nbytes(vector.numel()) + 4 * flat.numel()
         return StagedPacket(nbytes, ready, finish, lambda: self.pool.give(memory, ready), check)
+
+    def add_to(self, residual: Tensor, runs: Sequence[Run], values: Tensor) -> None:
+        """Writes what an assembled packet did not carry of this rank's seams, in the order of the next encoding."""
+        with torch.cuda.stream(self._encodes):
+            put_runs(residual, runs, values.to(self.device))
 
     def _to_host(self, parts: list[Tensor]) -> tuple[Tensor, list[Tensor], torch.cuda.Event]:
         """All parts in one pinned buffer, and the event after which they are complete."""
@@ -444,13 +472,20 @@ def adopt_into(
             if master is not None:
                 masters[slot.name] = master
     weights = announced
-    if alpha > 0:
-        weights = mix(read_params({**tensors, **masters}, fragment), announced, alpha)
+    if alpha > 0 and fragment.numel:  # one of several ranks may hold nothing of it
+        live = {slot.name: masters[slot.name] if slot.name in masters else tensors[slot.name] for slot in fragment.params}
+        weights = mix(read_params(live, fragment), announced, alpha)
     write_params(tensors, fragment, weights)
     if masters:
         write_params(masters, replace(fragment, params=tuple(s for s in fragment.params if s.name in masters)), weights)
     if buffers.numel():
         write_buffers(tensors, fragment, buffers)
+
+
+def refuse_part(fragment: Fragment, buffers: Tensor, finite: Tensor) -> None:
+    """A rank's part holds blocks of many places, so a flaw in it has no place but the fragment."""
+    if not bool(finite) or not bool(torch.isfinite(buffers).all()):
+        raise NotFinite(f"fragment {fragment.id}")
 
 
 def refuse_not_finite(fragment: Fragment, packet: Packet, buffers: Tensor, finite: Tensor) -> None:

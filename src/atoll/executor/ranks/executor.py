@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from atoll.codecs import codec as codec_of
 from atoll.errors import NotFinite
-from atoll.executor.cuda.learner import Key
+from atoll.executor.cuda.learner import CudaSide, Key, StagedSend
 from atoll.executor.cuda.transfer import each_tensor
 from atoll.executor.learner import StateStore, TensorLearner
 from atoll.executor.ranks.state import StateParts, boxes_of_moments, like_parameters, names_of, part_of
 from atoll.executor.ranks.stitch import EncodedPart, block_of, encode_part, owned_block, packs_randomly
 from atoll.ids import FragmentId, LearnerId, OuterStep
-from atoll.protocol.vocabulary import NO_VERSION, Stage
+from atoll.protocol.interface import Payload
+from atoll.protocol.vocabulary import NO_VERSION, Event, Stage
 from atoll.store.tensor_files import use_plain_floats
 from atoll.tasks.task import Task
 from atoll.tensors.access import named_tensors, read_buffers, read_params
@@ -40,6 +42,17 @@ class StagedPart(NamedTuple):
     residual: Tensor | None
     total: Tensor | None
     """What was encoded, where the learner may go on with fewer ranks: these then divide it anew."""
+
+
+OwnPart: TypeAlias = tuple[EncodedPart, Tensor] | StagedSend
+
+
+def part_of_packet(own: OwnPart) -> tuple[EncodedPart, Tensor] | None:
+    """Waits for the device: not for the training thread. None if NaN or Inf was found. The part is valid while `own` lives."""
+    if not isinstance(own, StagedSend):
+        return own
+    found = own.part()
+    return None if found is None else (found[0], found[1].clone())
 
 
 class RankExecutor(TensorLearner):
@@ -63,10 +76,12 @@ class RankExecutor(TensorLearner):
         self._splitting = threading.Lock()
         local = replace(task.layout, fragments=tuple(held[rank].fragment for held in self.held))
         super().__init__(
-            replace(task, layout=local), learner, snapshots, model=model, optimizer=optimizer, device=device, resident=True,
+            replace(task, layout=local), learner, snapshots, model=model, optimizer=optimizer, device=device,
             tensors=LocalTensors(named_tensors(model)),
         )  # fmt: skip
         self._parts: dict[Key, StagedPart] = {}
+        self._randomly: dict[Key, Stage] = {}
+        """On a GPU, with a codec that rounds or draws at random: what each staged copy was staged for."""
         self._asked: dict[int, tuple[Key, StagedPart | None]] = {}
         """By request, what rank 0 has not assembled yet."""
         self.names = names_of(model, optimizer)
@@ -78,10 +93,14 @@ class RankExecutor(TensorLearner):
     def staged_key(self, p: FragmentId, slot: int) -> Key:
         """Of the copy that answers a pull: the one staged for that outer step, else the newest."""
         key = (p, slot)
-        return key if key in self._copies or key in self._parts else (p, NO_VERSION)
+        found = key in self._copies or key in self._parts if self._cuda is None else self._cuda.has(key)
+        return key if found else (p, NO_VERSION)
 
-    def encoded(self, key: Key, request: int = 0) -> tuple[EncodedPart, Tensor] | None:
-        """This rank's part of the packet, and the fragment's buffers. None if nothing is staged, or NaN or Inf was."""
+    def encoded(self, key: Key, request: int = 0) -> OwnPart | None:
+        """This rank's part of the packet, and the fragment's buffers. None if nothing is staged, or NaN or Inf was. On a GPU they
+        are still being encoded: `part_of_packet` waits for them."""
+        if self._cuda is not None:
+            return self._cuda.send(key, feedback=self._config.protocol.error_feedback)
         copied = self._copies.pop(key, None)
         if copied is not None:
             total = copied.difference if copied.residual is None else copied.difference + copied.residual
@@ -122,11 +141,16 @@ class RankExecutor(TensorLearner):
         """The random sequence of the whole packet, for the rank that assembles it. It is of the host."""
         if not self._random:
             return None
+        if self._cuda is not None:
+            return self._rounding_on_host(self._randomly[key])
         asked = self._asked[request][1] if self.may_shrink else self._parts[key]
         return None if asked is None else self._rounding_on_host(asked.effect)
 
     def seams_not_carried(self, p: FragmentId, values: Tensor, generation: int = 0) -> None:
         """What the assembled packet did not carry of this rank's seams, as that generation of the group divided it."""
+        if self._cuda is not None:
+            self._cuda.seams_not_carried(p, self.splits[p][self.rank].seams, values)
+            return
         with self._splitting:
             residual = self._uncommitted.get(p)
             if residual is not None and generation == self.generation:
@@ -181,17 +205,36 @@ class RankExecutor(TensorLearner):
     def _drop(self, key: Key) -> None:
         super()._drop(key)
         self._parts.pop(key, None)
+        self._randomly.pop(key, None)
+
+    def _stage_on_device(self, cuda: CudaSide, effect: Stage) -> Sequence[Event]:
+        found = super()._stage_on_device(cuda, effect)
+        if self._random:
+            self._randomly[effect.fragment, effect.slot] = effect
+        return found
+
+    def _split_of(self, p: FragmentId) -> BlockSplit | None:
+        return self.splits[p][self.rank]
 
     def _forget_work(self) -> None:
         super()._forget_work()
         self._parts.clear()
+        self._randomly.clear()
 
     # ------------------------------------------------------------ receiving
 
-    def _keep(self, p: FragmentId, version: int, previous: int, content: Any) -> None:
-        super()._keep(p, version, previous, content)
-        kept, announced, buffers = self._kept[p]
-        self._kept[p] = (kept, announced.to(self._device), buffers.to(self._device))
+    def pinned(self, value: Any) -> Any:
+        """For the receiving thread: from pinned memory the device takes it without the host. On a CPU the same value."""
+        return value if self._cuda is None else self._cuda.pinned(value)
+
+    def pinned_payload(self, payload: Payload) -> Payload:
+        """The same of an announced version."""
+        return payload if self._cuda is None else self._cuda.arriving(payload)
+
+    @property
+    def is_whole_on_device(self) -> bool:
+        """One rank, on a GPU: what arrives is decoded there."""
+        return self._cuda is not None and len(self.world) == 1
 
     # ------------------------------------------------------------ state, in parts
 
@@ -199,12 +242,15 @@ class RankExecutor(TensorLearner):
         """This rank's part of the learner's state, copied to the host."""
         use_plain_floats(self.optimizer)
         boxes = boxes_of_moments(self.optimizer.state_dict()["state"])
-        state = each_tensor(self.state(with_residuals=with_residuals), lambda tensor: tensor.cpu())
+        with nullcontext() if self._cuda is None else self._cuda.training_stream():
+            state = each_tensor(self.state(with_residuals=with_residuals), lambda tensor: tensor.cpu())
         return part_of(state, self.world[self.rank], boxes, owned_block(self._config))
 
     @property
     def announced(self) -> dict[FragmentId, tuple[OuterStep, Tensor]]:
         """This rank's pieces of the versions that wait to be adopted."""
+        if self._cuda is not None:
+            self._cuda.stager.settle()
         return {p: (version, announced) for p, (version, announced, _) in dict(self._kept).items()}
 
     def cut(self, parts: StateParts, rank: int) -> dict[str, Any]:
@@ -230,8 +276,7 @@ class RankExecutor(TensorLearner):
         """`state` is this rank's own."""
         optimizer = state["optimizer"]
         placed = {**optimizer, "state": like_parameters(optimizer["state"], self._of_number)}
-        here = each_tensor({key: state[key] for key in ("anchors", "kept")}, lambda tensor: tensor.to(self._device))
-        super()._load_state({**state, **here, "optimizer": placed}, resumes=resumes)
+        super()._load_state({**state, "optimizer": placed}, resumes=resumes)
 
     # ------------------------------------------------------------ the weights as they are
 

@@ -30,6 +30,7 @@ from torch.utils.data import Subset, default_collate
 
 from atoll.config import Config, from_builtins
 from atoll.errors import AtollError, ConfigError, DataError, PlaceLost, RunFailed, UserError
+from atoll.executor.cuda.losses import LateLosses
 from atoll.executor.environment import tape_header
 from atoll.executor.learner import TensorLearner
 from atoll.executor.peer_state import state_bytes_max
@@ -112,6 +113,7 @@ class Learner:
         self._attached = False
         self._checked = False
         self._counts = _StepCounts()
+        self._late = LateLosses()
 
     # ------------------------------------------------------------ progress of the run
 
@@ -140,9 +142,9 @@ class Learner:
         """Call it after every `optimizer.step()`, or `scaler.step(optimizer)`. It may change weights.
 
         `tokens` and `samples` are the data of this step; a learner's weight in a merge follows from them. Every rank of a learner
-        calls it, with its own data and loss: they are added up, and the loss is the mean over tokens. Returns True if the
-        step counted. False: the scaler skipped the step (its gradients overflowed), so nothing was trained or reported; or the
-        run is over.
+        calls it, with its own data and loss: they are added up, and the loss is the mean over tokens. A loss on a GPU is told
+        one step late, so that nothing waits for this step. Returns True if the step counted. False: the scaler skipped the step
+        (its gradients overflowed), so nothing was trained or reported; or the run is over.
         """
         if self._attached:
             raise UserError("learner.step: this learner is attached, so its optimiser reports steps; call learner.count instead")
@@ -199,6 +201,7 @@ class Learner:
         if not self._checked:
             self._check_first_step()
         self._refuse_unfrozen()
+        counts.tell_late(self._late)
         self._step_nanos = time.monotonic_ns() - self._began
         return StepDone(counts.tokens, counts.samples, self._step_nanos, counts.mean_loss())
 
@@ -442,6 +445,11 @@ class _StepCounts:
     @property
     def samples(self) -> int:
         return self.drawn if self._samples is None else self._samples
+
+    def tell_late(self, late: LateLosses) -> None:
+        """On a GPU the losses are those of the step before."""
+        if any(isinstance(loss, Tensor) and loss.is_cuda for loss in self._losses):
+            self._losses = late.following(self._losses)
 
     def mean_loss(self) -> float | None:
         """Reads from the device only here, once per step. NaN is not reported: the weights show it, and are refused."""

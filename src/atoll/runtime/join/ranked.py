@@ -86,6 +86,7 @@ class RankedLearner(Learner):
         self._take_place(placement)
         self._live = self._member
         self._make_executor(placement)
+        stack.callback(self._inner.close)
         self._member.begin(self._inner)
 
     def _connect_lead(self, stack: contextlib.ExitStack, frozen: str) -> None:
@@ -96,6 +97,7 @@ class RankedLearner(Learner):
         shown = msgspec.structs.replace(placement, key="", place_key="")
         self._lead.tell(PlaceGiven(shown))
         self._make_executor(placement)
+        stack.callback(self._inner.close)
         self._leading = LeadExecutor(self.config, self._inner, self._lead, placement.learner)
         self._agree_with_syncer(placement, frozen)
         stack.callback(lambda: self._place.close())

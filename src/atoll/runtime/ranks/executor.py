@@ -23,9 +23,8 @@ from atoll.errors import RunFailed
 from atoll.executor.cuda.learner import Key
 from atoll.executor.cuda.transfer import each_tensor
 from atoll.executor.peer_state import PeerStateCheck
-from atoll.executor.ranks.executor import RankExecutor
+from atoll.executor.ranks.executor import OwnPart, RankExecutor
 from atoll.executor.ranks.state import StateParts
-from atoll.executor.ranks.stitch import EncodedPart
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
@@ -211,7 +210,7 @@ class LeadExecutor:
         nbytes = layout(self._codec.name, fragment.numel).nbytes + 4 * fragment.buffer_numel
         return Payload("packet", nbytes, sent)
 
-    def _asked(self, key: Key, request: int, own: tuple[EncodedPart, Tensor] | None) -> Asked:
+    def _asked(self, key: Key, request: int, own: OwnPart | None) -> Asked:
         inner = self._inner
         rng = None if own is None else inner.rounding_of(key, request)
         return Asked(key, request, inner.others, own, inner.splits[key[0]], inner.generation, rng)
@@ -247,6 +246,8 @@ class LeadExecutor:
         if not isinstance(body, Announce) or self._inspect_whole(body, payload).flaw is not None:
             return payload
         sent, buffers = payload.content
+        if self._inner.is_whole_on_device:
+            return Payload(payload.kind, payload.nbytes, RankShare(0, self._inner.pinned_payload(payload).content))
         difference = isinstance(sent, Packet)
         whole = codec_of(sent.codec).decode(sent) if isinstance(sent, Packet) else sent
         if self._unkept:  # the version before was older than what the learner had
@@ -260,7 +261,9 @@ class LeadExecutor:
         own = cut_from(whole, held[0].runs)
         del whole
         self._lead.await_taken(arrival)
-        return Payload(payload.kind, payload.nbytes, RankShare(arrival, own, buffers, difference))
+        mine = Packet("fp32", own.numel(), own, None) if difference else own
+        share = self._inner.pinned_payload(Payload(payload.kind, payload.nbytes, (mine, buffers)))
+        return Payload(payload.kind, payload.nbytes, RankShare(arrival, share.content))
 
     def _drop_unloaded(self) -> None:
         """A state that came too late to be loaded."""
@@ -307,10 +310,9 @@ class LeadExecutor:
 class RankShare:
     """The content of an announcement's payload once every rank has its pieces."""
 
-    def __init__(self, arrival: int, own: Tensor, buffers: Tensor, difference: bool) -> None:
+    def __init__(self, arrival: int, own: tuple[Packet | Tensor, Tensor]) -> None:
         self.arrival = arrival
-        sent = Packet("fp32", own.numel(), own, None) if difference else own
-        self.own = (sent, buffers)
+        self.own = own
 
 
 class StateShare(NamedTuple):

@@ -17,7 +17,7 @@ from atoll.codecs.layout import layout
 from atoll.errors import NotFinite, RunFailed
 from atoll.executor.cuda.learner import Key
 from atoll.executor.late import LateContent
-from atoll.executor.ranks.executor import RankExecutor
+from atoll.executor.ranks.executor import OwnPart, RankExecutor, part_of_packet
 from atoll.executor.ranks.stitch import EncodedPart, assemble
 from atoll.ids import FragmentId
 from atoll.runtime.ranks.channel import SPOOLED_BYTES, parts_of
@@ -42,7 +42,7 @@ class Asked(NamedTuple):
     key: Key
     request: int
     members: tuple[int, ...]
-    own: tuple[EncodedPart, Tensor] | None
+    own: OwnPart | None
     splits: Mapping[int, BlockSplit]
     generation: int
     rng: torch.Generator | None
@@ -110,6 +110,7 @@ class GatheredSend(LateContent):
                             raise RankLost("the packet was asked for anew")
                         self.is_done = True
                     self._result = self._assemble(asked, answers)
+                    self._asked = asked._replace(own=None)  # a device's memory goes back
                 except RankLost:
                     raise
                 except RunFailed:  # the message goes without bytes, as later ones on this channel count on it
@@ -121,12 +122,13 @@ class GatheredSend(LateContent):
         if self._inner.may_shrink:
             self._lead.tell(Assembled(asked.request))
             self._inner.assembled(asked.request)
-        if asked.own is None or not all(part.sizes for part, _ in answers.values()):
+        own = None if asked.own is None else part_of_packet(asked.own)
+        if own is None or not all(part.sizes for part, _ in answers.values()):
             return None
         p = self._fragment
         fragment, order = self._inner.whole[p], (0, *asked.members)
         shape = layout(self._codec.name, 0)
-        parts = [asked.own[0]]
+        parts = [own[0]]
         for rank in asked.members:
             part, data = answers[rank]
             codes, scales, seams = parts_of(data, part.sizes, [shape.code_dtype, torch.float32, torch.float32])
@@ -142,4 +144,4 @@ class GatheredSend(LateContent):
             for rank, residual in zip(asked.members, residuals[1:], strict=True):
                 if residual.numel():
                     self._lead.tell_rank(rank, SeamResidual(p, asked.generation), (residual,))
-        return packet, asked.own[1]
+        return packet, own[1]

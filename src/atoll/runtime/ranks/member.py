@@ -20,8 +20,7 @@ from torch import Tensor
 
 from atoll.codecs import Packet
 from atoll.errors import AtollError, RunFailed
-from atoll.executor.ranks.executor import RankExecutor
-from atoll.executor.ranks.stitch import EncodedPart
+from atoll.executor.ranks.executor import OwnPart, RankExecutor, part_of_packet
 from atoll.ids import OuterStep
 from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import InnerStep, Poisoned, StepDone
@@ -307,13 +306,17 @@ class RankMember:
         sent = Packet("fp32", params.numel(), params, None) if note.difference else params
         return Payload("fragment", data.numel(), (sent, buffers))
 
-    def _send_part(self, request: int, found: tuple[EncodedPart, Tensor] | None) -> None:
+    def _send_part(self, request: int, own: OwnPart | None) -> None:
+        self._later(self._answers, self._send_encoded, request, own)
+
+    def _send_encoded(self, request: int, own: OwnPart | None) -> None:
+        found = None if own is None else part_of_packet(own)
         if found is None:
-            self._answer(Part(request, ()), [])
+            self._send_bytes(Part(request, ()), [])
             return
         codes, scales, seams = found[0]
         tensors = [codes, torch.empty(0) if scales is None else scales, seams]
-        self._answer(Part(request, tuple(t.numel() * t.element_size() for t in tensors)), tensors)
+        self._send_bytes(Part(request, tuple(t.numel() * t.element_size() for t in tensors)), tensors)
 
     def _send_weights(self, request: int, p: int) -> None:
         executor = self._executing()
@@ -356,6 +359,8 @@ class RankMember:
             self._bulk_closed(closed)
 
     def _take_bytes(self, note: Any, data: Tensor) -> None:
+        if isinstance(note, Arrival):
+            data = self._executing().pinned(data)
         self._arrived[note.arrival] = (note, data)
         self._connected.bulk.send(ArrivalTaken(note.arrival))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from atoll.codecs import Packet, codec
 from atoll.errors import ConfigError, NotFinite
 from atoll.executor.cuda.learner import StagedSend, cuda_device_of
+from atoll.executor.cuda.losses import LateLosses
 from atoll.executor.cuda.staging import PinnedPool, StagedPacket
 from atoll.executor.cuda.transfer import on_host, to_device
 from atoll.executor.learner import TensorLearner
@@ -453,3 +454,10 @@ if torch.cuda.is_available():
             if at == 10:
                 warm = learner._cuda.stager.pool.allocations
         assert learner._cuda.stager.pool.allocations == warm
+
+    def test_losses_are_told_one_call_late_and_those_of_the_host_with_them() -> None:
+        late, found = LateLosses(), []
+        for value in (1.0, 2.0, 3.0):
+            loss = torch.tensor(value, device="cuda", requires_grad=True)
+            found.append([float(each) for each in late.following([loss * 2, value])])
+        assert found == [[], [2.0, 1.0], [4.0, 2.0]]
