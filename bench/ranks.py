@@ -87,12 +87,14 @@ def rank_main(rank: int, options: argparse.Namespace, address: str, folder: str)
     plain, model = built(options.parallel, options.ranks)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
     rows = 16
-    for _ in range(3):  # towards the wanted step time
+    for _ in range(8):  # towards the wanted step time; the first is of a cold process, and a larger batch is not as much slower
         data = torch.randn(rows, WIDTH)
         step(model, optimizer, data)
         began = time.perf_counter()
-        step(model, optimizer, data)
-        rows = max(1, min(65_536, round(rows * options.milliseconds / 1e3 / agreed(time.perf_counter() - began))))
+        for _ in range(3):
+            step(model, optimizer, data)
+        seconds = agreed(time.perf_counter() - began) / 3
+        rows = max(1, min(65_536, round(rows * 1.05 * options.milliseconds / 1e3 / seconds)))
     data = torch.randn(rows, WIDTH)
 
     def timed(learner: atoll.Learner | None) -> list[float]:
