@@ -38,7 +38,7 @@ from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.vocabulary import InnerStep, Message, Resumed, StepDone
 from atoll.runtime.join import checks
 from atoll.runtime.join.executor import UserExecutor, task_of
-from atoll.runtime.join.upload import agree_on_model
+from atoll.runtime.join.upload import OwnWeights, agree_on_model
 from atoll.runtime.learner.address import Address, open_tape, request_place
 from atoll.runtime.learner.leaving import LEAVE_FILE, LeaveRequests
 from atoll.runtime.learner.live import LiveLearner
@@ -49,9 +49,8 @@ from atoll.runtime.metrics import MetricsAt, learner_metrics
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import TapeWriter
 from atoll.tasks.task import Task, layout_for
-from atoll.tensors.access import named_tensors, read_buffers, read_params
+from atoll.tensors.access import named_tensors
 from atoll.tensors.inventory import frozen_digest, frozen_parameters
-from atoll.tensors.layout import Fragment
 from atoll.workload.data.deal import Deal
 
 log = logging.getLogger("atoll.learner")
@@ -318,7 +317,8 @@ class Learner:
         stack.callback(self._loop.stop)
         placement = self._request_place()
         self._take_place(placement)
-        self._loop.run(agree_on_model(self._address, placement, self._task.layout, self._weights, frozen))
+        weights = OwnWeights(self._tensors, self._task.layout.fragments)
+        self._loop.run(agree_on_model(self._address, placement, self._task.layout, weights, frozen))
         stack.callback(lambda: self._place.close())
         self._begin(placement)
 
@@ -336,9 +336,6 @@ class Learner:
     def _task_for(self, placement: Placement) -> Task:
         checks.refuse_unfit_run(self.config)
         return task_of(self.config, layout_for(self.config, self._model))
-
-    def _weights(self, fragment: Fragment) -> tuple[Tensor, Tensor]:
-        return read_params(self._tensors, fragment).cpu(), read_buffers(self._tensors, fragment).cpu()
 
     def _begin(self, placement: Placement) -> None:
         """Connects as this learner, for as long as it has the place."""

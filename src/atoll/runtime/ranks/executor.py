@@ -50,7 +50,7 @@ from atoll.protocol.vocabulary import (
     Unstage,
 )
 from atoll.runtime.learner.snapshots import LearnerSnapshots
-from atoll.runtime.ranks.channel import parts_of, tensors_of
+from atoll.runtime.ranks.channel import tensors_of
 from atoll.runtime.ranks.gathered import Asked, GatheredSend, GatheredState
 from atoll.runtime.ranks.lead import RankLead
 from atoll.runtime.ranks.messages import (
@@ -60,7 +60,6 @@ from atoll.runtime.ranks.messages import (
     EncodeAgain,
     EncodePart,
     ReadState,
-    ReadWeights,
     Reform,
     StateArrival,
     WritePart,
@@ -68,7 +67,7 @@ from atoll.runtime.ranks.messages import (
 from atoll.store.snapshots import FileEntry, WrittenPart, remove_rank_parts
 from atoll.store.tensor_files import pack_state
 from atoll.tensors.access import named_tensors
-from atoll.tensors.pieces import cut_from, put_runs
+from atoll.tensors.pieces import cut_from
 
 TOLD = (Stage, ApplyOwnShare, Unstage, Adopt, LoadTheta, LoadSnapshot)
 
@@ -285,23 +284,6 @@ class LeadExecutor:
         """A function of its own, so that one rank's part is dropped before the next is cut."""
         data = tensors_of(pack_state(self._inner.cut(parts, rank)))
         self._lead.tell_rank(rank, StateArrival(arrival), data, bulk=True)
-
-    # ------------------------------------------------------------ the whole model, one fragment at a time
-
-    def weights(self, p: FragmentId) -> tuple[Tensor, Tensor]:
-        """A whole fragment's parameters and buffers, from what every rank owns of it."""
-        request = self._lead.number()
-        self._lead.tell(ReadWeights(request, p))
-        mine, buffers = self._inner.weights(p)
-        flat = torch.empty(self._inner.whole[p].numel)
-        own = self._inner.splits[p][0]
-        for run in (*own.blocks, *own.seams):
-            flat[run.start : run.stop] = mine[run.local : run.local + run.length]
-        for rank, (part, data) in self._lead.answers(request, self._lead.members).items():
-            split = self._inner.splits[p][rank]
-            for runs, values in zip(split, parts_of(data, part.sizes, [torch.float32] * 2), strict=True):
-                put_runs(flat, [run._replace(local=run.start) for run in runs], values)
-        return flat, buffers
 
 
 class RankShare:
