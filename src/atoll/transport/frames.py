@@ -95,6 +95,9 @@ class LinkLimits:
     """Both ends must agree: a receiver refuses a chunk larger than its own limit."""
     assembling_max: int = 8
     """Payloads being assembled or waiting for delivery at a time."""
+    unused_bytes_max: int = 1 << 62
+    """Of payloads that arrived, or are arriving, and that the handler has not used. The one whose turn it is is received also
+    beyond it, once all before it are used."""
     connections: int = 1
     """Connections for payloads. The dialling side chooses; a server allows up to `CONNECTIONS_MAX`."""
     pulse_seconds: float = 2.0

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from atoll.chaos import Hostile
 from atoll.config import from_builtins
@@ -73,6 +73,11 @@ REFUSED_SECONDS = 60.0
 """A learner ends after so many connections in a row that the syncer closed, each sooner than this, because of its messages."""
 
 
+UNUSED_BYTES: Final = 8 << 20
+"""Or two fragments: what a learner reads beyond what it has used. To one who joins the syncer sends the whole model at once, of
+which one fragment is cut for the learner's ranks while the next one arrives."""
+
+
 class LiveLearner:
     """Call `start`, then `next_step` and `step_done` in turn from one thread until `next_step` returns None."""
 
@@ -114,7 +119,10 @@ class LiveLearner:
         self.on_kept: Callable[[tuple[OuterStep, ...]], None] = lambda kept: None
         """Is told which snapshots the syncer keeps."""
         bulks = address.connections_for(largest_fragment)
-        self._limits = LinkLimits(connections=bulks, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
+        self._limits = LinkLimits(
+            connections=bulks, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44,
+            unused_bytes_max=max(UNUSED_BYTES, 2 * 4 * largest_fragment),
+        )  # fmt: skip
         self._condition = threading.Condition()
         self._connection_task: asyncio.Task[None] | None = None
         self._attacker: Attacker | None = None
