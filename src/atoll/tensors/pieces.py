@@ -211,9 +211,10 @@ def put_runs(flat: Tensor, runs: Sequence[Run], values: Tensor) -> None:
         at += run.length
 
 
-def cut_from(whole: Tensor, runs: Sequence[Run]) -> Tensor:
-    """A rank's own flat vector from the fragment's."""
-    out = torch.empty(numel_of(runs), dtype=whole.dtype, device=whole.device)
+def cut_from(whole: Tensor, runs: Sequence[Run], into: Tensor | None = None) -> Tensor:
+    """A rank's own flat vector from the fragment's. `into`: memory to use, where it is large enough."""
+    numel = numel_of(runs)
+    out = torch.empty(numel, dtype=whole.dtype, device=whole.device) if into is None else into[:numel]
     for run in runs:
         out[run.local : run.local + run.length] = whole[run.start : run.stop]
     return out

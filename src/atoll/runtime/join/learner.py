@@ -350,7 +350,7 @@ class Learner:
                 self._address, placement, executor, tape=tape, loop=self._loop.loop,
                 resumed=Resumed(*learner_state_of(self._resume)) if self._resume is not None else None,
                 state_bytes_max=state_bytes_max(self._task.layout.fragments), arriving=arriving, metrics=metrics,
-                spool=self._spool(directory), largest_fragment=self._largest_fragment(),
+                spool=self._spool(directory), largest_fragment=self._largest_fragment(), reads_into=self._reads_into(),
             )  # fmt: skip
             snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep
             self._started(live)
@@ -375,6 +375,10 @@ class Learner:
 
     def _spool(self, directory: Path) -> Path | None:
         """Where a peer's state is kept on its way, if not in memory."""
+        return None
+
+    def _reads_into(self) -> Tensor | None:
+        """Memory for one fragment that the syncer announces, if it is not to be new for each."""
         return None
 
     def _started(self, live: LiveLearner) -> None:

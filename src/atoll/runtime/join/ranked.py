@@ -141,6 +141,11 @@ class RankedLearner(Learner):
         self._leading.spool = directory
         return directory
 
+    def _reads_into(self) -> Tensor | None:
+        """Rank 0 cuts a fragment and drops it, and keeps its own piece. In new memory pieces would come to lie where fragments
+        were, so that the next fragment fits nowhere: rank 0's memory grew by a third of the model by that."""
+        return torch.empty(self._largest_fragment())
+
     def _started(self, live: LiveLearner) -> None:
         self._live = LeadingLearner(live, self._leading, self._lead)
 

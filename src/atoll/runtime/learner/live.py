@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+from torch import Tensor
+
 from atoll.chaos import Hostile
 from atoll.config import from_builtins
 from atoll.errors import DataError, PlaceLost, RunFailed
@@ -85,17 +87,21 @@ class LiveLearner:
         self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
         resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop, state_bytes_max: int = STATE_BYTES_MAX,
         arriving: Callable[[Message, Payload], Payload] | None = None, metrics: LearnerMetrics | None = None,
-        spool: Path | None = None, largest_fragment: int = 0,
+        spool: Path | None = None, largest_fragment: int = 0, reads_into: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`state_bytes_max`: of a peer's recovery state. `spool`: a folder for it, so that it is never in memory as a whole.
         `arriving`: is given what came with an announcement in the receiving thread, before the driver's lock is taken; it may
-        wait. `metrics` sees every event. `largest_fragment`: its parameters."""
+        wait. `metrics` sees every event. `largest_fragment`: its parameters. `reads_into`: memory for them, which `arriving` has
+        done with when it returns."""
         self.placement = placement
         self.config = from_builtins(placement.config)
         self.machine = LearnerMachine(self.config, placement.learner, placement.incarnation)
         self._address = address
         self._executor = executor
         self._arriving = arriving
+        self._reads_into = reads_into
+        self._reading = threading.Lock()
+        """One message at a time is there: a connection that was lost may leave one that is still being cut."""
         self._resumed = resumed
         self._loop = loop
         self._clock = Clock(placement.epoch)
@@ -395,8 +401,13 @@ class LiveLearner:
     async def _read(self, body: Message, data: memoryview) -> Payload:
         if self._arriving is None and data.nbytes <= wire.QUICK_BYTES:
             return wire.from_buffer(body, data)
-        arriving = self._arriving or (lambda body, payload: payload)
-        return await self._loop.run_in_executor(None, lambda: arriving(body, wire.from_buffer(body, data)))
+        return await self._loop.run_in_executor(None, self._decode, body, data)
+
+    def _decode(self, body: Message, data: memoryview) -> Payload:
+        if self._arriving is None:
+            return wire.from_buffer(body, data)
+        with self._reading:
+            return self._arriving(body, wire.from_buffer(body, data, into=self._reads_into))
 
     def _read_state(self, body: StateTransfer, data: memoryview | bytes) -> tuple[Payload, Reason | None]:
         """In another thread: a peer's state, with the reason if it cannot be used. Its bytes end a recovery, never a learner."""

@@ -90,6 +90,8 @@ class LeadExecutor:
         self._turn = threading.RLock()
         """What a rank is told to encode is told before or after a loss of ranks, on all."""
         self._unkept = self._unloaded = 0
+        self._piece = torch.empty(max(held.fragment.numel for each in inner.held for held in each.values()))
+        """A rank's pieces of an announced fragment, while they are sent to it."""
         self.poisoned: list[str] = []
         """What other ranks found since the last step, as sentences that name the rank."""
 
@@ -253,7 +255,7 @@ class LeadExecutor:
         arrival = self._unkept = self._lead.number()
         held = self._inner.held[body.fragment]
         for rank in self._lead.members:
-            piece = cut_from(whole, held[rank].runs)
+            piece = cut_from(whole, held[rank].runs, self._piece)
             note = Arrival(arrival, body.fragment, difference, (piece.numel(), buffers.numel()))
             self._lead.tell_rank(rank, note, (piece, buffers), bulk=True)
         own = cut_from(whole, held[0].runs)
