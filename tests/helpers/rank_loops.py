@@ -519,14 +519,21 @@ class PeakMemory:
         while not self._stop.wait(0.005):
             self._most = max(self._most, self._now())
 
+    def so_far(self) -> int:
+        return max(self._most, self._now()) - self._first
+
     def grown(self) -> int:
         self._stop.set()
         self._thread.join()
-        return max(self._most, self._now()) - self._first
+        return self.so_far()
 
 
-def memory_loop(rank: int, ranks: int, layers: int, address: str, token: str, out: Path) -> int:
-    """A model that no rank ever builds whole: made on the meta device, sharded, and filled shard by shard."""
+def memory_loop(
+    rank: int, ranks: int, layers: int, address: str, token: str, out: Path, wants: int = -1, until: Path | None = None,
+    steps_max: int = -1,
+) -> dict[str, int]:  # fmt: skip
+    """A model that no rank ever builds whole: made on the meta device, sharded, and filled shard by shard. By how much the memory
+    of this rank had grown at most when it had joined, and in the end. `until`: it leaves when this file is there."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -541,17 +548,24 @@ def memory_loop(rank: int, ranks: int, layers: int, address: str, token: str, ou
     with torch.no_grad():
         for parameter in model.parameters():
             local_part(parameter).fill_(0.01)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with atoll.join(address, model, optimizer, token=token, out=out, rank_timeout_seconds=60.0) as learner:
-        step = 0
-        while not learner.over:
-            step += 1
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    local_part(parameter).add_(1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, foreach=False)
+    found, steps = {}, 0
+    with atoll.join(address, model, optimizer, token=token, out=out, wants=wants, rank_timeout_seconds=60.0) as learner:
+        found["joined"] = memory.so_far()
+        while not learner.over and steps != steps_max:
+            steps += 1
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
             optimizer.step()
+            optimizer.zero_grad()
             learner.step(tokens=1)
-    return memory.grown()
+            if steps == 1:
+                say("trains")
+            if until is not None:
+                threading.Event().wait(0.02)  # the processors are for others
+                if rank == 0 and until.exists():
+                    learner.leave("the test has seen enough")
+    return found | {"end": memory.grown(), "moments": len(optimizer.state)}
 
 
 def careful_loop(rank: int, ranks: int, address: str, token: str, out: Path) -> dict[str, Any]:

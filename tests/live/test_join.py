@@ -26,11 +26,13 @@ from atoll.config import Config, load
 from atoll.errors import ConfigError, DataError, RunFailed, UserError
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import FixParticipants, Goodbye, Received, Recovered, StepDone
+from atoll.runtime.join.upload import OwnWeights
 from atoll.runtime.syncer import directory as home_module
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.store.model_upload import pack_model, unpack_model
 from atoll.store.tensor_files import StorageFailed
 from atoll.tape.format import Tape
+from atoll.tensors.access import named_tensors
 from atoll.tensors.inventory import frozen_digest, with_frozen
 from atoll.tensors.layout import fingerprint_of
 
@@ -235,11 +237,12 @@ def test_learner_with_another_frozen_part_is_refused_also_by_a_restarted_syncer(
     said = syncer.home.layout_digest
     uploaded = (syncer.directory / "model.upload").read_bytes()
     syncer.stop()
-    layout, params, buffers = unpack_model(config, memoryview(uploaded))
+    layout, *_ = unpack_model(config, memoryview(uploaded))
+    weights = OwnWeights(named_tensors(models[0]), layout.fragments)
     assert layout.fingerprint == said == with_frozen(fingerprint_of(list(layout.fragments)), frozen_digest(models[0]))
     for digest, refused in (("", False), ("a" * 64, False), ("a" * 63, True), ("A" * 64, True)):
         told = replace(layout, fingerprint=f"{fingerprint_of(list(layout.fragments))}+{digest}")
-        payload = memoryview(b"".join(pack_model(told, params, buffers)))
+        payload = memoryview(b"".join(map(bytes, pack_model(told, weights).pieces())))
         with pytest.raises(DataError, match="frozen part's digest") if refused else contextlib.nullcontext():
             assert unpack_model(config, payload)[0].fingerprint == told.fingerprint.rstrip("+")
 

@@ -92,8 +92,12 @@ class MessageQueue:
     async def _process(self) -> None:
         while (message := await self._inbox.get()) is not None:
             head, data = message
+            nbytes = data.nbytes if data is not None else 0
             await self._take(self.link, head, data)
-            self._waiting_bytes -= data.nbytes if data is not None else 0
+            del message, head, data  # while it waits for the next one, their memory is free
+            self._waiting_bytes -= nbytes
+            if nbytes:
+                self.link.used(nbytes)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()

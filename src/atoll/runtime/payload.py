@@ -109,9 +109,9 @@ def _payload(kind: str, content: Any) -> Buffers | None:
     return [_PREFIX.pack(_PLAIN, numbers.nbytes), numbers, raw(buffers)]
 
 
-def from_buffer(body: Message, data: memoryview, *, shared: bool = False) -> Payload:
+def from_buffer(body: Message, data: memoryview, *, shared: bool = False, into: Tensor | None = None) -> Payload:
     """The payload of a message, which may keep `data`. Raises DataError with the reason if the bytes are not one. `shared`: a
-    peer's state is views of `data` too."""
+    peer's state is views of `data` too. `into`: memory for the numbers of a whole fragment, instead of new memory."""
     size = data.nbytes
     if isinstance(body, StateTransfer):
         return Payload("state", size, unpack_state(data, shared=shared))
@@ -127,7 +127,7 @@ def from_buffer(body: Message, data: memoryview, *, shared: bool = False) -> Pay
         return Payload("packet", size, (Packet.from_bytes(rest[:length], owned=True), buffers))
     if length % 4:
         raise DataError(f"payload of {length} bytes is not an fp32 vector")
-    return Payload("fragment", size, (_numbers(rest[:length]), buffers))
+    return Payload("fragment", size, (_numbers(rest[:length], into), buffers))
 
 
 def packet_of_peer(body: Message, data: memoryview) -> tuple[Payload, Reason | None]:
@@ -143,8 +143,12 @@ def packet_of_peer(body: Message, data: memoryview) -> tuple[Payload, Reason | N
     return Payload("packet", data.nbytes, None), Reason(Why.POISONED, flaw)
 
 
-def _numbers(data: memoryview) -> Tensor:
+def _numbers(data: memoryview, into: Tensor | None = None) -> Tensor:
     """A copy, because a received buffer need not be aligned."""
     if not data.nbytes:
         return torch.empty(0)
+    if into is not None and data.nbytes <= into.nbytes:
+        found = into[: data.nbytes // 4]
+        raw(found)[:] = data
+        return found
     return torch.frombuffer(bytearray(data), dtype=torch.float32)

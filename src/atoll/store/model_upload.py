@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from atoll.config import Config
 from atoll.errors import DataError
-from atoll.store.tensor_files import pack_state, read_state, unpack_state
+from atoll.ids import FragmentId
+from atoll.store.tensor_files import ByteChunk, read_state, state_header, tensor_bytes, unpack_state
 from atoll.tensors.inventory import FROZEN_SEPARATOR, with_frozen
 from atoll.tensors.layout import Fragment, Layout, Slot, fingerprint_of
 
@@ -28,14 +29,45 @@ _DTYPES = {str(d): d for d in (
     torch.uint8, torch.bool,
 )}  # fmt: skip
 _SLOT = tuple(f.name for f in fields(Slot))
+PIECE_NUMEL: Final = 1 << 20
+"""Numbers of a model that are in memory at a time while it is uploaded."""
 
 
-def pack_model(layout: Layout, params: Sequence[Tensor], buffers: Sequence[Tensor]) -> list[Any]:
-    """Of a frozen part, which the layout's fingerprint may name, only the digest is uploaded."""
+class ModelWeights(Protocol):
+    """fp32 on the host. What is returned may be used again for the next piece."""
+
+    def params(self, p: FragmentId, start: int, stop: int) -> Tensor:
+        """Ranges of a fragment are asked for in rising order, up to its end."""
+        ...
+
+    def buffers(self, p: FragmentId) -> Tensor: ...
+
+
+class PackedModel(NamedTuple):
+    nbytes: int
+    pieces: Callable[[], Iterator[ByteChunk]]
+    """Anew from the first byte with every call. A piece is read when it is asked for, and is valid until the next one is."""
+
+
+def pack_model(layout: Layout, weights: ModelWeights) -> PackedModel:
+    """Never whole in memory. Of a frozen part, which the layout's fingerprint may name, only the digest is uploaded."""
     slots = [[_plain(slot) for slot in (*f.params, *f.buffers)] for f in layout.fragments]
     frozen = layout.fingerprint.partition(FROZEN_SEPARATOR)[2]
-    uploaded = {"pattern": layout.pattern, "slots": slots, "params": list(params), "buffers": list(buffers), "frozen": frozen}
-    return list(pack_state(uploaded))
+    sizes = [f.numel for f in layout.fragments], [f.buffer_numel for f in layout.fragments]
+    params, buffers = ([torch.empty(1)[:numel].expand(numel) for numel in each] for each in sizes)
+    uploaded = {"pattern": layout.pattern, "slots": slots, "params": params, "buffers": buffers, "frozen": frozen}
+    header, _ = state_header(uploaded)  # its tensors have one dtype, so their bytes follow in this order
+
+    def pieces() -> Iterator[ByteChunk]:
+        yield header
+        for fragment in layout.fragments:
+            for start in range(0, fragment.numel, PIECE_NUMEL):
+                yield tensor_bytes(weights.params(fragment.id, start, min(start + PIECE_NUMEL, fragment.numel)))
+        for fragment in layout.fragments:
+            if fragment.buffer_numel:
+                yield tensor_bytes(weights.buffers(fragment.id))
+
+    return PackedModel(len(header) + 4 * sum(map(sum, sizes)), pieces)
 
 
 def _plain(slot: Slot) -> list[Any]:

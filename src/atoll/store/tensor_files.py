@@ -170,6 +170,12 @@ def tensor_bytes(tensor: Tensor) -> memoryview:
 
 def tensor_chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[ByteChunk]:
     """Header and tensors. The chunks alias the tensors: write them before a tensor changes."""
+    header, ordered = tensor_header(tensors, metadata)
+    return [header, *(tensor_bytes(tensor) for tensor in ordered if tensor.numel())]
+
+
+def tensor_header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, list[Tensor]]:
+    """The first chunk, and the tensors in the order of their bytes. Of a tensor only its shape and dtype are looked at."""
     # Wide elements first, as in the safetensors library, so that every tensor is aligned in the file.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, Any] = {"__metadata__": metadata}
@@ -181,8 +187,7 @@ def tensor_chunks(tensors: dict[str, Tensor], metadata: dict[str, str]) -> list[
     text += b" " * (-len(text) % 8)
     if len(text) > HEADER_MAX:
         raise ConfigError(f"{len(tensors)} tensors need a header of {len(text)} bytes; at most {HEADER_MAX} are allowed")
-    views: list[ByteChunk] = [tensor_bytes(tensor) for _, tensor in ordered if tensor.numel()]
-    return [len(text).to_bytes(8, "little") + text, *views]
+    return len(text).to_bytes(8, "little") + text, [tensor for _, tensor in ordered]
 
 
 class _View(io.RawIOBase):
@@ -252,8 +257,14 @@ def read_tensor(stream: io.RawIOBase, entry: TensorEntry, what: str) -> Tensor:
 def pack_state(state: Any) -> list[ByteChunk]:
     """For the wire and for files. The chunks alias the state's tensors (on the CPU) and copy nothing; they must be written
     before the state changes."""
+    header, ordered = state_header(state)
+    return [header, *(tensor_bytes(tensor) for tensor in ordered if tensor.numel())]
+
+
+def state_header(state: Any) -> tuple[bytes, list[Tensor]]:
+    """The first chunk, and the state's tensors in the order of their bytes, which need not be there yet."""
     structure, tensors = flatten(state, "state")
-    return tensor_chunks(tensors, {"format": FORMAT, "structure": base64.b64encode(structure).decode("ascii")})
+    return tensor_header(tensors, {"format": FORMAT, "structure": base64.b64encode(structure).decode("ascii")})
 
 
 def unpack_state(data: bytes | bytearray | memoryview, what: str = "state", *, shared: bool = False) -> Any:

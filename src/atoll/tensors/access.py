@@ -26,6 +26,23 @@ def read_params(model_tensors: Mapping[str, Tensor], fragment: Fragment, out: Te
     return _read(model_tensors, fragment.params, fragment.numel, out)
 
 
+class FragmentReader:
+    """Fragments' parameters on the host, for those who want one range of them after the other."""
+
+    def __init__(self) -> None:
+        self._held: tuple[int, Tensor] | None = None
+
+    def read(self, model_tensors: Mapping[str, Tensor], fragment: Fragment, *, last: bool) -> Tensor:
+        """All of it. It is copied once, and kept until its last range or another fragment is asked for."""
+        held, self._held = self._held, None
+        if held is None or held[0] != fragment.id:
+            held = None  # first: two fragments are never here together
+            held = fragment.id, read_params(model_tensors, fragment).cpu()
+        if not last:
+            self._held = held
+        return held[1]
+
+
 @torch.no_grad()
 def write_params(model_tensors: Mapping[str, Tensor], fragment: Fragment, flat: Tensor) -> None:
     """Write a flat vector into the live parameters, each cast to its own dtype."""

@@ -126,12 +126,13 @@ def _shared_runs(
         mine, count = group.index(rank), len(group)
         low, high = (align * -(-part * blocks // count) for part in (mine, mine + 1))
         while run is not None and run.start < slot.offset + slot.numel:
-            kept += _clipped(run, low, high)
+            kept += clipped(run, low, high)
             run = next(runs, None)
     return tuple(kept)
 
 
-def _clipped(run: Run, low: int, high: int) -> list[Run]:
+def clipped(run: Run, low: int, high: int) -> list[Run]:
+    """What lies in the range of a run; nothing, or one run."""
     start, stop = max(run.start, low), min(run.stop, high)
     return [Run(start, stop - start, run.local + start - run.start)] if start < stop else []
 
@@ -180,10 +181,10 @@ def split_of(owned: Sequence[Run], align: int) -> BlockSplit:
             end += 1
         low, high = align * -(-owned[at].start // align), align * (owned[end - 1].stop // align)
         for run in owned[at:end]:
-            blocks += _clipped(run, low, high)
-            seams += _clipped(run, run.start, max(low, run.start) if low < high else run.stop)
+            blocks += clipped(run, low, high)
+            seams += clipped(run, run.start, max(low, run.start) if low < high else run.stop)
             if low < high:
-                seams += _clipped(run, high, run.stop)
+                seams += clipped(run, high, run.stop)
         at = end
     return BlockSplit(tuple(blocks), tuple(seams))
 
@@ -222,9 +223,10 @@ def put_runs(flat: Tensor, runs: Sequence[Run], values: Tensor) -> None:
         at += run.length
 
 
-def cut_from(whole: Tensor, runs: Sequence[Run]) -> Tensor:
-    """A rank's own flat vector from the fragment's."""
-    out = torch.empty(numel_of(runs), dtype=whole.dtype, device=whole.device)
+def cut_from(whole: Tensor, runs: Sequence[Run], into: Tensor | None = None) -> Tensor:
+    """A rank's own flat vector from the fragment's. `into`: memory to use, where it is large enough."""
+    numel = numel_of(runs)
+    out = torch.empty(numel, dtype=whole.dtype, device=whole.device) if into is None else into[:numel]
     for run in runs:
         out[run.local : run.local + run.length] = whole[run.start : run.stop]
     return out

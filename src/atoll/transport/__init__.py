@@ -15,7 +15,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 from atoll.transport.credentials import ClientCredentials, ServerCredentials, client_credentials, server_credentials
 from atoll.transport.dial import Backoff, call, dial, upload
 from atoll.transport.door import PEER_CONNECTIONS, Caps
-from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused, SharedBuffers
+from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused, SharedBuffers, Streamed
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import Server
 from atoll.transport.sockets import open_files_limit, raise_open_files_limit
@@ -39,6 +39,7 @@ __all__ = [
     "ServerCredentials",
     "SharedBuffers",
     "Sink",
+    "Streamed",
     "call",
     "client_credentials",
     "dial",

@@ -7,7 +7,7 @@ import contextlib
 import random
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 from atoll.transport.bulk import BulkSocket, IoThreads
@@ -23,13 +23,13 @@ from atoll.transport.frames import (
     LinkFailed,
     LinkLimits,
     Refused,
+    Streamed,
     Violation,
     pack,
     unpack,
 )
 from atoll.transport.keys import split_address
 from atoll.transport.link import Handler, Link
-from atoll.transport.outbox import Transfer
 from atoll.transport.server import COUNT_KEY, SESSION_KEY
 from atoll.transport.wire import CALL_SERVICE, Channel, GrpcStream, Metadata, RpcError, StreamBroken, failure
 
@@ -186,7 +186,7 @@ async def upload(
     address: str,
     name: str,
     metadata: Mapping[str, str],
-    payload: Buffers,
+    payload: Buffers | Streamed,
     credentials: ClientCredentials | None = None,
     timeout: float = 60.0,
 ) -> bytes:
@@ -195,7 +195,7 @@ async def upload(
     try:
         async with asyncio.timeout(timeout) as deadline:
             stream = channel.open(name, metadata, CALL_SERVICE)
-            data = await _send_upload(stream, Transfer(0, 0, b"", payload), deadline, timeout)
+            data = await _send_upload(stream, payload, deadline, timeout)
         reply = unpack(data or b"")
     except TimeoutError as error:
         raise LinkFailed(f"{address} accepted no data for {timeout} s") from error
@@ -208,7 +208,9 @@ async def upload(
     return bytes(reply.body)
 
 
-async def _send_upload(stream: GrpcStream, transfer: Transfer, deadline: asyncio.Timeout, timeout: float) -> bytes | None:
+async def _send_upload(
+    stream: GrpcStream, payload: Buffers | Streamed, deadline: asyncio.Timeout, timeout: float
+) -> bytes | None:
     """Nothing is sent before a welcome, which may be the answer already. An answer before the last chunk is a refusal; the rest
     is then not sent."""
     first = await stream.read()
@@ -216,16 +218,43 @@ async def _send_upload(stream: GrpcStream, transfer: Transfer, deadline: asyncio
         return first
     answer = asyncio.create_task(stream.read())
     try:
-        while transfer.taken < transfer.total and not answer.done():
-            offset = transfer.taken
-            await stream.write(pack(CHUNK, 0, offset, transfer.total, transfer.take(LinkLimits.chunk_bytes)))
-            deadline.reschedule(asyncio.get_running_loop().time() + timeout)
+        await _send_pieces(stream, payload, answer, deadline, timeout)
         if not answer.done():
             await stream.finish()
         return await answer
     finally:
         answer.cancel()
         await asyncio.gather(answer, return_exceptions=True)
+
+
+async def _send_pieces(
+    stream: GrpcStream, payload: Buffers | Streamed, answer: asyncio.Task[bytes | None], deadline: asyncio.Timeout,
+    timeout: float,
+) -> None:  # fmt: skip
+    """While a piece is read the deadline rests: it is not the server that is slow then."""
+    now, at = asyncio.get_running_loop().time, 0
+    total = payload.nbytes if isinstance(payload, Streamed) else sum(memoryview(piece).nbytes for piece in payload)
+    async for piece in _read(payload):
+        for start in range(0, piece.nbytes, LinkLimits.chunk_bytes):
+            if answer.done():
+                return
+            part = piece[start : start + LinkLimits.chunk_bytes]
+            deadline.reschedule(now() + timeout)
+            await stream.write(pack(CHUNK, 0, at, total, (part,)))
+            at += part.nbytes
+        deadline.reschedule(None)
+    deadline.reschedule(now() + timeout)
+
+
+async def _read(payload: Buffers | Streamed) -> AsyncIterator[memoryview]:
+    """What is not all in memory is read in another thread."""
+    if not isinstance(payload, Streamed):
+        for piece in payload:
+            yield memoryview(piece).cast("B")
+        return
+    loop, pieces = asyncio.get_running_loop(), payload.pieces()
+    while (late := await loop.run_in_executor(None, lambda: next(pieces, None))) is not None:
+        yield memoryview(late).cast("B")
 
 
 class Backoff:

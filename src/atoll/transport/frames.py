@@ -13,7 +13,7 @@ The header has 32 bytes, so the body is aligned as the frame is.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, TypeAlias
@@ -34,6 +34,14 @@ class SharedBuffers(list[Buffer]):
         super().__init__(pieces)
         self.checks: dict[tuple[int, int], int] = {}
         """By offset and size of a chunk."""
+
+
+class Streamed(NamedTuple):
+    """A payload that is not all in memory."""
+
+    nbytes: int
+    pieces: Callable[[], Iterator[Buffer]]
+    """Anew from the first byte with every call; it may wait. A piece is valid until the next one is asked for."""
 
 
 CONTROL: Final = b"ctrl"
@@ -87,6 +95,9 @@ class LinkLimits:
     """Both ends must agree: a receiver refuses a chunk larger than its own limit."""
     assembling_max: int = 8
     """Payloads being assembled or waiting for delivery at a time."""
+    unused_bytes_max: int = 1 << 62
+    """Of payloads that arrived, or are arriving, and that the handler has not used. The one whose turn it is is received also
+    beyond it, once all before it are used."""
     connections: int = 1
     """Connections for payloads. The dialling side chooses; a server allows up to `CONNECTIONS_MAX`."""
     pulse_seconds: float = 2.0

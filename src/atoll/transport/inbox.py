@@ -155,6 +155,8 @@ class Inbox:
         self._held_bytes = 0
         self._claimed_bytes = 0
         """Of payloads that are not delivered."""
+        self._unused_bytes = 0
+        """Of payloads that were delivered, and that the handler has not used yet."""
         self._recent: deque[tuple[bytes, int, int, int]] = deque(maxlen=RECENT_FRAMES)
 
     @property
@@ -180,7 +182,7 @@ class Inbox:
                 self._claimed_bytes += chunk.size
                 return view
             self._waiting.add(reader)
-            if len(self._waiting) == self.readers and self._is_stuck:
+            if len(self._waiting) == self.readers and self._is_stuck and not self._unused_bytes:
                 behind = f"the chunk of bulk message {chunk.number} at {chunk.at} came before the chunks it follows"
                 raise Violation("order", behind)
             return None
@@ -191,6 +193,14 @@ class Inbox:
             assembly = self._assemblies[chunk.number]
             assembly.received += chunk.size
             return assembly if assembly.complete else None
+
+    def used(self, nbytes: int) -> set[int]:
+        """The handler needs so many bytes of payloads no longer. The readers to wake, as `take_waiting`, and at once: one that
+        waited for room must not be taken for one that waits for a hole."""
+        with self._lock:
+            self._unused_bytes -= nbytes
+            waiting, self._waiting = self._waiting, set()
+            return waiting
 
     def take_waiting(self) -> set[int]:
         """Readers that may find a place now: something was received or delivered since they asked."""
@@ -208,6 +218,7 @@ class Inbox:
                 held, lane = self._bulks.popleft(), BULK
                 payload = self._assemblies.pop(done[BULK]).view
                 self._claimed_bytes -= held.total
+                self._unused_bytes += held.total
             else:
                 return None
             self._held_bytes -= len(held.head)
@@ -244,6 +255,9 @@ class Inbox:
 
     def _must_wait(self, chunk: ChunkHeader) -> bool:
         first = self._delivered[BULK]
+        there = self._unused_bytes + self._claimed_bytes
+        if (chunk.number > first or self._unused_bytes) and there + chunk.size > self._limits.unused_bytes_max:
+            return True
         if chunk.number > first:
             if chunk.number >= first + self._limits.assembling_max:
                 return True

@@ -67,7 +67,7 @@ class Notifier:
 
 
 class Link:
-    """`send` and `close` may be called from any thread; everything else only from the loop's."""
+    """`send`, `used` and `close` may be called from any thread; everything else only from the loop's."""
 
     def __init__(self, peer: str, handler: Handler, limits: LinkLimits, refused: Counter[str] | None = None) -> None:
         self.peer = peer
@@ -152,6 +152,12 @@ class Link:
         """Drops the queue and sends the peer the reason. To leave without losing messages, `drain` first and give a timeout
         that lets the drained bytes arrive. `refused`: a message of the peer is the reason, and it is told so."""
         self._in_loop(self._end, reason, pack(BYE, MESSAGE_REFUSED if refused else 0, body=(_encoded(reason),)), timeout)
+
+    def used(self, nbytes: int) -> None:
+        """From any thread: so many bytes of payloads that arrived are not needed any more. Where `unused_bytes_max` is set, what
+        is beyond it is not read before."""
+        for reader in self._inbox.used(nbytes):
+            self._bulks[reader].wake()
 
     async def drain(self) -> None:
         """Waits until the system accepted everything sent so far, or the link is closed."""

@@ -64,6 +64,34 @@ def test_64_megabytes_over_two_connections_come_back_the_same() -> None:
     run(story())
 
 
+@pytest.mark.parametrize("connections", [1, 3])
+def test_payloads_that_nobody_uses_are_left_on_the_wire(connections: int) -> None:
+    """To one who joins a whole model is sent at once. The payload whose turn it is comes also beyond the bound: it may be larger,
+    or others have filled the room on other connections."""
+    limits = LinkLimits(connections=connections, chunk_bytes=1 << 14, unused_bytes_max=100_000, assembling_max=50)
+    sizes = [250_000, *([30_000] * 40)]
+
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with serving(there, limits) as (_, address):
+            link = await dialled(address, here, limits=limits)
+            await there.until(lambda: bool(there.links))
+            for index, size in enumerate(sizes):
+                there.links[0].send(b"%d" % index, [bytes([index]) * size])
+            used = 0
+            for index, size in enumerate(sizes):
+                await here.until(lambda index=index: len(here.heads) > index)
+                await asyncio.sleep(0.002)
+                read = link.bytes_received - 100 * (link.bytes_received // 10_000) - 10_000  # heads of chunks, and pulses
+                assert read - used <= 100_000 + size, f"{read} bytes were read, and {used} used"
+                used += size
+                link.used(size)
+            assert not here.reasons and not there.reasons
+        assert [payload and bytes(payload) for payload in here.payloads] == [bytes([i]) * size for i, size in enumerate(sizes)]
+
+    run(story())
+
+
 def test_bulk_in_both_directions_at_once() -> None:
     async def story() -> None:
         here, there = Recorder(), Recorder()

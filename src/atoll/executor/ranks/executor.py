@@ -27,10 +27,10 @@ from atoll.protocol.interface import Payload
 from atoll.protocol.vocabulary import NO_VERSION, Event, Stage
 from atoll.store.tensor_files import use_plain_floats
 from atoll.tasks.task import Task
-from atoll.tensors.access import named_tensors, read_buffers, read_params
+from atoll.tensors.access import FragmentReader, named_tensors, read_buffers
 from atoll.tensors.layout import Fragment
 from atoll.tensors.local import LocalTensors, local_value
-from atoll.tensors.pieces import BlockSplit, Boxes, HeldPieces, held_of, owned_of, put_runs, split_of, take_runs
+from atoll.tensors.pieces import BlockSplit, Boxes, HeldPieces, Run, clipped, held_of, owned_of, put_runs, split_of, take_runs
 
 
 class StagedPart(NamedTuple):
@@ -79,6 +79,7 @@ class RankExecutor(TensorLearner):
             replace(task, layout=local), learner, snapshots, model=model, optimizer=optimizer, device=device,
             tensors=LocalTensors(named_tensors(model)),
         )  # fmt: skip
+        self._reader = FragmentReader()
         self._parts: dict[Key, StagedPart] = {}
         self._randomly: dict[Key, Stage] = {}
         """On a GPU, with a codec that rounds or draws at random: what each staged copy was staged for."""
@@ -280,7 +281,14 @@ class RankExecutor(TensorLearner):
 
     # ------------------------------------------------------------ the weights as they are
 
-    def weights(self, p: FragmentId) -> tuple[Tensor, Tensor]:
-        """The flat parameters and buffers that this rank holds of a fragment, on the host."""
-        fragment = self._fragments[p]
-        return read_params(self._tensors, fragment).cpu(), read_buffers(self._tensors, fragment).cpu()
+    def owned_weights(self, p: FragmentId, start: int, stop: int) -> Tensor:
+        """What this rank sends of a range of a fragment, on the host. Ranges are asked for in rising order."""
+        own = self._reader.read(self._tensors, self._fragments[p], last=stop == self.whole[p].numel)
+        return take_runs(own, self.owned_between(self.rank, p, start, stop))
+
+    def owned_between(self, rank: int, p: FragmentId, start: int, stop: int) -> list[Run]:
+        split = self.splits[p][rank]
+        return [part for run in (*split.blocks, *split.seams) for part in clipped(run, start, stop)]
+
+    def own_buffers(self, p: FragmentId) -> Tensor:
+        return read_buffers(self._tensors, self._fragments[p]).cpu()

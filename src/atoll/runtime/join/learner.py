@@ -39,7 +39,7 @@ from atoll.protocol.interface import Executor, Payload
 from atoll.protocol.vocabulary import InnerStep, Message, Resumed, StepDone
 from atoll.runtime.join import checks
 from atoll.runtime.join.executor import UserExecutor, task_of
-from atoll.runtime.join.upload import agree_on_model
+from atoll.runtime.join.upload import OwnWeights, agree_on_model
 from atoll.runtime.learner.address import Address, open_tape, request_place
 from atoll.runtime.learner.leaving import LEAVE_FILE, LeaveRequests
 from atoll.runtime.learner.live import LiveLearner
@@ -50,9 +50,8 @@ from atoll.runtime.metrics import MetricsAt, learner_metrics
 from atoll.runtime.syncer.places import Placement
 from atoll.tape.format import TapeWriter
 from atoll.tasks.task import Task, layout_for
-from atoll.tensors.access import named_tensors, read_buffers, read_params
+from atoll.tensors.access import named_tensors
 from atoll.tensors.inventory import frozen_digest, frozen_parameters
-from atoll.tensors.layout import Fragment
 from atoll.workload.data.deal import Deal
 
 log = logging.getLogger("atoll.learner")
@@ -321,7 +320,8 @@ class Learner:
         stack.callback(self._loop.stop)
         placement = self._request_place()
         self._take_place(placement)
-        self._loop.run(agree_on_model(self._address, placement, self._task.layout, self._weights, frozen))
+        weights = OwnWeights(self._tensors, self._task.layout.fragments)
+        self._loop.run(agree_on_model(self._address, placement, self._task.layout, weights, frozen))
         stack.callback(lambda: self._place.close())
         self._begin(placement)
 
@@ -340,9 +340,6 @@ class Learner:
         checks.refuse_unfit_run(self.config)
         return task_of(self.config, layout_for(self.config, self._model))
 
-    def _weights(self, fragment: Fragment) -> tuple[Tensor, Tensor]:
-        return read_params(self._tensors, fragment).cpu(), read_buffers(self._tensors, fragment).cpu()
-
     def _begin(self, placement: Placement) -> None:
         """Connects as this learner, for as long as it has the place."""
         with contextlib.ExitStack() as stack:
@@ -356,7 +353,7 @@ class Learner:
                 self._address, placement, executor, tape=tape, loop=self._loop.loop,
                 resumed=Resumed(*learner_state_of(self._resume)) if self._resume is not None else None,
                 state_bytes_max=state_bytes_max(self._task.layout.fragments), arriving=arriving, metrics=metrics,
-                spool=self._spool(directory), largest_fragment=self._largest_fragment(),
+                spool=self._spool(directory), largest_fragment=self._largest_fragment(), reads_into=self._reads_into(),
             )  # fmt: skip
             snapshots.on_written, live.on_kept = live.dispatch, snapshots.keep
             self._started(live)
@@ -381,6 +378,10 @@ class Learner:
 
     def _spool(self, directory: Path) -> Path | None:
         """Where a peer's state is kept on its way, if not in memory."""
+        return None
+
+    def _reads_into(self) -> Tensor | None:
+        """Memory for one fragment that the syncer announces, if it is not to be new for each."""
         return None
 
     def _started(self, live: LiveLearner) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -34,6 +33,7 @@ from atoll.runtime.learner.snapshots import LearnerSnapshots, SavedParts
 from atoll.runtime.loop import LoopThread
 from atoll.runtime.metrics import MetricsAt
 from atoll.runtime.ranks.executor import LeadExecutor
+from atoll.runtime.ranks.gathered import WeightsOfRanks
 from atoll.runtime.ranks.lead import RankLead
 from atoll.runtime.ranks.leading import LeadingLearner
 from atoll.runtime.ranks.member import RankMember
@@ -42,7 +42,6 @@ from atoll.runtime.ranks.rendezvous import lead_connects, rank_connects, world
 from atoll.runtime.syncer.places import Placement
 from atoll.store.snapshots import remove_rank_parts
 from atoll.tensors.inventory import frozen_digest, walk
-from atoll.tensors.layout import Fragment
 from atoll.tensors.local import is_dtensor
 from atoll.tensors.pieces import Box, Boxes
 from atoll.tensors.placements import box_of
@@ -99,19 +98,10 @@ class RankedLearner(Learner):
         self._make_executor(placement)
         stack.callback(self._inner.close)
         self._leading = LeadExecutor(self.config, self._inner, self._lead, placement.learner)
-        self._agree_with_syncer(placement, frozen)
+        weights = WeightsOfRanks(self._lead, self._inner)
+        self._loop.run(agree_on_model(self._address, placement, self._task.layout, weights, frozen))
         stack.callback(lambda: self._place.close())
         self._begin(placement)
-
-    def _agree_with_syncer(self, placement: Placement, frozen: str) -> None:
-        """On the model, whose first weights one learner sends it."""
-        with _mapped_tensors(self._out) as in_file:
-
-            def weights(fragment: Fragment) -> tuple[Tensor, Tensor]:
-                params, buffers = self._leading.weights(fragment.id)
-                return in_file(params), buffers
-
-            self._loop.run(agree_on_model(self._address, placement, self._task.layout, weights, frozen))
 
     def _agree_with_ranks(self) -> None:
         mine, others = self._profile(), self._lead.profiles()
@@ -152,6 +142,11 @@ class RankedLearner(Learner):
         self._lead.spool_into(directory)
         self._leading.spool = directory
         return directory
+
+    def _reads_into(self) -> Tensor | None:
+        """Rank 0 cuts a fragment and drops it, and keeps its own piece. In new memory pieces would come to lie where fragments
+        were, so that the next fragment fits nowhere: rank 0's memory grew by a third of the model by that."""
+        return torch.empty(self._largest_fragment())
 
     def _started(self, live: LiveLearner) -> None:
         self._live = LeadingLearner(live, self._leading, self._lead)
@@ -219,20 +214,3 @@ def _optimizer_digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str
         options = {key: str(value) for key, value in sorted(group.items()) if key != "params"}
         groups.append([options, [names.get(id(parameter), "") for parameter in group["params"]]])
     return _digest([type(optimizer).__name__, groups])
-
-
-@contextlib.contextmanager
-def _mapped_tensors(out: Path | None) -> Any:
-    """Keeps tensors in files while a model is uploaded: rank 0 holds one fragment at a time in memory."""
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="upload-", dir=out) as folder:
-        count = 0
-
-        def in_file(tensor: Tensor) -> Tensor:
-            nonlocal count
-            count += 1
-            mapped = torch.from_file(f"{folder}/{count}", shared=True, size=tensor.numel(), dtype=tensor.dtype)
-            return mapped.copy_(tensor)
-
-        yield in_file

@@ -6,20 +6,22 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from torch import Tensor
 
 from atoll.errors import ConfigError, RunFailed, UserError
+from atoll.ids import FragmentId
 from atoll.runtime.learner.address import WAIT_LINE_SECONDS, Address
 from atoll.runtime.log import PacedLog
 from atoll.runtime.syncer.places import Placement
-from atoll.store.model_upload import pack_model
+from atoll.store.model_upload import ModelWeights, PackedModel, pack_model
+from atoll.tensors.access import FragmentReader, read_buffers
 from atoll.tensors.inventory import FROZEN_SEPARATOR, with_frozen
 from atoll.tensors.layout import Fragment, Layout
-from atoll.transport import Backoff, LinkFailed, Refused, upload
+from atoll.transport import Backoff, LinkFailed, Refused, Streamed, upload
 
 log = logging.getLogger("atoll.learner")
 
@@ -28,16 +30,14 @@ UPLOAD_BYTES_PER_SECOND_LEAST: Final = 1e6
 
 
 async def agree_on_model(
-    address: Address, placement: Placement, layout: Layout, weights: Callable[[Fragment], tuple[Tensor, Tensor]], frozen: str
+    address: Address, placement: Placement, layout: Layout, weights: ModelWeights, frozen: str
 ) -> None:
     """The first learner uploads the model's shapes and weights. Another one waits meanwhile and is answered with the digest of
-    the first one's, so both compare with the answer. `weights`: a fragment's parameters and buffers, on the host. `frozen` is the
-    digest of the parameters that are not exchanged."""
+    the first one's, so both compare with the answer. `frozen` is the digest of the parameters that are not exchanged."""
     digest = placement.layout
     if placement.needs_model:
-        params, buffers = zip(*map(weights, layout.fragments), strict=True)
         whole = replace(layout, fingerprint=with_frozen(layout.fingerprint, frozen))
-        digest = (await upload_model(address, placement, pack_model(whole, params, buffers))).decode("ascii", "replace")
+        digest = (await upload_model(address, placement, pack_model(whole, weights))).decode("ascii", "replace")
     travels, _, frozen_there = digest.partition(FROZEN_SEPARATOR)
     if travels != layout.fingerprint:
         raise ConfigError(
@@ -56,11 +56,28 @@ async def agree_on_model(
         )
 
 
-async def upload_model(address: Address, placement: Placement, data: Sequence[Any]) -> bytes:
+class OwnWeights:
+    """The weights of a model that this process holds whole."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], fragments: Sequence[Fragment]) -> None:
+        self._tensors = tensors
+        self._fragments = fragments
+        self._reader = FragmentReader()
+
+    def params(self, p: FragmentId, start: int, stop: int) -> Tensor:
+        fragment = self._fragments[p]
+        return self._reader.read(self._tensors, fragment, last=stop == fragment.numel)[start:stop]
+
+    def buffers(self, p: FragmentId) -> Tensor:
+        return read_buffers(self._tensors, self._fragments[p]).cpu()
+
+
+async def upload_model(address: Address, placement: Placement, model: PackedModel) -> bytes:
     metadata = {
         "run": placement.run, "learner": str(placement.learner), "incarnation": str(placement.incarnation), "key": placement.key,
     }  # fmt: skip
-    seconds = UPLOAD_SECONDS + sum(memoryview(part).nbytes for part in data) / UPLOAD_BYTES_PER_SECOND_LEAST
+    seconds = UPLOAD_SECONDS + model.nbytes / UPLOAD_BYTES_PER_SECOND_LEAST
+    data = Streamed(*model)
     backoff, line, began = Backoff(random.Random()), PacedLog(WAIT_LINE_SECONDS), time.monotonic()
     while True:
         try:

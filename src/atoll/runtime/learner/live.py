@@ -15,7 +15,9 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+from torch import Tensor
 
 from atoll.chaos import Hostile
 from atoll.config import from_builtins
@@ -73,6 +75,11 @@ REFUSED_SECONDS = 60.0
 """A learner ends after so many connections in a row that the syncer closed, each sooner than this, because of its messages."""
 
 
+UNUSED_BYTES: Final = 8 << 20
+"""Or two fragments: what a learner reads beyond what it has used. To one who joins the syncer sends the whole model at once, of
+which one fragment is cut for the learner's ranks while the next one arrives."""
+
+
 class LiveLearner:
     """Call `start`, then `next_step` and `step_done` in turn from one thread until `next_step` returns None."""
 
@@ -80,17 +87,21 @@ class LiveLearner:
         self, address: Address, placement: Placement, executor: Executor, *, tape: TapeWriter | None = None,
         resumed: Resumed | None = None, loop: asyncio.AbstractEventLoop, state_bytes_max: int = STATE_BYTES_MAX,
         arriving: Callable[[Message, Payload], Payload] | None = None, metrics: LearnerMetrics | None = None,
-        spool: Path | None = None, largest_fragment: int = 0,
+        spool: Path | None = None, largest_fragment: int = 0, reads_into: Tensor | None = None,
     ) -> None:  # fmt: skip
         """`state_bytes_max`: of a peer's recovery state. `spool`: a folder for it, so that it is never in memory as a whole.
         `arriving`: is given what came with an announcement in the receiving thread, before the driver's lock is taken; it may
-        wait. `metrics` sees every event. `largest_fragment`: its parameters."""
+        wait. `metrics` sees every event. `largest_fragment`: its parameters. `reads_into`: memory for them, which `arriving` has
+        done with when it returns."""
         self.placement = placement
         self.config = from_builtins(placement.config)
         self.machine = LearnerMachine(self.config, placement.learner, placement.incarnation)
         self._address = address
         self._executor = executor
         self._arriving = arriving
+        self._reads_into = reads_into
+        self._reading = threading.Lock()
+        """One message at a time is there: a connection that was lost may leave one that is still being cut."""
         self._resumed = resumed
         self._loop = loop
         self._clock = Clock(placement.epoch)
@@ -114,7 +125,10 @@ class LiveLearner:
         self.on_kept: Callable[[tuple[OuterStep, ...]], None] = lambda kept: None
         """Is told which snapshots the syncer keeps."""
         bulks = address.connections_for(largest_fragment)
-        self._limits = LinkLimits(connections=bulks, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44)
+        self._limits = LinkLimits(
+            connections=bulks, payload_bytes_max=1 << 44, queue_bytes_max=1 << 44,
+            unused_bytes_max=max(UNUSED_BYTES, 2 * 4 * largest_fragment),
+        )  # fmt: skip
         self._condition = threading.Condition()
         self._connection_task: asyncio.Task[None] | None = None
         self._attacker: Attacker | None = None
@@ -387,8 +401,13 @@ class LiveLearner:
     async def _read(self, body: Message, data: memoryview) -> Payload:
         if self._arriving is None and data.nbytes <= wire.QUICK_BYTES:
             return wire.from_buffer(body, data)
-        arriving = self._arriving or (lambda body, payload: payload)
-        return await self._loop.run_in_executor(None, lambda: arriving(body, wire.from_buffer(body, data)))
+        return await self._loop.run_in_executor(None, self._decode, body, data)
+
+    def _decode(self, body: Message, data: memoryview) -> Payload:
+        if self._arriving is None:
+            return wire.from_buffer(body, data)
+        with self._reading:
+            return self._arriving(body, wire.from_buffer(body, data, into=self._reads_into))
 
     def _read_state(self, body: StateTransfer, data: memoryview | bytes) -> tuple[Payload, Reason | None]:
         """In another thread: a peer's state, with the reason if it cannot be used. Its bytes end a recovery, never a learner."""

@@ -49,7 +49,7 @@ from atoll.protocol.vocabulary import (
     Unstage,
 )
 from atoll.runtime.learner.snapshots import LearnerSnapshots
-from atoll.runtime.ranks.channel import parts_of, tensors_of
+from atoll.runtime.ranks.channel import tensors_of
 from atoll.runtime.ranks.gathered import Asked, GatheredSend, GatheredState
 from atoll.runtime.ranks.lead import RankLead
 from atoll.runtime.ranks.messages import (
@@ -59,7 +59,6 @@ from atoll.runtime.ranks.messages import (
     EncodeAgain,
     EncodePart,
     ReadState,
-    ReadWeights,
     Reform,
     StateArrival,
     WritePart,
@@ -67,7 +66,7 @@ from atoll.runtime.ranks.messages import (
 from atoll.store.snapshots import FileEntry, WrittenPart, remove_rank_parts
 from atoll.store.tensor_files import pack_state
 from atoll.tensors.access import named_tensors
-from atoll.tensors.pieces import cut_from, put_runs
+from atoll.tensors.pieces import cut_from
 
 TOLD = (Stage, ApplyOwnShare, Unstage, Adopt, LoadTheta, LoadSnapshot)
 
@@ -90,6 +89,8 @@ class LeadExecutor:
         self._turn = threading.RLock()
         """What a rank is told to encode is told before or after a loss of ranks, on all."""
         self._unkept = self._unloaded = 0
+        self._piece = torch.empty(max(held.fragment.numel for each in inner.held for held in each.values()))
+        """A rank's pieces of an announced fragment, while they are sent to it."""
         self.poisoned: list[str] = []
         """What other ranks found since the last step, as sentences that name the rank."""
 
@@ -255,7 +256,7 @@ class LeadExecutor:
         arrival = self._unkept = self._lead.number()
         held = self._inner.held[body.fragment]
         for rank in self._lead.members:
-            piece = cut_from(whole, held[rank].runs)
+            piece = cut_from(whole, held[rank].runs, self._piece)
             note = Arrival(arrival, body.fragment, difference, (piece.numel(), buffers.numel()))
             self._lead.tell_rank(rank, note, (piece, buffers), bulk=True)
         own = cut_from(whole, held[0].runs)
@@ -288,23 +289,6 @@ class LeadExecutor:
         """A function of its own, so that one rank's part is dropped before the next is cut."""
         data = tensors_of(pack_state(self._inner.cut(parts, rank)))
         self._lead.tell_rank(rank, StateArrival(arrival), data, bulk=True)
-
-    # ------------------------------------------------------------ the whole model, one fragment at a time
-
-    def weights(self, p: FragmentId) -> tuple[Tensor, Tensor]:
-        """A whole fragment's parameters and buffers, from what every rank owns of it."""
-        request = self._lead.number()
-        self._lead.tell(ReadWeights(request, p))
-        mine, buffers = self._inner.weights(p)
-        flat = torch.empty(self._inner.whole[p].numel)
-        own = self._inner.splits[p][0]
-        for run in (*own.blocks, *own.seams):
-            flat[run.start : run.stop] = mine[run.local : run.local + run.length]
-        for rank, (part, data) in self._lead.answers(request, self._lead.members).items():
-            split = self._inner.splits[p][rank]
-            for runs, values in zip(split, parts_of(data, part.sizes, [torch.float32] * 2), strict=True):
-                put_runs(flat, [run._replace(local=run.start) for run in runs], values)
-        return flat, buffers
 
 
 class RankShare:

@@ -22,9 +22,10 @@ from atoll.executor.ranks.stitch import EncodedPart, assemble
 from atoll.ids import FragmentId
 from atoll.runtime.ranks.channel import SPOOLED_BYTES, parts_of
 from atoll.runtime.ranks.lead import RankLead, RankLost
-from atoll.runtime.ranks.messages import Assembled, Part, SeamResidual
+from atoll.runtime.ranks.messages import Assembled, Part, ReadWeights, SeamResidual
+from atoll.store.model_upload import PIECE_NUMEL
 from atoll.store.tensor_files import unpack_state
-from atoll.tensors.pieces import BlockSplit
+from atoll.tensors.pieces import BlockSplit, put_runs
 from atoll.transport import spooled
 
 
@@ -46,6 +47,31 @@ class Asked(NamedTuple):
     splits: Mapping[int, BlockSplit]
     generation: int
     rng: torch.Generator | None
+
+
+class WeightsOfRanks:
+    """The whole model's weights on rank 0, of which one piece is here at a time: each rank sends what it owns of it."""
+
+    def __init__(self, lead: RankLead, inner: RankExecutor) -> None:
+        self._lead, self._inner = lead, inner
+        self._piece = torch.empty(min(PIECE_NUMEL, max(fragment.numel for fragment in inner.whole)))
+
+    def params(self, p: FragmentId, start: int, stop: int) -> Tensor:
+        """In memory that the next call uses again."""
+        request, lead = self._lead.number(), self._lead
+        lead.tell(ReadWeights(request, p, start, stop))
+        found = self._piece[: stop - start]
+        self._put(found, 0, p, start, self._inner.owned_weights(p, start, stop))
+        for rank, (_, data) in lead.answers(request, lead.members).items():
+            self._put(found, rank, p, start, data.view(torch.float32))
+        return found
+
+    def _put(self, found: Tensor, rank: int, p: FragmentId, start: int, values: Tensor) -> None:
+        runs = self._inner.owned_between(rank, p, start, start + found.numel())
+        put_runs(found, [run._replace(local=run.start - start) for run in runs], values)
+
+    def buffers(self, p: FragmentId) -> Tensor:
+        return self._inner.own_buffers(p)
 
 
 class GatheredState(LateContent):

@@ -62,7 +62,6 @@ from atoll.runtime.ranks.rendezvous import RankLink
 from atoll.runtime.syncer.places import Placement
 from atoll.store.snapshots import write_rank_part
 from atoll.store.tensor_files import pack_state, unpack_state
-from atoll.tensors.pieces import take_runs
 
 log = logging.getLogger("atoll.learner")
 
@@ -252,8 +251,9 @@ class RankMember:
                 self._send_part(again, self._executing().encoded_again(request, again))
             case Assembled(request=request):
                 self._executing().assembled(request)
-            case ReadWeights(request=request, fragment=p):
-                self._send_weights(request, p)
+            case ReadWeights(request=request, fragment=p, start=start, stop=stop):
+                owned = self._executing().owned_weights(p, start, stop)
+                self._answer(Part(request, (owned.nbytes,)), [owned])
             case ReadState(request=request):
                 self._later(self._answers, self._send_state, request, self._executing().part())
             case WritePart(request=request, snapshot=snapshot, folder=folder):
@@ -317,13 +317,6 @@ class RankMember:
         codes, scales, seams = found[0]
         tensors = [codes, torch.empty(0) if scales is None else scales, seams]
         self._send_bytes(Part(request, tuple(t.numel() * t.element_size() for t in tensors)), tensors)
-
-    def _send_weights(self, request: int, p: int) -> None:
-        executor = self._executing()
-        params, _ = executor.weights(p)
-        split = executor.splits[p][self.rank]
-        owned = [take_runs(params, runs) for runs in split]
-        self._answer(Part(request, tuple(4 * t.numel() for t in owned)), owned)
 
     def _answer(self, note: Part, tensors: list[Tensor]) -> None:
         """In another thread: the next word of rank 0 must not wait behind these bytes."""

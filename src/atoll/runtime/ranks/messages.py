@@ -48,10 +48,12 @@ class PlaceGiven(Note, frozen=True):
 
 
 class ReadWeights(Note, frozen=True):
-    """Send what you own of a fragment's weights: the first learner of a run uploads its model."""
+    """Send what you own of a range of a fragment's weights: the first learner of a run uploads its model."""
 
     request: int
     fragment: FragmentId
+    start: int
+    stop: int
 
 
 # ---------------------------------------------------------------- steps

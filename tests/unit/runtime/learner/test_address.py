@@ -5,14 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from atoll.errors import ConfigError, UserError
 from atoll.runtime.join import upload as join_upload
@@ -20,9 +19,9 @@ from atoll.runtime.learner import address as addresses
 from atoll.runtime.learner.address import Address, request_place
 from atoll.runtime.log import PacedLog
 from atoll.runtime.syncer.places import Placement
-from atoll.tensors.access import named_tensors, read_buffers, read_params
+from atoll.tensors.access import named_tensors
 from atoll.tensors.inventory import frozen_digest, with_frozen
-from atoll.tensors.layout import Fragment, Layout, build_layout
+from atoll.tensors.layout import Layout, build_layout
 from atoll.transport import LinkFailed
 
 
@@ -44,9 +43,8 @@ def agree(here: nn.Module, there: str) -> None:
     asyncio.run(join_upload.agree_on_model(address, placed(there), layout_of(here), weights_of(here), frozen_digest(here)))
 
 
-def weights_of(model: nn.Module) -> Callable[[Fragment], tuple[Tensor, Tensor]]:
-    tensors = named_tensors(model)
-    return lambda fragment: (read_params(tensors, fragment), read_buffers(tensors, fragment))
+def weights_of(model: nn.Module) -> join_upload.OwnWeights:
+    return join_upload.OwnWeights(named_tensors(model), layout_of(model).fragments)
 
 
 def layout_of(model: nn.Module) -> Layout:

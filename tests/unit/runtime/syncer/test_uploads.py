@@ -13,22 +13,20 @@ import pytest
 from thread_syncer import custom, cut, model_of
 
 from atoll.config import Config
+from atoll.runtime.join.upload import OwnWeights
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.places import RESERVED_SECONDS, Caller
 from atoll.runtime.syncer.uploads import RECEIVED_FILE, ModelUploads
 from atoll.store.model_upload import pack_model
 from atoll.store.tensor_files import pack_state, unpack_state
 from atoll.tasks.task import layout_for
-from atoll.tensors.access import read_buffers, read_params
 from atoll.transport import Refused
 
 
 def packed(config: Config) -> bytes:
     model = model_of()
     layout, tensors = layout_for(config, model), dict(model.state_dict())
-    params = [read_params(tensors, fragment) for fragment in layout.fragments]
-    buffers = [read_buffers(tensors, fragment) for fragment in layout.fragments]
-    return b"".join(pack_model(layout, params, buffers))
+    return b"".join(map(bytes, pack_model(layout, OwnWeights(tensors, layout.fragments)).pieces()))
 
 
 @pytest.fixture
