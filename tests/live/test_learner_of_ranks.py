@@ -78,10 +78,15 @@ def test_several_ranks_train_what_one_process_trains(start: Callable[[Config], S
     assert not Tape(tape).header.tensors, "its weights cannot be trained again by one process"
 
 
+def steps_heard_of(syncer: Syncer) -> int:
+    """By the syncer, of all incarnations."""
+    return sum(isinstance(r.event, Received) and isinstance(r.event.envelope.body, Report) for r in syncer.tape())
+
+
 def until_steps(syncer: Syncer, process: subprocess.Popen[str], count: int) -> None:
     """Until the syncer has heard of so many steps."""
     ends = time.monotonic() + PATIENCE_SECONDS
-    while sum(isinstance(r.event, Received) and isinstance(r.event.envelope.body, Report) for r in syncer.tape()) < count:
+    while steps_heard_of(syncer) < count:
         assert process.poll() is None, ended(process)
         assert time.monotonic() < ends, "the learner takes no steps"
         time.sleep(0.2)
