@@ -10,6 +10,7 @@ import signal
 import stat
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,12 @@ from atoll.executor.syncer import TensorSyncer
 from atoll.kernels import fused
 from atoll.protocol.vocabulary import Accept, Announce, FixParticipants, Merge, Pull, Send, Stored
 from atoll.runtime.local.forked import serve
+from atoll.runtime.syncer import directory
 from atoll.runtime.syncer.process import SyncerProcess
+from atoll.store import durable
 from atoll.store.durable import DurableVersions
+from atoll.store.inputs_ahead import InputsAhead
+from atoll.store.spare_files import SpareFiles
 from atoll.tape.format import TapeWriter
 
 MOMENTS = (
@@ -62,8 +67,11 @@ def after(fuse: Fuse, owner: type, name: str, moment: Callable[..., str]) -> Non
 
 
 def set_up(fuse: Fuse) -> None:
-    """It stores the inputs of its merges, as it does with large fragments; the syncer after it merges them again by torch."""
+    """It stores the inputs of its merges, ahead and over old files, as it does with large fragments; the syncer after it merges
+    them again by torch."""
     fused.WORTHWHILE = 1
+    durable.SpareFiles = partial(SpareFiles, worthwhile_bytes=1)  # type: ignore[misc]
+    directory.InputsAhead = partial(InputsAhead, worthwhile_bytes=0)  # type: ignore[misc]
 
     def taping(now: int, worker: int, event: object, effects: Any) -> str:
         return "participants fixed, not taped" if any(isinstance(e, FixParticipants) for e in effects) else ""

@@ -37,6 +37,7 @@ from atoll.store import tensor_files as state
 from atoll.store import version_file as files
 from atoll.store.arrears import Arrears
 from atoll.store.inputs_ahead import Ahead, InputsAhead
+from atoll.store.spare_files import SpareFiles
 from atoll.store.tensor_files import PARTIAL, StorageFailed
 from atoll.store.version_file import FILE_NAME, FOLDER, INPUTS, WHOLE, check_version, file_name
 from atoll.store.version_folder import StoredFiles, link_files, scan
@@ -87,6 +88,7 @@ class DurableVersions:
         """Versions that are kept. There may be files of others, from which these are merged again."""
         self._stored = [StoredFiles() for _ in range(fragments)]
         self.arrears = Arrears(self._stored)
+        self.spare = SpareFiles()
         self._newest: dict[FragmentId, tuple[OuterStep, Version]] = {}
         self._older: OrderedDict[tuple[FragmentId, OuterStep], Tensor] = OrderedDict()
         self._older_max = max(1, fragments // 6)
@@ -299,6 +301,7 @@ class DurableVersions:
         self.arrears.begin(t, p)
         previous = self._newest.get(p)
         if self.ahead is not None and previous is not None and self._may_log(p, inputs, previous[1]):
+            self.ahead.over = self.spare
             self.ahead.begin(self.inputs_path(p, t), p, len(self._index), t, inputs)
 
     def abandon(self, t: OuterStep) -> None:
@@ -332,7 +335,7 @@ class DurableVersions:
                         raise DataError(f"{path} holds another version {t} of fragment {p} than the one to be stored")
                     continue
                 done = written.finish(chunks[0]) if written is not None and p in logged else None
-                staged.append((done or state.stage(path, chunks), path))
+                staged.append((done or state.stage(path, chunks, over=self.spare), path))
                 stack.callback(state.discard, staged[-1][0])
                 size += sum(map(len, chunks))
             self._publish(staged, size)
@@ -405,7 +408,7 @@ class DurableVersions:
     def _write_whole(self, p: FragmentId, v: OuterStep, version: Version) -> None:
         try:
             chunks, _ = files.encode_version(p, len(self._index), v, version)
-            state.publish_file(state.stage(self.path(p, v), chunks, gently=True), self.path(p, v))
+            state.publish_file(state.stage(self.path(p, v), chunks, gently=True, over=self.spare), self.path(p, v))
             self._written.append((p, v))
         except StorageFailed as error:  # the inputs are durable; a later version is tried
             log.warning("fragment %d could not be written whole, which the run can do without for a while: %s", p, error)
@@ -433,7 +436,9 @@ class DurableVersions:
             self._discard(self.inputs_path(p, v))
 
     def _discard(self, path: Path) -> None:
-        """A large file takes the file system a while."""
+        """A large file takes the file system a while, if it is not kept to be written over."""
+        if self.spare.keep(path):
+            return
         if self.background is None:
             state.discard(path)
         else:
@@ -451,11 +456,16 @@ class DurableVersions:
         self._take_note()
         self._sweep(p)
 
+    def close(self) -> None:
+        """When nothing more will be written."""
+        self.spare.close()
+
     def retain(self, kept: Sequence[Sequence[OuterStep]]) -> None:
         """Keep exactly the versions that the tape lists. Every file that they need is checked before any other is deleted."""
         assert not self._read_only
         if len(kept) != len(self._index) or not all(kept):
             raise DataError(f"directory {self._folder} has {len(self._index)} fragments, not {len(kept)} with a version each")
+        self.spare.close()
         needed = [stored.needed(set(versions)) for stored, versions in zip(self._stored, kept, strict=True)]
         names = {path.name for p, versions in enumerate(needed) for path in self._paths(p, versions)}
         with ThreadPoolExecutor(CHECKS_AT_ONCE, "checks") as pool:

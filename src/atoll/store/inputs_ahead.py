@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 
 from atoll.ids import FragmentId, OuterStep
 from atoll.store import tensor_files as files
-from atoll.store.tensor_files import ByteChunk, StorageFailed
+from atoll.store.tensor_files import ByteChunk, OldFiles, StorageFailed
 from atoll.store.version_file import encode_inputs, input_digests
 from atoll.store.versions import MergeInputs
 
@@ -50,6 +50,9 @@ class Ahead(NamedTuple):
 
 
 class InputsAhead:
+    over: OldFiles | None = None
+    """Files to write over."""
+
     def __init__(self, thread: ThreadPoolExecutor, worthwhile_bytes: int = WORTHWHILE_BYTES) -> None:
         """`thread` has one thread and no other work: a round waits for it."""
         self._thread = thread
@@ -60,7 +63,7 @@ class InputsAhead:
         """`path`: the name that the file is to have. Tensors of `inputs` do not change until `take` or `drop`."""
         self.drop(t, p)
         if inputs.nbytes >= self._worthwhile_bytes:
-            self._begun[t, p] = path, self._thread.submit(_written, path, p, fragments, t, inputs)
+            self._begun[t, p] = path, self._thread.submit(_written, path, p, fragments, t, inputs, self.over)
 
     def take(self, t: OuterStep, p: FragmentId) -> Ahead | None:
         """Waits until it is written. None: it was not begun, or the disk refused it."""
@@ -80,9 +83,9 @@ class InputsAhead:
             self._thread.submit(partial(files.discard, files.temporary_name(path)))
 
 
-def _written(path: Path, p: FragmentId, fragments: int, t: OuterStep, inputs: MergeInputs) -> Ahead:
+def _written(path: Path, p: FragmentId, fragments: int, t: OuterStep, inputs: MergeInputs, over: OldFiles | None) -> Ahead:
     digests = input_digests(inputs)
     chunks, _ = encode_inputs(p, fragments, t, replace(inputs, result=_NO_RESULT), digests)
     room = len(chunks[0]) + ROOM_BYTES + ROOM_OF_EACH * len(inputs.weights)
     room += -room % os.sysconf("SC_PAGESIZE")  # tensors begin at a page
-    return Ahead(files.stage(path, chunks[1:], at=room), room, digests)
+    return Ahead(files.stage(path, chunks[1:], at=room, over=over), room, digests)

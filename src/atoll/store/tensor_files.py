@@ -27,7 +27,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, TypeAlias
+from typing import Annotated, Any, Final, Protocol, TypeAlias
 
 import msgspec
 import torch
@@ -442,16 +442,28 @@ def write_at_start(staged: Path, data: bytes) -> None:
         raise storage_failed(staged, len(data), error) from error
 
 
-def stage(path: Path, chunks: Sequence[ByteChunk], *, gently: bool = False, at: int = 0) -> Path:
+class OldFiles(Protocol):
+    def take(self, temporary: Path, size: int) -> int | None:
+        """A descriptor of an old file, now of this name, to write over; None: a new file is made."""
+        ...
+
+
+def stage(
+    path: Path, chunks: Sequence[ByteChunk], *, gently: bool = False, at: int = 0, over: OldFiles | None = None
+) -> Path:
     """Write and sync under a temporary name beside `path`; the caller renames it. `gently` syncs every few megabytes: what
-    another thread syncs meanwhile does not wait for gigabytes. `at`: so many bytes at the start are left for later."""
-    temporary = temporary_name(path)
+    another thread syncs meanwhile does not wait for gigabytes. `at`: so many bytes at the start are left for later. `over`: where
+    there may be a file to write over."""
+    temporary, size = temporary_name(path), at + sum(map(len, chunks))
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        handle = over.take(temporary, size) if over is not None else None
+        if handle is None:
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
             os.lseek(handle, at, os.SEEK_SET)
             for chunk in chunks:
                 _write_chunk(handle, chunk, gently=gently)
+            os.ftruncate(handle, size)
             os.fsync(handle)
         finally:
             os.close(handle)

@@ -26,6 +26,7 @@ from atoll.store import durable, inputs_ahead
 from atoll.store.arrears import REMERGE_SECONDS, WHOLE_EVERY
 from atoll.store.durable import DurableVersions
 from atoll.store.inputs_ahead import InputsAhead
+from atoll.store.spare_files import SpareFiles
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.version_file import INPUTS, WHOLE, check_version
 from atoll.store.version_folder import missing_files
@@ -71,7 +72,7 @@ class Run:
     """The same rounds on a disk and in memory. `later` holds what the disk wants done in the background."""
 
     def __init__(self, folder: Path, settings: Config, *, ahead: bool = False) -> None:
-        """`ahead`: inputs are written while they are merged."""
+        """`ahead`: inputs are written while they are merged, and over old files."""
         self.settings, self.folder, self.ahead = settings, folder, ahead
         self.later: list[Callable[[], None]] = []
         self.memory = MemoryVersions(initial(settings))
@@ -83,7 +84,9 @@ class Run:
         self.disk = disk
         self.syncer = TensorSyncer(self.settings, layout(), disk)
         self.disk.remerge, self.disk.background = self.syncer.merger.again, self.later.append
-        self.disk.ahead = InputsAhead(ThreadPoolExecutor(1), worthwhile_bytes=0) if self.ahead else None
+        if self.ahead:
+            self.disk.ahead = InputsAhead(ThreadPoolExecutor(1), worthwhile_bytes=0)
+            self.disk.spare = SpareFiles(worthwhile_bytes=1)
 
     def round(self, anchors: tuple[OuterStep, ...] | None = None, plain: bool = False) -> OuterStep:
         """One outer step of the fragment whose turn it is; contributions refer to its newest version unless told."""
@@ -190,6 +193,20 @@ def test_whole_version_of_the_background_lets_older_files_go(run: Run) -> None:
         assert len(run.names(INPUTS)) <= 2 * FRAGMENTS * WHOLE_EVERY
     assert all(v > WHOLE_EVERY for versions in run.memory.kept() for v in versions)
     assert "0000-000000000" not in run.names(WHOLE)
+
+
+def test_files_that_nobody_needs_are_written_over(tmp_path: Path) -> None:
+    run = Run(tmp_path / "syncer", config(), ahead=True)
+    names: dict[int, set[str]] = {}
+    for _ in range(4 * WHOLE_EVERY * FRAGMENTS):
+        run.round()
+        run.forget_but(1)
+        run.background()
+        for path in (run.folder / "versions").iterdir():
+            names.setdefault(path.stat().st_ino, set()).add(path.name.partition(".")[0])
+    assert max(map(len, names.values())) > 2
+    run.restart()
+    run.check()
 
 
 def test_slow_merges_are_written_whole_more_often(run: Run) -> None:

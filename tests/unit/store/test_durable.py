@@ -22,6 +22,7 @@ from atoll.codecs import Packet, codec
 from atoll.errors import DataError, UserError
 from atoll.store.durable import PACKETS_MAX, DurableVersions
 from atoll.store.lock import lock_directory, refuse_locked
+from atoll.store.spare_files import SpareFiles
 from atoll.store.tensor_files import StorageFailed, free_bytes
 from atoll.store.version_file import check_version, version_sha256
 from atoll.store.versions import DIGEST_BLOCK, Version, checksum, digest_part
@@ -216,15 +217,13 @@ def test_damaged_truncated_or_foreign_file_is_named(disk: DurableVersions) -> No
 
 
 def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    calls = 0
-
     def call(*args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == at:
+        call.calls += 1  # type: ignore[attr-defined]
+        if call.calls == at:  # type: ignore[attr-defined]
             raise OSError(28, "No space left on device")
         return function(*args)
 
+    call.calls = 0  # type: ignore[attr-defined]
     return call
 
 
@@ -247,6 +246,39 @@ def test_full_disk_at_the_nth_operation_leaves_the_state_before_and_a_retry_work
         assert DurableVersions.open(disk.directory).theta_sha256() == sha256
     assert fails == {"open": 3, "write": fails, "fsync": 3, "replace": 2}[name] and fails > 1
     assert equal(DurableVersions.open(disk.directory).at(1, 4), version(5))
+
+
+@pytest.mark.parametrize("name", ["open", "write", "fsync", "replace", "ftruncate"])
+def test_disk_that_fails_while_old_files_are_written_over_stores_all_or_nothing(
+    disk: DurableVersions, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The n-th operation fails for every n until none does. Where it was one for an old file, a new file does as well."""
+    size, outcomes = disk.path(0, 0).stat().st_size, set[bool]()
+    disk.spare = SpareFiles(worthwhile_bytes=1)
+    for n in range(1, 40):
+        for old in ("a", "b"):
+            path = disk.directory / "versions" / f"{old}{n}"
+            path.write_bytes(b"o" * size)
+            assert disk.spare.keep(path)
+        kept, sha256 = disk.kept(), disk.theta_sha256()
+        broken = failing(getattr(os, name), n)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, broken)
+            try:
+                disk.put(n, {0: version(4 + n), 1: version(5 + n)})
+                outcomes.add(True)
+            except StorageFailed:
+                outcomes.add(False)
+                assert disk.kept() == kept and disk.theta_sha256() == sha256
+        again = DurableVersions.open(disk.directory)
+        assert again.theta_sha256() == disk.theta_sha256() and again.kept() == disk.kept()
+        if broken.calls < n:  # type: ignore[attr-defined]
+            break
+        disk.spare.close()
+    assert n > 2 and outcomes == {True, False}
+    assert equal(DurableVersions.open(disk.directory).at(1, n), version(5 + n))
+    disk.close()
+    assert not list((disk.directory / "versions").glob("*.partial"))
 
 
 def test_directory_is_synced_once_a_put_and_after_the_files(disk: DurableVersions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,7 @@ class ShardStore:
     def close(self) -> None:
         for thread in (self._log_thread, self._background):
             thread.shutdown(wait=True)
+        self.disk.close()
 
 
 def _run(held: str) -> str:

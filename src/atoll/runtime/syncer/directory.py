@@ -444,6 +444,8 @@ class SyncerDirectory:
         self.stopping.set()
         for thread in (self._log_thread, self._background):
             thread.shutdown(wait=True)
+        if self.layout is not None and isinstance(self.disk, DurableVersions):
+            self.disk.close()
         if complete:
             if self.layout is not None:
                 if self.config.outer.average_decay and (average := average_of(self.disk.newest())) is not None:
