@@ -40,7 +40,7 @@ class Gathering:
 
     def mark(self, member: Member) -> None:
         round_ = self._rounds.gathering()
-        if round_ is None or member.standing != IN_SYNC:
+        if round_ is None or member.standing != IN_SYNC or member.learner in self.reported:
             return
         stands = round_.policy.exact or round_.policy.lead >= 0  # who may wait for a round is counted where it stands
         if fresh(stands, round_.outer_step, member.position, member.reported, member.counted):
@@ -60,7 +60,7 @@ class Gathering:
         self.hold_until = None
         if round_ is None:
             return False
-        if len(self.reported) < self.quorum(round_) or not self._may_start(round_):
+        if len(self.reported) < self.quorum(round_) or not (self._started_up or self._may_start(round_)):
             if round_.phase == GRACE:
                 round_.move(RoundStep.QUORUM_LOST)
             return False
@@ -95,8 +95,6 @@ class Gathering:
 
     def _may_start(self, round_: Round) -> bool:
         """The first round waits for the declared learners; nobody could ever equalise a start alone."""
-        if self._started_up:
-            return True
         until, begun = self._start_wait_until or 0, round_.outer_step > self.begins_after + 1
         self._started_up = len(self._roster.in_sync()) >= self._config.learners or begun or self._effects.now >= until
         if not self._started_up:

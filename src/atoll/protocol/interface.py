@@ -55,7 +55,7 @@ class Executor(Protocol):
         ...
 
     def payload_for(self, send: Send) -> Payload | None:
-        """The bytes that travel beside a message."""
+        """The bytes that travel beside a message of the bulk lane."""
         ...
 
 

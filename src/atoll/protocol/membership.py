@@ -67,7 +67,6 @@ class Member:
         "connected",
         "counted",
         "deferred",
-        "entering",
         "given_up",
         "heard_at",
         "held",
@@ -150,7 +149,6 @@ class Member:
         overtakes it."""
         self.deferred: dict[FragmentId, OuterStep] = {}
         # joining
-        self.entering = False
         self.ticket = 0
         self.peer: LearnerId = -1
         self.tried: set[LearnerId] = set()
@@ -185,6 +183,8 @@ class Roster:
         self._fragments = fragments
         self._members: dict[LearnerId, Member] = {}
         self._in_sync: list[Member] | None = None
+        self.entering: set[LearnerId] = set()
+        """Who has loaded and waits to be let in: asked at every event."""
 
     def get(self, learner: LearnerId) -> Member | None:
         return self._members.get(learner)

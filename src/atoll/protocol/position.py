@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from atoll.config import Config
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.reasons import Reason, Why
-from atoll.protocol.staging import Pending, Staging
+from atoll.protocol.staging import Copy, Key, Pending
 from atoll.rules import Schedule, learner_overlap
 
 
@@ -34,7 +34,9 @@ class Position:
         missing = [p for p in self._schedule.due(outer_step) if _lacks(held[p], pending.get(p), outer_step)]
         return Reason(Why.VERSION_AWAITED, f"outer step {outer_step} of fragment {missing[0]} is not back") if missing else None
 
-    def after_entering(self, at: OuterStep, position: OuterStep, staged: Staging, *, waiting: bool) -> OuterStep:
+    def after_entering(
+        self, at: OuterStep, position: OuterStep, staged: Mapping[Key, Copy], *, waiting: bool
+    ) -> OuterStep:
         """A learner that already stands where a member may stand keeps its place: it has trained that step."""
         policy = self._schedule.policy(at + 1)
         lead = learner_overlap(self._config, policy, self._learner) if policy.exact else max(0, policy.lead)
@@ -43,7 +45,7 @@ class Position:
             position = at
         return self._where_staged(at, position, staged, waiting) if policy.exact else position
 
-    def _where_staged(self, at: OuterStep, position: OuterStep, staged: Staging, waiting: bool) -> OuterStep:
+    def _where_staged(self, at: OuterStep, position: OuterStep, staged: Mapping[Key, Copy], waiting: bool) -> OuterStep:
         """A place is worth keeping only with the copies that go with it: else a pull of it is declined for ever. What
         is due at this very boundary is staged right after."""
         last = position if waiting else position - 1

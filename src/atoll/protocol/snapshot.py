@@ -48,6 +48,8 @@ class Snapshot:
 
     def saw(self, envelope: Envelope) -> None:
         """Called for every message in order, before it takes effect."""
+        if not self._marker:
+            return
         learner, body = envelope.sender, envelope.body
         if isinstance(body, SnapshotPart) and body.snapshot == self._marker:
             self._part(learner, body.flaw)

@@ -151,7 +151,7 @@ _PREFIX = len(b'{"c":"00000000",')
 
 def _seal(body: bytes, chain: int) -> tuple[bytes, int]:
     chain = zlib.crc32(body, chain)
-    return b'{"c":"%08x",' % chain + body[1:] + b"\n", chain
+    return b'{"c":"%08x",%b\n' % (chain, body[1:]), chain
 
 
 class TapeWriter:
@@ -176,7 +176,7 @@ class TapeWriter:
     @classmethod
     def create(cls, path: Path, header: Header, *, flush_each: bool = False) -> TapeWriter:
         try:
-            return cls(path.open("xb", buffering=0 if flush_each else -1), header, flush_each=flush_each)
+            return cls(path.open("xb", buffering=0 if flush_each else 1 << 18), header, flush_each=flush_each)
         except FileExistsError:
             raise TapeError(f"tape {path}: exists already; a tape is never overwritten, choose another --out") from None
         except OSError as error:
