@@ -59,12 +59,12 @@ class NullLearner:
         match effect:
             case Stage(fragment=fragment, slot=slot):
                 self._staged[fragment, slot] = self.anchors[fragment]
+            case Unstage(fragment=fragment, slot=slot):
+                del self._staged[fragment, slot]
             case InnerStep(batch=batch, share=share):
                 whole = share >= 1.0
                 size = self._whole_batch if whole else batch_size(self._config, self._learner, batch, share)
                 return (StepDone(*size, 0, None),)
-            case Unstage(fragment=fragment, slot=slot):
-                del self._staged[fragment, slot]
             case Keep(fragment=fragment, version=version, previous=previous):
                 assert payload is not None
                 base, digest = payload.content

@@ -108,10 +108,15 @@ def credit_while_away(elapsed: Nanos, step_time: Nanos, interval: int) -> int:
 def bounded_counts(counts: Mapping[LearnerId, Count], *, own_data: bool) -> dict[LearnerId, Count]:
     """Each count, lowered to `RATIO_MAX` times the median of the others. `own_data`: no config says what a step holds."""
     trained = [count for count in counts.values() if count.steps]
-    if len(trained) < 2:
+    if len(trained) < 2 or (not own_data and _alike([count.steps for count in trained])):
         return dict(counts)
     usual = _Usual(trained)
     return {m: usual.bounded(count, own_data) if count.steps else count for m, count in counts.items()}
+
+
+def _alike(steps: Sequence[int]) -> bool:
+    """Nobody's steps exceed `RATIO_MAX` times anybody's, so not the median of the others' either."""
+    return max(steps) <= RATIO_MAX * min(steps)
 
 
 class _Usual:

@@ -42,10 +42,14 @@ class Mailbox:
             return Envelope(self._me, self.incarnation, receiver, bulk, self.clock, body, control)
         self._next[receiver] = (control + 1, bulk)
         after = 0 if body.overtakes else bulk
-        if type(body) is Report and body.snapshot != self._marked:
-            # it returns a snapshot's marker and keeps its place: what was sent before it belongs before the cut
-            self._marked, after = body.snapshot, bulk
+        if type(body) is Report and body.snapshot != self._marked and self._marks(body):
+            after = bulk
         return Envelope(self._me, self.incarnation, receiver, control, self.clock, body, after)
+
+    def _marks(self, report: Report) -> bool:
+        """A report that returns a snapshot's marker keeps its place: what was sent before it belongs before the cut."""
+        self._marked = report.snapshot
+        return True
 
     def sent(self) -> tuple[tuple[WorkerId, int, int], ...]:
         """By receiver: how many messages this incarnation has sent, in either lane."""

@@ -40,19 +40,24 @@ class Gathering:
 
     def mark(self, member: Member) -> None:
         round_ = self._rounds.gathering()
-        if round_ is None or member.standing != IN_SYNC or member.learner in self.reported:
-            return
+        if round_ is not None and member.standing == IN_SYNC and member.learner not in self.reported:
+            self._mark(member, round_)
+
+    def _mark(self, member: Member, round_: Round) -> None:
         stands = round_.policy.exact or round_.policy.lead >= 0  # who may wait for a round is counted where it stands
         if fresh(stands, round_.outer_step, member.position, member.reported, member.counted):
             self.reported.add(member.learner)
 
     def remark(self) -> None:
         self.reported.clear()
-        for member in self._roster.in_sync():
-            self.mark(member)
+        round_ = self._rounds.gathering()
+        if round_ is not None:
+            for member in self._roster.in_sync():
+                self._mark(member, round_)
 
     def quorum(self, round_: Round) -> int:
-        return self._roster.quorum(round_.policy, elastic=self._config.protocol.elastic)
+        policy = round_.policy
+        return self._roster.quorum_of_all(elastic=self._config.protocol.elastic) if policy.quorum_all else policy.quorum
 
     def advance(self, committed: OuterStep) -> bool:
         """Fixes the participants of the round that gathers, if it is time. True if it did."""
@@ -71,7 +76,8 @@ class Gathering:
             round_.grace_until = now + self._pulse.grace(round_)
         everybody = len(self.reported) == len(self._roster.in_sync())
         hold = paced_until(self._pulse.last_fixed_at, self._config.protocol.pace, self._pulse.step_time)
-        hold = hold if everybody else max(hold, round_.grace_until)
+        if not everybody and round_.grace_until > hold:
+            hold = round_.grace_until
         if now < hold:
             self.hold_until = hold
             return False
@@ -105,22 +111,20 @@ class Gathering:
         now = self._effects.now
         reported, in_step = self._invited(round_)
         participants = tuple(sorted((*reported, *in_step)))
-        for learner in participants:
-            member = self._roster.get(learner)
-            assert member is not None
-            round_.counted_before[learner] = member.counted
+        invited = [member for member in self._roster if member.learner in participants]
+        for member in invited:
+            round_.counted_before[member.learner] = member.counted
             member.counted = member.reported
             if round_.due:
                 self._pulse.asked(member, round_.outer_step, now)
         round_.fix(participants, now)
-        invited = [member for member in self._roster if member.learner in participants]
         round_.pull_deadline = now + max(self._pulse.pull_patience(invited, self.quorum(round_)), round_.patience_least)
         why = round_.why_fixed(len(self._roster.in_sync()), self.quorum(round_), everybody)
         self._effects.emit(FixParticipants(round_.outer_step, round_.due, participants, why))
         if round_.due:
-            for learner in participants:
-                self._versions.lend(learner, round_.due)
-                self._effects.send(learner, Pull(round_.outer_step, round_.due, learner in in_step))
+            for member in invited:
+                self._versions.lend(member, round_.due)
+                self._effects.send(member.learner, Pull(round_.outer_step, round_.due, member.learner in in_step))
         self._pulse.fixed(now, self._roster.in_sync())
         if (following := self._rounds.gathering()) is not None:
             following.opened_at = now

@@ -240,7 +240,7 @@ class LearnerMachine:
             self._staged.lookahead.least_steps = body.local_steps
             self._pending[fragment] = Pending(body.outer_step, body.previous, self.learner in body.merged)
         self._saw(body.outer_step)
-        if self._departure.asked and self.learner in body.merged and self._departure.merged(fragment):
+        if self._departure.reason is not None and self.learner in body.merged and self._departure.merged(fragment):
             return self._goodbye()
         if self.phase == WAITING:
             self._return_marker()
@@ -353,9 +353,9 @@ class LearnerMachine:
     # ------------------------------------------------------------ adopting
 
     def _adopt_due(self) -> None:
-        due = [p for p, pending in self._pending.items() if self.position >= self._place.due_at(pending)]
-        for fragment in sorted(due):
-            self._adopt(fragment)
+        if self._pending:
+            for fragment in self._place.due(self.position, self._pending):
+                self._adopt(fragment)
 
     def _adopt(self, fragment: FragmentId, reason: Reason = DUE) -> None:
         pending = self._pending.pop(fragment)

@@ -218,11 +218,9 @@ class Roster:
         needed = policy.exact or len(reported) - len(late) < quorum
         return tuple(sorted(reported if needed else set(reported) - late))
 
-    def quorum(self, policy: Policy, *, elastic: bool) -> int:
-        """How many reports a round needs. "all" shrinks with the members in sync; where `elastic` is false only those that left
-        are not waited for."""
-        if not policy.quorum_all:
-            return policy.quorum
+    def quorum_of_all(self, *, elastic: bool) -> int:
+        """How many reports a round of "all" needs. That shrinks with the members in sync; where `elastic` is false only those
+        that left are not waited for."""
         if not elastic:
             return max(1, sum(1 for m in self if m.standing not in (LEFT, EXPELLED) and m.incarnation >= 0))
         return max(1, len(self.in_sync()))

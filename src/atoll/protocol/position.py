@@ -15,8 +15,11 @@ class Position:
     def __init__(self, config: Config, schedule: Schedule, learner: LearnerId) -> None:
         self._config, self._schedule, self._learner = config, schedule, learner
 
+    def due(self, position: OuterStep, pending: Mapping[FragmentId, Pending]) -> list[FragmentId]:
+        """Which of the announced versions are adopted here, in order."""
+        return sorted([p for p, announced in pending.items() if position >= self.due_at(announced)])
+
     def due_at(self, pending: Pending) -> OuterStep:
-        """Where an announced version is adopted."""
         policy = self._schedule.policy(pending.version)
         return pending.version + learner_overlap(self._config, policy, self._learner) if policy.exact else 0
 

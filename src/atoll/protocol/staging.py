@@ -73,7 +73,8 @@ class Staging:
         return Contribution(outer_step, fragment, c.local_step, c.anchor, c.c_steps, c.c_tokens, c.c_samples, c.tokens)
 
     def keep_only(self, fragments: Collection[FragmentId]) -> None:
-        self._drop([key for key in self.copies if key[0] not in fragments])
+        if unwanted := [key for key in self.copies if key[0] not in fragments]:
+            self._drop(unwanted)
 
     def drop_up_to(self, fragment: FragmentId, slot: OuterStep) -> None:
         """What it was for is decided: this version of the fragment was adopted."""

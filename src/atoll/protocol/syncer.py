@@ -165,7 +165,8 @@ class SyncerMachine:
         refusal = self._effects.mailbox.refusal(envelope)
         if refusal is not None:
             return self._refuse(learner, refusal, disconnect=True) if refusal.why is not Why.DUPLICATE else None
-        self.snapshot.saw(envelope)
+        if self.snapshot.marker:
+            self.snapshot.saw(envelope)
         body = envelope.body
         if isinstance(body, Hello):
             return self._hello(learner, envelope, body)

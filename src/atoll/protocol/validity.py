@@ -34,16 +34,16 @@ REASON_MAX = 1000
 
 def objection(config: Config, envelope: Envelope) -> Reason | None:
     """Why the syncer refuses this message."""
-    if not _counts((envelope.seq, envelope.after, envelope.incarnation, envelope.clock)):
+    counts = envelope.seq, envelope.after, envelope.incarnation, envelope.clock
+    if min(counts) < 0 or max(counts) > COUNT_MAX:
         numbered = _counts((envelope.seq, envelope.after, envelope.incarnation))
         return _impossible("its clock cannot be" if numbered else "its sequence number cannot be")
-    return _body(config, envelope.body)
+    body = envelope.body
+    return _report(config, body) if type(body) is Report else _body(config, body)
 
 
 def _body(config: Config, body: Message) -> Reason | None:
     match body:
-        case Report():
-            return _report(config, body)
         case Hello():
             return _hello(config, body)
         case Contribution():
@@ -77,7 +77,7 @@ def _report(config: Config, body: Report) -> Reason | None:
         body.session, body.local_step, body.tokens, body.samples, body.step_nanos, body.waited_nanos, body.batch,
         body.snapshot,
     )  # fmt: skip
-    if not _counts(counts) or not 0 <= body.stream < config.limits.members_max:
+    if min(counts) < 0 or max(counts) > COUNT_MAX or not 0 <= body.stream < config.limits.members_max:
         return _impossible("report names what cannot be")
     # on arrival a learner counts its own steps as position, and a fast one runs ahead without bound
     if not NO_VERSION <= body.position <= COUNT_MAX:

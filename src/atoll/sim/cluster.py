@@ -20,7 +20,6 @@ from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import (
     DeadlinePassed,
-    Effect,
     Envelope,
     Event,
     InnerStep,
@@ -200,10 +199,14 @@ class VirtualCluster:
     def arrive(self, envelope: Envelope, payload: Payload | None) -> None:
         w = self._workers[envelope.receiver]
         if payload is None:
-            self._tell(w, Received(envelope, 0), None)
-            return
-        found = w.executor.inspect(envelope.body, payload) if w.incarnation >= 0 else CLEAN
-        self._tell(w, Received(envelope, payload.nbytes, found.flaw, found.measure), payload)
+            event = Received(envelope, 0)
+        else:
+            found = w.executor.inspect(envelope.body, payload) if w.incarnation >= 0 else CLEAN
+            event = Received(envelope, payload.nbytes, found.flaw, found.measure)
+        if w.alive and not w.paused:
+            self._handle(w, event, payload)
+        else:
+            self._tell(w, event, payload)
 
     def dispatch(self, worker: WorkerId, event: Event) -> None:
         self._tell(self._workers[worker], event, None)
@@ -233,26 +236,24 @@ class VirtualCluster:
         for effect in effects:
             if type(effect) is Send:
                 self._send(w, executor, effect)
+            elif type(effect) is InnerStep:
+                self._begin_step(w, executor, effect)
+            elif type(effect) is Refuse:
+                if effect.disconnect:
+                    self.network.cut(w.worker, effect.peer, str(effect.reason), 0)
             else:
-                self._carry_out(w, executor, effect, payload)
+                for follows in executor.execute(effect, payload):
+                    self.world.at(now, self._later, w, w.incarnation, follows)
         deadline = machine.deadline()
         if deadline != w.deadline:
             w.deadline = deadline
             if deadline is not None:
                 self.world.at(deadline, self._deadline, w, w.incarnation, deadline)
 
-    def _carry_out(self, w: _Worker, executor: Executor, effect: Effect, payload: Payload | None) -> None:
-        if type(effect) is InnerStep:
-            (done,) = executor.execute(effect, None)
-            assert isinstance(done, StepDone)
-            w.stepping_since, w.stop = self.world.now + w.stop, 0
-            self.world.at(w.stepping_since + self.hardware.step_nanos(w.worker), self._step_done, w, w.incarnation, done)
-        elif type(effect) is Refuse:
-            if effect.disconnect:
-                self.network.cut(w.worker, effect.peer, str(effect.reason), 0)
-        else:
-            for event in executor.execute(effect, payload):
-                self.world.at(self.world.now, self._later, w, w.incarnation, event)
+    def _begin_step(self, w: _Worker, executor: Executor, effect: InnerStep) -> None:
+        (done,) = executor.execute(effect, None)
+        w.stepping_since, w.stop = self.world.now + w.stop, 0
+        self.world.at(w.stepping_since + self.hardware.step_nanos(w.worker), self._step_done, w, w.incarnation, done)
 
     def _send(self, w: _Worker, executor: Executor, effect: Send) -> None:
         envelope = effect.envelope
@@ -279,7 +280,8 @@ class VirtualCluster:
         if w.incarnation == incarnation:
             self.dispatch(w.worker, event)
 
-    def _step_done(self, w: _Worker, incarnation: Incarnation, done: StepDone) -> None:
+    def _step_done(self, w: _Worker, incarnation: Incarnation, done: Event) -> None:
+        assert isinstance(done, StepDone)
         if not w.alive or w.incarnation != incarnation:
             return
         boundary = self.hardware.boundary(w.worker, self.world.now)

@@ -131,7 +131,8 @@ class Network:
     # ------------------------------------------------------------ sending
 
     def send(self, envelope: Envelope, payload: Payload | None) -> None:
-        direction = self._direction(envelope.sender, envelope.receiver)
+        ends = envelope.sender, envelope.receiver
+        direction = self._directions.get(ends) or self._connect(*ends)
         if not direction.connection.up and not self._opens(direction.connection, envelope):
             return
         if direction.blocked:

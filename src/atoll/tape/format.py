@@ -198,7 +198,7 @@ class TapeWriter:
 
     def append(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect], *, sync: bool = False) -> None:
         """`sync`: the record is on the physical disk when this returns; if that fails, it is not on the tape."""
-        self._put(_encode(Record(self.count + 1, now, worker, event, tuple(effects))), sync=sync)
+        self._put(_encode(Record(self.count + 1, now, worker, event, tuple(effects))), sync)
         self.count += 1
 
     def _put_header(self) -> None:
@@ -219,7 +219,7 @@ class TapeWriter:
         line, begins = _seal(_encode(_HeaderLine(header)), chain)
         write_durably(state_file(path, number), at.state)
         write_durably(begun(path), line)
-        self._put(ends, sync=True)
+        self._put(ends, True)
         self._begun = (len(line), begins, header)
         self._switch()
 
@@ -235,7 +235,7 @@ class TapeWriter:
         self._file.close()
         self._file, self.header, self._chain, self.segment_bytes, self._begun = file, header, chain, size, None
 
-    def _put(self, body: bytes, *, sync: bool = False) -> None:
+    def _put(self, body: bytes, sync: bool = False) -> None:
         if self._begun is not None:
             self._switch()
         line, chain = _seal(body, self._chain)
