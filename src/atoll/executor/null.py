@@ -56,9 +56,10 @@ class NullLearner:
         self._staged: dict[tuple[FragmentId, OuterStep], tuple[OuterStep, int]] = {}
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
+        if type(effect) is Stage:  # the most frequent by far
+            self._staged[effect.fragment, effect.slot] = self.anchors[effect.fragment]
+            return ()
         match effect:
-            case Stage(fragment=fragment, slot=slot):
-                self._staged[fragment, slot] = self.anchors[fragment]
             case Unstage(fragment=fragment, slot=slot):
                 del self._staged[fragment, slot]
             case InnerStep(batch=batch, share=share):

@@ -39,8 +39,10 @@ class Gathering:
             self._start_wait_until = self._effects.now + nanos(self._config.limits.start_wait_seconds)
 
     def mark(self, member: Member) -> None:
+        if member.standing != IN_SYNC or member.learner in self.reported:
+            return
         round_ = self._rounds.gathering()
-        if round_ is not None and member.standing == IN_SYNC and member.learner not in self.reported:
+        if round_ is not None:
             self._mark(member, round_)
 
     def _mark(self, member: Member, round_: Round) -> None:

@@ -322,7 +322,7 @@ class LearnerMachine:
         step = self._last_step
         if not self._connected:
             return
-        self._send(Report(
+        self._effects.send(SYNCER, Report(
             self._session, self.counters.local_step, self.position, self.counters.tokens, self.counters.samples,
             step.nanos if step else 0, self.waited, *self._drawn, tuple(self._adoptions), self._recorded,
             step.loss if step else None,

@@ -48,7 +48,7 @@ def _body(config: Config, body: Message) -> Reason | None:
             return _hello(config, body)
         case Contribution():
             counts = (body.local_step, body.c_steps, body.c_tokens, body.c_samples, body.tokens, body.anchor, body.outer_step)
-            fits = 0 <= body.fragment < config.protocol.fragments and _counts(counts)
+            fits = 0 <= body.fragment < config.protocol.fragments and min(counts) >= 0 and max(counts) <= COUNT_MAX
             return None if fits else _impossible("contribution names what cannot be")
         case Loaded():
             fits = _counts((body.ticket, body.local_step)) and _versions(config, body.held) and body.source >= -1

@@ -235,7 +235,12 @@ class VirtualCluster:
             observe(now, w.worker, event, effects)
         for effect in effects:
             if type(effect) is Send:
-                self._send(w, executor, effect)
+                envelope = effect.envelope
+                beside = executor.payload_for(effect) if envelope.body.lane is Lane.BULK else None
+                if w.worker in self._attackers:
+                    self._send_attacked(w, envelope, beside)
+                else:
+                    self.network.send(envelope, beside)
             elif type(effect) is InnerStep:
                 self._begin_step(w, executor, effect)
             elif type(effect) is Refuse:
@@ -255,15 +260,11 @@ class VirtualCluster:
         w.stepping_since, w.stop = self.world.now + w.stop, 0
         self.world.at(w.stepping_since + self.hardware.step_nanos(w.worker), self._step_done, w, w.incarnation, done)
 
-    def _send(self, w: _Worker, executor: Executor, effect: Send) -> None:
-        envelope = effect.envelope
-        payload = executor.payload_for(effect) if envelope.body.lane is Lane.BULK else None
-        if w.worker in self._attackers and envelope.receiver == SYNCER:
-            self._send_attacked(w, self._attackers[w.worker], envelope, payload)
-        else:
+    def _send_attacked(self, w: _Worker, envelope: Envelope, payload: Payload | None) -> None:
+        if envelope.receiver != SYNCER:
             self.network.send(envelope, payload)
-
-    def _send_attacked(self, w: _Worker, attacker: Attacker, envelope: Envelope, payload: Payload | None) -> None:
+            return
+        attacker = self._attackers[w.worker]
         envelope, payload = attacker.sent(envelope, payload)
         until = max(self._held_until.get(w.worker, 0), self.world.now + attacker.delay(envelope))
         if until <= self.world.now or not attacker.may_be_held(envelope):

@@ -54,7 +54,8 @@ class _Direction:
         self.control_arrives: Nanos = 0
         self.bulk_arrives: Nanos = 0
 
-    def arrival(self, now: Nanos, transfer: Nanos, latency: Nanos, envelope: Envelope) -> Nanos:
+    def arrival(self, now: Nanos, envelope: Envelope, payload: Payload | None, latency: Nanos) -> Nanos:
+        transfer = int(8 * (FRAME_BYTES if payload is None else FRAME_BYTES + payload.nbytes) / self.rate)
         if envelope.body.lane is Lane.BULK:
             self.free_at = max(now, self.free_at) + transfer
             self.bulk_arrives = max(self.free_at + latency, self.control_arrives, self.bulk_arrives)
@@ -137,8 +138,9 @@ class Network:
             return
         if direction.blocked:
             direction.held.append((envelope, payload))
-        else:
-            self._transmit(direction, envelope, payload)
+            return
+        at = direction.arrival(self._world.now, envelope, payload, self._latency)
+        self._world.at(at, self._arrive, direction, direction.connection.epoch, envelope, payload)
 
     def _opens(self, connection: _Connection, envelope: Envelope) -> bool:
         """Whether a message opens a connection that is not up."""
@@ -150,11 +152,6 @@ class Network:
             return False
         self._open(connection)
         return True
-
-    def _transmit(self, direction: _Direction, envelope: Envelope, payload: Payload | None) -> None:
-        bits = 8 * (FRAME_BYTES if payload is None else FRAME_BYTES + payload.nbytes)
-        at = direction.arrival(self._world.now, int(bits / direction.rate), self._latency, envelope)
-        self._world.at(at, self._arrive, direction, direction.connection.epoch, envelope, payload)
 
     def _arrive(self, direction: _Direction, epoch: int, envelope: Envelope, payload: Payload | None) -> None:
         connection = direction.connection
@@ -203,7 +200,8 @@ class Network:
             self._arrive(direction, epoch, envelope, payload)
         if connection.up and connection.epoch == epoch:
             for envelope, payload in held:
-                self._transmit(direction, envelope, payload)
+                at = direction.arrival(self._world.now, envelope, payload, self._latency)
+                self._world.at(at, self._arrive, direction, epoch, envelope, payload)
 
     def corrupt_next(self, a: WorkerId, b: WorkerId) -> None:
         self._direction(a, b).corrupt_next = True

@@ -238,13 +238,13 @@ class TapeWriter:
     def _put(self, body: bytes, sync: bool = False) -> None:
         if self._begun is not None:
             self._switch()
-        line, chain = _seal(body, self._chain)
+        chain = zlib.crc32(body, self._chain)
+        line = b'{"c":"%08x",%b\n' % (chain, body[1:])  # as `_seal`, without a call for each record
         if self._flush_each:
             self._write_whole(line, sync)
         else:
             self._file.write(line)
-        self._chain = chain
-        self.segment_bytes += len(line)
+        self._chain, self.segment_bytes = chain, self.segment_bytes + len(line)
 
     def _write_whole(self, line: bytes, sync: bool) -> None:
         """Unbuffered, so that a line of which the disk took only a part can be cut off again. One call of the system: each gives
