@@ -76,9 +76,8 @@ class Gathering:
             round_.move(RoundStep.QUORUM_MET)
             round_.quorum_at = now
             round_.grace_until = now + self._pulse.grace(round_)
-        everybody = len(self.reported) == len(self._roster.in_sync())
         hold = paced_until(self._pulse.last_fixed_at, self._config.protocol.pace, self._pulse.step_time)
-        if not everybody and round_.grace_until > hold:
+        if round_.grace_until > hold and not self._everybody_reported():
             hold = round_.grace_until
         if now < hold:
             self.hold_until = hold
@@ -89,8 +88,11 @@ class Gathering:
                 round_.due = ()
         if self._rounds.block(round_):
             return False
-        self._fix(round_, everybody)
+        self._fix(round_, self._everybody_reported())
         return True
+
+    def _everybody_reported(self) -> bool:
+        return len(self.reported) == len(self._roster.in_sync())
 
     def _open_next(self, committed: OuterStep) -> Round | None:
         outer_step = self._rounds.last(committed) + 1

@@ -132,12 +132,12 @@ class VirtualCluster:
         if not self.events:
             self.start()
         limit = nanos(until_seconds) if until_seconds != float("inf") else None
-        world, step, syncer = self.world, self.world.step, self._workers[SYNCER]
+        world, syncer = self.world, self._workers[SYNCER]
         instant, since = world.now, self.events
         while not (syncer.alive and syncer.machine.finished):
             if pause is not None and pause():
                 return False
-            if not step():
+            if not world.step():
                 raise RunFailed(f"no event is left at outer step {self.syncer.outer_step}")
             if world.now != instant:
                 instant, since = world.now, self.events

@@ -47,7 +47,9 @@ class Hardware:
         return self._cluster.slow_factor if learner < self._slow_class else 1.0
 
     def step_nanos(self, learner: LearnerId) -> Nanos:
-        mean = self._cluster.step_seconds * self.speed_class(learner) * self._slowed.get(learner, 1.0)
+        mean = self._cluster.step_seconds * self.speed_class(learner)
+        if learner in self._slowed:
+            mean *= self._slowed[learner]
         return max(1, nanos(mean * self._noise(learner)))
 
     def _noise(self, learner: LearnerId) -> float:
