@@ -42,10 +42,14 @@ class Schedule:
         self.fragments = config.protocol.fragments
         self._phases = _phases(config)
         self._starts = [phase.start for phase in self._phases]
+        self._only = self._phases[0] if len(self._phases) == 1 else None
+        """Without a ramp."""
+        self._between: dict[tuple[int, int], tuple[FragmentId, ...]] = {}
+        """What `due_between` found, by its place in the interval: every learner asks at every boundary."""
 
     def policy(self, outer_step: OuterStep) -> Policy:
-        if len(self._phases) == 1:
-            return self._phases[0]
+        if self._only is not None:
+            return self._only
         return self._phases[max(0, bisect_right(self._starts, outer_step - 1) - 1)]
 
     def due(self, outer_step: OuterStep) -> tuple[FragmentId, ...]:
@@ -54,15 +58,24 @@ class Schedule:
         policy = self.policy(outer_step)
         return _due_table(self.fragments, policy.interval)[(outer_step - policy.start) % policy.interval]
 
-
     def next_due(self, outer_step: OuterStep) -> OuterStep:
         """The first outer step at or after this one at which a fragment is due."""
         while not self.due(outer_step):
             outer_step += 1
         return outer_step
 
-    def due_between(self, first: OuterStep, last: OuterStep) -> set[FragmentId]:
-        return {p for outer_step in range(first, last + 1) for p in self.due(outer_step)}
+    def due_between(self, first: OuterStep, last: OuterStep) -> tuple[FragmentId, ...]:
+        """Sorted."""
+        if self._only is None or first < 1:
+            return self._found_between(first, last)
+        key = (first - self._only.start) % self._only.interval, last - first
+        found = self._between.get(key)
+        if found is None:
+            found = self._between[key] = self._found_between(first, last)
+        return found
+
+    def _found_between(self, first: OuterStep, last: OuterStep) -> tuple[FragmentId, ...]:
+        return tuple(sorted({p for outer_step in range(first, last + 1) for p in self.due(outer_step)}))
 
 
 @lru_cache(maxsize=256)

@@ -47,6 +47,7 @@ class NullLearner:
     def __init__(self, config: Config, learner: LearnerId) -> None:
         p = config.protocol
         self._config, self._learner = config, learner
+        self._whole_batch = batch_size(config, learner)
         size = config.cluster.parameters / p.fragments
         self._up_bytes = int(size * wire_bits(p.codec_up) / 8)
         self._state_bytes = config.cluster.parameters * 12
@@ -55,13 +56,16 @@ class NullLearner:
         self._staged: dict[tuple[FragmentId, OuterStep], tuple[OuterStep, int]] = {}
 
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
+        if type(effect) is Stage:  # the most frequent by far
+            self._staged[effect.fragment, effect.slot] = self.anchors[effect.fragment]
+            return ()
         match effect:
-            case InnerStep(batch=batch, share=share):
-                return (StepDone(*batch_size(self._config, self._learner, batch, share), 0, None),)
-            case Stage(fragment=fragment, slot=slot):
-                self._staged[fragment, slot] = self.anchors[fragment]
             case Unstage(fragment=fragment, slot=slot):
                 del self._staged[fragment, slot]
+            case InnerStep(batch=batch, share=share):
+                whole = share >= 1.0
+                size = self._whole_batch if whole else batch_size(self._config, self._learner, batch, share)
+                return (StepDone(*size, 0, None),)
             case Keep(fragment=fragment, version=version, previous=previous):
                 assert payload is not None
                 base, digest = payload.content

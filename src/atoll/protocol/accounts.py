@@ -64,7 +64,7 @@ class Account:
 
     def adopted(self, fragment: FragmentId, version: OuterStep, local_step: LocalStep) -> None:
         announced, at = self._announced.get(fragment, (version, 0))
-        self.counts_from(fragment, max(local_step, at if announced == version else 0))
+        self.counts_from(fragment, at if announced == version and at > local_step else local_step)
 
     def asked(self, fragments: Sequence[FragmentId]) -> None:
         for fragment in fragments:
@@ -75,7 +75,8 @@ class Account:
             self._asked.pop(fragment, None)
 
     def taken(self, fragment: FragmentId, local_step: LocalStep) -> None:
-        self._taken[fragment] = max(self._taken[fragment], local_step)
+        if local_step > self._taken[fragment]:
+            self._taken[fragment] = local_step
 
     def steps_since(self, fragment: FragmentId, reported: LocalStep) -> int:
         """Since the adoption from which work on it counts."""
@@ -86,17 +87,17 @@ class Account:
         return all(reported > max(self._since[p], self._taken[p]) for p in fragments)
 
     def counts_from(self, fragment: FragmentId, local_step: LocalStep) -> None:
-        self._since[fragment] = max(self._since[fragment], local_step)
+        if local_step > self._since[fragment]:
+            self._since[fragment] = local_step
 
     def count(self, claim: Contribution, most: StepMost) -> Count:
         """The claim, lowered to what was counted. `most` is what one step can hold."""
-        claimed = Count(claim.c_steps, claim.c_tokens, claim.c_samples)
-        steps = max(0, min(claimed.steps, claim.local_step - self._asked.get(claim.fragment, self._since[claim.fragment])))
-        if steps == 0:
+        steps = min(claim.c_steps, claim.local_step - self._asked.get(claim.fragment, self._since[claim.fragment]))
+        if steps <= 0:
             return Count(0, 0, 0)
-        share = 1.0 if steps == claimed.steps else steps / claimed.steps  # fewer steps hold fewer of the tokens claimed
-        tokens = min(int(claimed.tokens * share), steps * most.tokens)
-        return Count(steps, tokens, min(int(claimed.samples * share), steps * most.samples))
+        share = 1.0 if steps == claim.c_steps else steps / claim.c_steps  # fewer steps hold fewer of the tokens claimed
+        tokens, samples = int(claim.c_tokens * share), int(claim.c_samples * share)
+        return Count(steps, min(tokens, steps * most.tokens), min(samples, steps * most.samples))
 
 
 def credit_while_away(elapsed: Nanos, step_time: Nanos, interval: int) -> int:
@@ -107,10 +108,15 @@ def credit_while_away(elapsed: Nanos, step_time: Nanos, interval: int) -> int:
 def bounded_counts(counts: Mapping[LearnerId, Count], *, own_data: bool) -> dict[LearnerId, Count]:
     """Each count, lowered to `RATIO_MAX` times the median of the others. `own_data`: no config says what a step holds."""
     trained = [count for count in counts.values() if count.steps]
-    if len(trained) < 2:
+    if len(trained) < 2 or (not own_data and _alike([count.steps for count in trained])):
         return dict(counts)
     usual = _Usual(trained)
     return {m: usual.bounded(count, own_data) if count.steps else count for m, count in counts.items()}
+
+
+def _alike(steps: Sequence[int]) -> bool:
+    """Nobody's steps exceed `RATIO_MAX` times anybody's, so not the median of the others' either."""
+    return max(steps) <= RATIO_MAX * min(steps)
 
 
 class _Usual:

@@ -94,7 +94,7 @@ class Admission:
         if body.needs_state:
             self._begin_recovery(member)
         elif self._versions.all_kept(body.held):
-            member.entering = True  # nothing to load: it catches up by announcements
+            self._roster.entering.add(member.learner)  # nothing to load: it catches up by announcements
         else:
             self.recover(member, Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten while it was away"))
         return member
@@ -177,14 +177,14 @@ class Admission:
         member.reported, member.heard_at = body.local_step, self._effects.now
         member.source, member.loaded_at = member.peer, body.local_step
         member.account.begins(body.local_step)
-        member.entering = True
+        self._roster.entering.add(member.learner)
         nanos = self._effects.now - member.joined_at
         source = SYNCER if body.source == SYNCER else body.source
         self._effects.emit(Recovered(member.learner, source, nanos, member.join_reason))
 
     def enter(self, member: Member, outer_step: OuterStep) -> None:
         """Send what it misses, then the word: FIFO makes the order hold."""
-        member.entering = False
+        self._roster.entering.discard(member.learner)
         member.join_deadline = None
         member.session += 1
         member.counted = member.reported
@@ -267,7 +267,7 @@ class Admission:
     def readmit(self, member: Member) -> None:
         """A silent member is heard again: it catches up if its versions are still kept, else it recovers."""
         if self._versions.all_kept(member.held):
-            member.entering = True
+            self._roster.entering.add(member.learner)
         else:
             self.recover(member, Reason(Why.VERSION_FORGOTTEN, "its versions were forgotten while it was silent"))
 
@@ -284,7 +284,7 @@ class Admission:
     def _replace_source(self, peer: LearnerId) -> None:
         """Recovery survives the death of its source."""
         for member in self._roster:
-            if member.standing == JOINING and member.peer == peer and not member.entering:
+            if member.standing == JOINING and member.peer == peer and member.learner not in self._roster.entering:
                 member.tried.add(peer)
                 self._give_ticket(member)
 
@@ -292,9 +292,8 @@ class Admission:
         """A transfer that nobody hears of: Theta itself."""
         self._send_theta(member, Reason(Why.TRANSFER_SILENT))
 
-    @staticmethod
-    def forget_joining(member: Member) -> None:
-        member.entering = False
+    def forget_joining(self, member: Member) -> None:
+        self._roster.entering.discard(member.learner)
         member.peer, member.ticket, member.join_deadline = -1, 0, None
         member.tried = set()
         member.sources_failed = 0

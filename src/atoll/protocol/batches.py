@@ -50,6 +50,8 @@ class Batches:
         self.own_next = max(self.own_next, grant.own_next)
 
     def take_later(self) -> None:
+        if not self._later:
+            return
         later, self._later = self._later, []
         for grant in later:
             self.granted(grant)

@@ -41,14 +41,14 @@ class Mailbox:
             self._next[receiver] = (control, bulk + 1)
             return Envelope(self._me, self.incarnation, receiver, bulk, self.clock, body, control)
         self._next[receiver] = (control + 1, bulk)
-        after = 0 if body.overtakes and not self._marks(body) else bulk
+        after = 0 if body.overtakes else bulk
+        if type(body) is Report and body.snapshot != self._marked and self._marks(body):
+            after = bulk
         return Envelope(self._me, self.incarnation, receiver, control, self.clock, body, after)
 
-    def _marks(self, body: Message) -> bool:
+    def _marks(self, report: Report) -> bool:
         """A report that returns a snapshot's marker keeps its place: what was sent before it belongs before the cut."""
-        if not isinstance(body, Report) or body.snapshot == self._marked:
-            return False
-        self._marked = body.snapshot
+        self._marked = report.snapshot
         return True
 
     def sent(self) -> tuple[tuple[WorkerId, int, int], ...]:
@@ -68,14 +68,15 @@ class Mailbox:
         """None: in order, take it. DUPLICATE is dropped without a word. Nothing changes unless the message is taken."""
         sender, incarnation = envelope.sender, envelope.incarnation
         known = self._incarnations.get(sender, -1)
-        opens = envelope.body.opens
+        body = envelope.body
+        opens = body.opens
         if incarnation < known:
             return Reason(Why.OLD_INCARNATION, f"incarnation {incarnation} is older than {known}")
         if incarnation > known and not opens:
             return Reason(Why.CHANNEL_NOT_OPENED, f"incarnation {incarnation} did not open its channel")
-        lane = envelope.body.lane
-        expected = self._expected.get(sender, (0, 0)) if incarnation == known else (0, 0)
-        mine, other = expected[lane], expected[1 - lane]
+        control, bulk = self._expected.get(sender, (0, 0)) if incarnation == known else (0, 0)
+        in_bulk = body.lane is Lane.BULK
+        mine, other = (bulk, control) if in_bulk else (control, bulk)
         if envelope.seq < mine:
             self.duplicates += 1
             return DUPLICATE
@@ -88,5 +89,5 @@ class Mailbox:
         elif envelope.after > other:
             other = envelope.after  # what it follows was lost with the connection before
         self._incarnations[sender] = incarnation
-        self._expected[sender] = (other, envelope.seq + 1) if lane else (envelope.seq + 1, other)
+        self._expected[sender] = (other, envelope.seq + 1) if in_bulk else (envelope.seq + 1, other)
         return None

@@ -18,13 +18,14 @@ class Count(NamedTuple):
 
 
 class Counters:
-    __slots__ = ("_base", "local_step", "samples", "tokens")
+    __slots__ = ("base", "local_step", "samples", "tokens")
 
     def __init__(self, fragments: int) -> None:
         self.local_step: LocalStep = 0
         self.tokens = 0
         self.samples = 0
-        self._base: list[Count] = [Count(0, 0, 0)] * fragments
+        self.base: list[Count] = [Count(0, 0, 0)] * fragments
+        """What the totals were when each fragment was adopted."""
 
     def trained(self, tokens: int, samples: int) -> None:
         self.local_step += 1
@@ -32,15 +33,15 @@ class Counters:
         self.samples += samples
 
     def since(self, fragment: FragmentId) -> Count:
-        base = self._base[fragment]
+        base = self.base[fragment]
         return Count(self.local_step - base.steps, self.tokens - base.tokens, self.samples - base.samples)
 
     def record(self) -> tuple[LocalStep, int, int, tuple[Count, ...]]:
-        return self.local_step, self.tokens, self.samples, tuple(self.since(p) for p in range(len(self._base)))
+        return self.local_step, self.tokens, self.samples, tuple(self.since(p) for p in range(len(self.base)))
 
     def restore(self, local_step: LocalStep, tokens: int, samples: int, since: Sequence[tuple[int, int, int]]) -> None:
         self.local_step, self.tokens, self.samples = local_step, tokens, samples
-        self._base = [Count(local_step - s, tokens - t, samples - n) for s, t, n in since] or self._base
+        self.base = [Count(local_step - s, tokens - t, samples - n) for s, t, n in since] or self.base
 
     def reset(self, fragment: FragmentId) -> None:
-        self._base[fragment] = Count(self.local_step, self.tokens, self.samples)
+        self.base[fragment] = Count(self.local_step, self.tokens, self.samples)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from atoll.ids import Nanos, WorkerId
 from atoll.protocol.causality import Mailbox
 from atoll.protocol.vocabulary import Effect, Message, Send
 
 
-class Effects:
-    """Effects leave in the order in which they were decided."""
+class Effects(list[Effect]):
+    """Those of one event. They leave in the order in which they were decided; between two events there are none."""
 
-    __slots__ = ("mailbox", "now", "out")
+    __slots__ = ("mailbox", "now")
 
     def __init__(self, mailbox: Mailbox) -> None:
+        super().__init__()
         self.mailbox = mailbox
         self.now: Nanos = 0
-        self.out: list[Effect] = []
 
-    def emit(self, effect: Effect) -> None:
-        self.out.append(effect)
+    emit = list.append
 
     def send(self, receiver: WorkerId, body: Message) -> None:
-        self.out.append(Send(self.mailbox.seal(receiver, body)))
+        self.append(Send(self.mailbox.seal(receiver, body)))
 
-    def take(self) -> list[Effect]:
-        out, self.out = self.out, []
+    def take(self) -> Sequence[Effect]:
+        if not self:
+            return ()
+        out = self[:]
+        self.clear()
         return out

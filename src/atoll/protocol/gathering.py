@@ -39,20 +39,27 @@ class Gathering:
             self._start_wait_until = self._effects.now + nanos(self._config.limits.start_wait_seconds)
 
     def mark(self, member: Member) -> None:
-        round_ = self._rounds.gathering()
-        if round_ is None or member.standing != IN_SYNC:
+        if member.standing != IN_SYNC or member.learner in self.reported:
             return
+        round_ = self._rounds.gathering()
+        if round_ is not None:
+            self._mark(member, round_)
+
+    def _mark(self, member: Member, round_: Round) -> None:
         stands = round_.policy.exact or round_.policy.lead >= 0  # who may wait for a round is counted where it stands
         if fresh(stands, round_.outer_step, member.position, member.reported, member.counted):
             self.reported.add(member.learner)
 
     def remark(self) -> None:
         self.reported.clear()
-        for member in self._roster.in_sync():
-            self.mark(member)
+        round_ = self._rounds.gathering()
+        if round_ is not None:
+            for member in self._roster.in_sync():
+                self._mark(member, round_)
 
     def quorum(self, round_: Round) -> int:
-        return self._roster.quorum(round_.policy, elastic=self._config.protocol.elastic)
+        policy = round_.policy
+        return self._roster.quorum_of_all(elastic=self._config.protocol.elastic) if policy.quorum_all else policy.quorum
 
     def advance(self, committed: OuterStep) -> bool:
         """Fixes the participants of the round that gathers, if it is time. True if it did."""
@@ -60,7 +67,7 @@ class Gathering:
         self.hold_until = None
         if round_ is None:
             return False
-        if len(self.reported) < self.quorum(round_) or not self._may_start(round_):
+        if len(self.reported) < self.quorum(round_) or not (self._started_up or self._may_start(round_)):
             if round_.phase == GRACE:
                 round_.move(RoundStep.QUORUM_LOST)
             return False
@@ -69,9 +76,9 @@ class Gathering:
             round_.move(RoundStep.QUORUM_MET)
             round_.quorum_at = now
             round_.grace_until = now + self._pulse.grace(round_)
-        everybody = len(self.reported) == len(self._roster.in_sync())
         hold = paced_until(self._pulse.last_fixed_at, self._config.protocol.pace, self._pulse.step_time)
-        hold = hold if everybody else max(hold, round_.grace_until)
+        if round_.grace_until > hold and not self._everybody_reported():
+            hold = round_.grace_until
         if now < hold:
             self.hold_until = hold
             return False
@@ -81,8 +88,11 @@ class Gathering:
                 round_.due = ()
         if self._rounds.block(round_):
             return False
-        self._fix(round_, everybody)
+        self._fix(round_, self._everybody_reported())
         return True
+
+    def _everybody_reported(self) -> bool:
+        return len(self.reported) == len(self._roster.in_sync())
 
     def _open_next(self, committed: OuterStep) -> Round | None:
         outer_step = self._rounds.last(committed) + 1
@@ -95,8 +105,6 @@ class Gathering:
 
     def _may_start(self, round_: Round) -> bool:
         """The first round waits for the declared learners; nobody could ever equalise a start alone."""
-        if self._started_up:
-            return True
         until, begun = self._start_wait_until or 0, round_.outer_step > self.begins_after + 1
         self._started_up = len(self._roster.in_sync()) >= self._config.learners or begun or self._effects.now >= until
         if not self._started_up:
@@ -107,22 +115,20 @@ class Gathering:
         now = self._effects.now
         reported, in_step = self._invited(round_)
         participants = tuple(sorted((*reported, *in_step)))
-        for learner in participants:
-            member = self._roster.get(learner)
-            assert member is not None
-            round_.counted_before[learner] = member.counted
+        invited = [member for member in self._roster if member.learner in participants]
+        for member in invited:
+            round_.counted_before[member.learner] = member.counted
             member.counted = member.reported
             if round_.due:
                 self._pulse.asked(member, round_.outer_step, now)
         round_.fix(participants, now)
-        invited = [member for member in self._roster if member.learner in participants]
         round_.pull_deadline = now + max(self._pulse.pull_patience(invited, self.quorum(round_)), round_.patience_least)
         why = round_.why_fixed(len(self._roster.in_sync()), self.quorum(round_), everybody)
         self._effects.emit(FixParticipants(round_.outer_step, round_.due, participants, why))
         if round_.due:
-            for learner in participants:
-                self._versions.lend(learner, round_.due)
-                self._effects.send(learner, Pull(round_.outer_step, round_.due, learner in in_step))
+            for member in invited:
+                self._versions.lend(member, round_.due)
+                self._effects.send(member.learner, Pull(round_.outer_step, round_.due, member.learner in in_step))
         self._pulse.fixed(now, self._roster.in_sync())
         if (following := self._rounds.gathering()) is not None:
             following.opened_at = now

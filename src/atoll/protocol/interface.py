@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import msgspec
+
 from atoll.ids import Nanos, WorkerId
 from atoll.protocol.reasons import Reason
 from atoll.protocol.vocabulary import Effect, Event, Measure, Message, Send
@@ -23,15 +25,12 @@ class Machine(Protocol):
         ...
 
 
-class Payload:
+class Payload(msgspec.Struct, eq=False):
     """The bytes that travel beside a message. The network sees only their size; `kind` says which messages may carry them."""
 
-    __slots__ = ("content", "kind", "nbytes")
-
-    def __init__(self, kind: str, nbytes: int, content: Any) -> None:
-        self.kind = kind
-        self.nbytes = nbytes
-        self.content = content
+    kind: str
+    nbytes: int
+    content: Any
 
 
 class Finding(NamedTuple):
@@ -55,7 +54,7 @@ class Executor(Protocol):
         ...
 
     def payload_for(self, send: Send) -> Payload | None:
-        """The bytes that travel beside a message."""
+        """The bytes that travel beside a message of the bulk lane."""
         ...
 
 

@@ -21,7 +21,7 @@ from atoll.protocol.position import Position
 from atoll.protocol.reasons import DUE, Reason, Why, wrong_receiver
 from atoll.protocol.recovery import PendingTransfer, Service
 from atoll.protocol.snapshot import marker_of
-from atoll.protocol.staging import Lookahead, Pending, Staging
+from atoll.protocol.staging import Pending, Staging
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     Adopt,
@@ -95,11 +95,10 @@ class LearnerMachine:
         self.position: OuterStep = 0
         self._place = Position(config, self.schedule, learner)
         self.outer_known: OuterStep = 0
-        self._lookahead = Lookahead(p.overlap)
         self.counters = Counters(p.fragments)
         self.held: list[OuterStep] = [NO_VERSION] * p.fragments
         self._pending: dict[FragmentId, Pending] = {}
-        self._staged = Staging(self._effects)
+        self._staged = Staging(config, self.schedule, self._effects, self.counters)
         self._pulls: list[Pull] = []
         self._adoptions: list[Adoption] = []
         self._batches = Batches(learner, p.local_steps_per_round)
@@ -121,10 +120,10 @@ class LearnerMachine:
         if self.phase == DONE:
             return ()
         match event:
-            case StepDone():
-                self._step_done(event)
             case Received(envelope=envelope, flaw=flaw):
                 self._receive(envelope, flaw)
+            case StepDone():
+                self._step_done(event)
             case Connected(peer=peer):
                 if peer == SYNCER:
                     self._connected = True
@@ -150,13 +149,20 @@ class LearnerMachine:
         return self._effects.take()
 
     @property
+    def finished(self) -> bool:
+        return self.phase == DONE
+
+    @property
     def mailbox(self) -> Mailbox:
         return self._effects.mailbox
 
     def deadline(self) -> Nanos | None:
         if self.phase == DONE:
             return None
-        return min((at for at in (self._transfer.give_up_at, self._departure.by) if at is not None), default=None)
+        give_up_at, leaves_by = self._transfer.give_up_at, self._departure.by
+        if give_up_at is None or leaves_by is None:
+            return leaves_by if give_up_at is None else give_up_at
+        return min(give_up_at, leaves_by)
 
     def _send(self, body: Message, to: WorkerId = SYNCER) -> None:
         if self._connected or to != SYNCER:
@@ -171,7 +177,7 @@ class LearnerMachine:
                 self._effects.emit(Refuse(envelope.sender, refusal, True))
             return
         body = envelope.body
-        if envelope.sender == SYNCER:
+        if self.config.protocol.snapshot_interval and envelope.sender == SYNCER:
             self._marker = max(self._marker, marker_of(envelope.clock, self.config.protocol.snapshot_interval))
         match body:
             case Announce():
@@ -217,8 +223,10 @@ class LearnerMachine:
         self._batches.granted(body, later=self.phase == TRAINING and self._marker > self._recorded)
 
     def _saw(self, outer_step: OuterStep) -> None:
-        self.outer_known = max(self.outer_known, outer_step)
-        self._serve()
+        if outer_step > self.outer_known:
+            self.outer_known = outer_step
+        if self.phase != TRAINING:
+            self._serve()
 
     def _announced(self, body: Announce) -> None:
         fragment = body.fragment
@@ -229,10 +237,10 @@ class LearnerMachine:
         pending = self._pending.get(fragment)
         if body.outer_step > (pending.version if pending else self.held[fragment]):
             self._effects.emit(Keep(fragment, body.outer_step, body.previous))
-            self._lookahead.least_steps = body.local_steps
+            self._staged.lookahead.least_steps = body.local_steps
             self._pending[fragment] = Pending(body.outer_step, body.previous, self.learner in body.merged)
         self._saw(body.outer_step)
-        if self.learner in body.merged and self._departure.merged(fragment):
+        if self._departure.reason is not None and self.learner in body.merged and self._departure.merged(fragment):
             return self._goodbye()
         if self.phase == WAITING:
             self._return_marker()
@@ -261,7 +269,8 @@ class LearnerMachine:
         self._boundary()
 
     def _boundary(self) -> None:
-        self._record()
+        if self._marker > self._recorded:
+            self._record()
         self._batches.take_later()
         if self._finish:
             return self._done()
@@ -272,14 +281,15 @@ class LearnerMachine:
         if self._entering is not None:
             self._take_position(self._entering)
         if self.schedule.policy(self.position).exact:
-            self._stage_exact()
+            self._staged.put_exact(self.position, self.held)
             self._report()
             self._adopt_due()
         else:
             self._adopt_due()
-            self._stage_ahead()
+            self._staged.put_ahead(self.outer_known, self.held)
             self._report()
-        self._answer_pulls()
+        if self._pulls:
+            self._answer_pulls()
         self._serve()
         self._go_on()
         return None
@@ -312,7 +322,7 @@ class LearnerMachine:
         step = self._last_step
         if not self._connected:
             return
-        self._send(Report(
+        self._effects.send(SYNCER, Report(
             self._session, self.counters.local_step, self.position, self.counters.tokens, self.counters.samples,
             step.nanos if step else 0, self.waited, *self._drawn, tuple(self._adoptions), self._recorded,
             step.loss if step else None,
@@ -329,7 +339,8 @@ class LearnerMachine:
                 self._waiting_since, self._wait_reason = self._effects.now, reason
                 self._effects.emit(Wait(reason))
             return
-        self._end_wait()
+        if self.phase == WAITING:
+            self._end_wait()
         self.phase = after(self.phase, Turn.TRAIN)
         if self.config.protocol.eager:  # after every adoption of this boundary, which would overwrite it
             for fragment in self.schedule.due(self.position):
@@ -342,8 +353,9 @@ class LearnerMachine:
     # ------------------------------------------------------------ adopting
 
     def _adopt_due(self) -> None:
-        for fragment in sorted(p for p, pending in self._pending.items() if self.position >= self._place.due_at(pending)):
-            self._adopt(fragment)
+        if self._pending:
+            for fragment in self._place.due(self.position, self._pending):
+                self._adopt(fragment)
 
     def _adopt(self, fragment: FragmentId, reason: Reason = DUE) -> None:
         pending = self._pending.pop(fragment)
@@ -360,34 +372,15 @@ class LearnerMachine:
         if self.config.protocol.anchor != "round_start":
             self.counters.reset(fragment)
 
-    # ------------------------------------------------------------ staging and pulls
-
-    def _stage_exact(self) -> None:
-        for fragment in self.schedule.due(self.position):
-            if (fragment, self.position) not in self._staged:
-                self._stage(fragment, self.position)
-
-    def _stage_ahead(self) -> None:
-        """The fragments that may be pulled before the next boundary, anew at every boundary."""
-        steps = self.counters.since(0).steps
-        ahead = min(self._lookahead.at(self.outer_known, steps), self.schedule.policy(self.outer_known + 1).interval)
-        wanted = self.schedule.due_between(self.outer_known + 1, self.outer_known + ahead)
-        self._staged.keep_only(wanted)
-        for fragment in sorted(wanted):
-            self._stage(fragment, NO_VERSION)
-
-    def _stage(self, fragment: FragmentId, slot: OuterStep) -> None:
-        restart = self.config.protocol.anchor == "round_start"
-        self._staged.put(fragment, slot, self.counters, self.held[fragment], restart=restart)
-        if restart:
-            self.counters.reset(fragment)
+    # ------------------------------------------------------------ pulls
 
     def _pulled(self, pull: Pull) -> None:
         if self.phase in (JOINING, DONE):
             self._send(Decline(pull.outer_step, Reason(Why.NOT_TRAINING, f"is {self.phase}")))
             return
         self._pulls.append(pull)
-        self._return_marker()
+        if self._marker > self._recorded:
+            self._return_marker()
         if self._marker <= self._recorded or self.phase in AT_REST:  # else sent after a snapshot began, still to be recorded
             self._answer_pulls()
 
@@ -397,7 +390,7 @@ class LearnerMachine:
         for pull in self._pulls:
             exact = self.schedule.policy(pull.outer_step).exact
             slot = pull.outer_step if exact else NO_VERSION
-            missing = [p for p in pull.fragments if (p, slot) not in self._staged]
+            missing = [p for p in pull.fragments if (p, slot) not in self._staged.copies]
             if missing and exact:
                 self._send(Decline(pull.outer_step, Reason(Why.OUT_OF_STEP, f"stands at outer step {self.position}")))
             elif missing and self.phase not in AT_REST and pull.staged_only:
@@ -406,7 +399,7 @@ class LearnerMachine:
                 waiting.append(pull)
             else:
                 for fragment in missing:
-                    self._stage(fragment, slot)
+                    self._staged.put(fragment, slot, self.held[fragment])
                 for fragment in pull.fragments:
                     self._send(self._staged.contribution(pull.outer_step, fragment, slot))
         self._pulls = waiting
@@ -532,7 +525,8 @@ class LearnerMachine:
         if self.phase == JOINING:
             self.phase = after(self.phase, Turn.ENTER)
             if self.position > stands_at and self.schedule.policy(self.position).exact:
-                self._stage_exact()  # resumed from a snapshot, which was taken before this boundary's copies were
+                # resumed from a snapshot, which was taken before this boundary's copies were
+                self._staged.put_exact(self.position, self.held)
         if self._finish:
             return self._done()
         self._adopt_due()
@@ -543,7 +537,7 @@ class LearnerMachine:
 
     def _take_position(self, enter: Enter) -> None:
         at = enter.outer_step
-        self.position = self._place.after_entering(at, self.position, self._staged, waiting=self.phase == WAITING)
+        self.position = self._place.after_entering(at, self.position, self._staged.copies, waiting=self.phase == WAITING)
         self._staged.drop_slots_up_to(at)
         self._session = enter.session
         self._entering = None

@@ -87,15 +87,18 @@ class Leases:
 
     def may_draw(self, learner: LearnerId, stream: LearnerId, batch: int) -> bool:
         """What it was granted, and beyond that its own stream."""
-        lease = self.by_learner.get(learner)
-        unit = Unit(stream, batch // self.unit_steps)
-        own = stream == learner and unit.index <= max(INDEX_MAX, self.own_next(stream))
-        return own or (lease is not None and (unit in lease.granted or unit == lease.last_done))
+        index = batch // self.unit_steps
+        if stream == learner and (index <= INDEX_MAX or index <= self.own_next(stream)):
+            return True
+        lease, unit = self.by_learner.get(learner), Unit(stream, index)
+        return lease is not None and (unit in lease.granted or unit == lease.last_done)
 
     def drew(self, learner: LearnerId, stream: LearnerId, batch: int, local_step: LocalStep) -> None:
         """A report says which batch was trained. Units are drawn to their ends, in the order of grant; but one that it gave
         itself while the grant was on its way comes before the others of that grant."""
-        lease = self.by_learner.setdefault(learner, _Lease(self._fragments))
+        lease = self.by_learner.get(learner)
+        if lease is None:
+            lease = self.by_learner[learner] = _Lease(self._fragments)
         unit = Unit(stream, batch // self.unit_steps)
         offset = batch % self.unit_steps
         if unit not in lease.granted and lease.last_done == unit:
@@ -165,7 +168,8 @@ class Leases:
         lease = self.by_learner.get(learner)
         if lease is None:
             return
-        lease.pulled[fragment] = max(lease.pulled[fragment], local_step)
+        if local_step > lease.pulled[fragment]:
+            lease.pulled[fragment] = local_step
         if lease.done:
             covered = min(lease.pulled)
             while lease.done and lease.done[0][1] <= covered:

@@ -66,7 +66,9 @@ class Ledger:
 
     def trained(self, learner: LearnerId, tokens: int) -> None:
         """`tokens` is cumulative for this incarnation, so that a lost report loses nothing."""
-        row = self._rows.setdefault(learner, _Row(self._fragments))
+        row = self._rows.get(learner)
+        if row is None:
+            row = self._rows[learner] = _Row(self._fragments)
         if tokens > row.tokens:
             self._trained += (tokens - row.tokens) * self._fragments
             row.tokens = tokens

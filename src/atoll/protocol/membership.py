@@ -67,7 +67,6 @@ class Member:
         "connected",
         "counted",
         "deferred",
-        "entering",
         "given_up",
         "heard_at",
         "held",
@@ -150,7 +149,6 @@ class Member:
         overtakes it."""
         self.deferred: dict[FragmentId, OuterStep] = {}
         # joining
-        self.entering = False
         self.ticket = 0
         self.peer: LearnerId = -1
         self.tried: set[LearnerId] = set()
@@ -185,6 +183,8 @@ class Roster:
         self._fragments = fragments
         self._members: dict[LearnerId, Member] = {}
         self._in_sync: list[Member] | None = None
+        self.entering: set[LearnerId] = set()
+        """Who has loaded and waits to be let in: asked at every event."""
 
     def get(self, learner: LearnerId) -> Member | None:
         return self._members.get(learner)
@@ -218,11 +218,9 @@ class Roster:
         needed = policy.exact or len(reported) - len(late) < quorum
         return tuple(sorted(reported if needed else set(reported) - late))
 
-    def quorum(self, policy: Policy, *, elastic: bool) -> int:
-        """How many reports a round needs. "all" shrinks with the members in sync; where `elastic` is false only those that left
-        are not waited for."""
-        if not policy.quorum_all:
-            return policy.quorum
+    def quorum_of_all(self, *, elastic: bool) -> int:
+        """How many reports a round of "all" needs. That shrinks with the members in sync; where `elastic` is false only those
+        that left are not waited for."""
         if not elastic:
             return max(1, sum(1 for m in self if m.standing not in (LEFT, EXPELLED) and m.incarnation >= 0))
         return max(1, len(self.in_sync()))

@@ -27,10 +27,8 @@ class Merging:
         self._ledger = ledger
         self.norms = Norms(config)
 
-    def objection(self, body: Contribution, count: Count, measure: Measure | None) -> Reason | None:
-        """Why a contribution is not taken into its round. Without tensors nothing is measured."""
-        if measure is None:
-            return None
+    def objection(self, body: Contribution, count: Count, measure: Measure) -> Reason | None:
+        """Why a contribution is not taken into its round. Without tensors nothing is measured, and nobody asks."""
         return self.norms.objection(body.fragment, measure, self.norms.scale(count.steps, body.outer_step))
 
     def outliers(self, round_: Round) -> dict[LearnerId, Reason]:

@@ -75,7 +75,9 @@ class Norms:
     def outliers(self, fragment: FragmentId, judged: Mapping[LearnerId, Judged]) -> dict[LearnerId, Reason]:
         """Judges the contributions of one round against each other: at the same moment of training, honest ones are alike. More
         steps go farther, by at most `RATIO_MAX`; fewer steps are allowed the norm of the others."""
-        found = {}
+        found: dict[LearnerId, Reason] = {}
+        if not judged:
+            return found  # no tensor moves
         trained = [each for each in judged.values() if each.steps]
         all_norms, all_steps = Medians(each.norm for each in trained), Medians(each.steps for each in trained)
         for learner, (norm, steps) in judged.items():

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from atoll.config import Config
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.reasons import Reason, Why
-from atoll.protocol.staging import Pending, Staging
+from atoll.protocol.staging import Copy, Key, Pending
 from atoll.rules import Schedule, learner_overlap
 
 
@@ -15,8 +15,11 @@ class Position:
     def __init__(self, config: Config, schedule: Schedule, learner: LearnerId) -> None:
         self._config, self._schedule, self._learner = config, schedule, learner
 
+    def due(self, position: OuterStep, pending: Mapping[FragmentId, Pending]) -> list[FragmentId]:
+        """Which of the announced versions are adopted here, in order."""
+        return sorted([p for p, announced in pending.items() if position >= self.due_at(announced)])
+
     def due_at(self, pending: Pending) -> OuterStep:
-        """Where an announced version is adopted."""
         policy = self._schedule.policy(pending.version)
         return pending.version + learner_overlap(self._config, policy, self._learner) if policy.exact else 0
 
@@ -34,7 +37,9 @@ class Position:
         missing = [p for p in self._schedule.due(outer_step) if _lacks(held[p], pending.get(p), outer_step)]
         return Reason(Why.VERSION_AWAITED, f"outer step {outer_step} of fragment {missing[0]} is not back") if missing else None
 
-    def after_entering(self, at: OuterStep, position: OuterStep, staged: Staging, *, waiting: bool) -> OuterStep:
+    def after_entering(
+        self, at: OuterStep, position: OuterStep, staged: Mapping[Key, Copy], *, waiting: bool
+    ) -> OuterStep:
         """A learner that already stands where a member may stand keeps its place: it has trained that step."""
         policy = self._schedule.policy(at + 1)
         lead = learner_overlap(self._config, policy, self._learner) if policy.exact else max(0, policy.lead)
@@ -43,7 +48,7 @@ class Position:
             position = at
         return self._where_staged(at, position, staged, waiting) if policy.exact else position
 
-    def _where_staged(self, at: OuterStep, position: OuterStep, staged: Staging, waiting: bool) -> OuterStep:
+    def _where_staged(self, at: OuterStep, position: OuterStep, staged: Mapping[Key, Copy], waiting: bool) -> OuterStep:
         """A place is worth keeping only with the copies that go with it: else a pull of it is declined for ever. What
         is due at this very boundary is staged right after."""
         last = position if waiting else position - 1

@@ -61,6 +61,8 @@ class Service:
             del self._asked[ticket]
 
     def take_ready(self, outer_known: OuterStep) -> list[tuple[int, LearnerId]]:
+        if not self._asked:
+            return []
         ready = [
             (ticket, who)
             for ticket, who in self._asked.items()

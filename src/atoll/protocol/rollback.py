@@ -43,17 +43,13 @@ class Rollbacks:
         self._effects, self._roster, self._versions, self._ledger = effects, roster, versions, ledger
         self._admission, self._rounds = admission, rounds
         self._points: list[RollbackPoint] = []
-        self._asked: list[RollbackAsked] = []
-        """Not carried out yet; while the first is being stored, under `_storing`, it stays."""
+        self.pending: list[RollbackAsked] = []
+        """Not carried out yet; while the first is being stored, under `_storing`, it stays. Until they are, no round may be fixed
+        or merged: its result would be rolled back."""
         self._storing: OuterStep = 0
         self.last_request = ""
         self.last_answer: AnswerRollback | None = None
         versions.is_pinned = self._is_pinned
-
-    @property
-    def pending(self) -> bool:
-        """No round may be fixed or merged: its result would be rolled back."""
-        return bool(self._asked)
 
     def points(self) -> tuple[RollbackPoint, ...]:
         return tuple(self._points)
@@ -91,7 +87,7 @@ class Rollbacks:
         to = event.to
         if -len(self._points) <= to < 0:
             to = self._points[to].outer_step
-        self._asked.append(structs.replace(event, to=to))
+        self.pending.append(structs.replace(event, to=to))
         self.last_request = event.request
 
     def restarted(self) -> None:
@@ -103,11 +99,11 @@ class Rollbacks:
 
     def begin(self, committed: OuterStep) -> None:
         """Once no merge is being stored: its result counts, and is rolled back with the rest."""
-        while self._asked and not self._storing and not any(r.phase == STORING for r in self._rounds.values()):
-            event = self._asked[0]
+        while self.pending and not self._storing and not any(r.phase == STORING for r in self._rounds.values()):
+            event = self.pending[0]
             refusal = self._refusal(event.to, committed)
             if refusal is not None:
-                self._asked.pop(0)
+                self.pending.pop(0)
                 self._answer(event.to, 0, refusal)
                 continue
             point = self._point(event.to)
@@ -128,7 +124,7 @@ class Rollbacks:
 
     def stored(self) -> None:
         """It is durable: later points are of a past that is gone, and no older version is a valid anchor."""
-        event, outer_step = self._asked.pop(0), self._storing
+        event, outer_step = self.pending.pop(0), self._storing
         self._storing = 0
         point = self._point(event.to)
         reason = Reason(Why.ROLLED_BACK, f"outer step {outer_step} has the weights of {event.to}: {event.reason}")

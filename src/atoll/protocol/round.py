@@ -134,9 +134,8 @@ class Round:
         return None
 
     def take(self, learner: LearnerId, body: Contribution, count: Count, norm: float | None = None) -> None:
-        objection = self.objection(learner, body)
-        if objection is not None:
-            raise PeerViolation(f"learner {learner}: {objection}")
+        if body.fragment not in self.awaited.get(learner, ()):  # asked before any other work was done for it: `objection`
+            raise PeerViolation(f"learner {learner}: {self.objection(learner, body)}")
         self.accepted[body.fragment][learner] = body
         self.counts[body.fragment][learner] = count
         if norm is not None:
@@ -185,7 +184,7 @@ class Rounds(dict[OuterStep, Round]):
     def gathering(self) -> Round | None:
         """The lowest round that still gathers."""
         for round_ in self.values():
-            if round_.phase in (GATHERING, GRACE):
+            if round_.phase is GATHERING or round_.phase is GRACE:
                 return round_
         return None
 

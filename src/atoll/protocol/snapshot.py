@@ -28,7 +28,8 @@ def marker_of(outer_step: OuterStep, interval: int) -> OuterStep:
 class Snapshot:
     def __init__(self, effects: Effects) -> None:
         self._effects = effects
-        self._marker: OuterStep = 0
+        self.marker: OuterStep = 0
+        """Of the snapshot that is open; 0: none is."""
         self._awaited: dict[LearnerId, int] = {}
         """Who has not returned the marker, with its messages in flight."""
         self._writing: set[LearnerId] = set()
@@ -37,37 +38,37 @@ class Snapshot:
 
     @property
     def open(self) -> bool:
-        return bool(self._marker)
+        return bool(self.marker)
 
     def begin(self, marker: OuterStep, learners: Iterable[LearnerId], syncer_state: SyncerState) -> None:
-        if self._marker:
+        if self.marker:
             self._end_before(marker)
-        self._marker, self._awaited = marker, dict.fromkeys(learners, 0)
+        self.marker, self._awaited = marker, dict.fromkeys(learners, 0)
         self._effects.emit(RecordSyncer(marker, syncer_state))
         self._maybe_seal(Reason(Why.NOBODY_TO_WAIT_FOR))
 
     def saw(self, envelope: Envelope) -> None:
-        """Called for every message in order, before it takes effect."""
+        """Called for every message in order, before it takes effect, while a snapshot is open."""
         learner, body = envelope.sender, envelope.body
-        if isinstance(body, SnapshotPart) and body.snapshot == self._marker:
+        if isinstance(body, SnapshotPart) and body.snapshot == self.marker:
             self._part(learner, body.flaw)
-        if not self._marker or learner not in self._awaited:
+        if learner not in self._awaited:
             return
-        if isinstance(body, Report) and body.snapshot >= self._marker:
+        if isinstance(body, Report) and body.snapshot >= self.marker:
             del self._awaited[learner]
             self._writing.add(learner)
         elif self._awaited[learner] == IN_FLIGHT_MAX:
             self._exclude(learner, f"learner {learner} is left out: {IN_FLIGHT_MAX} messages and no marker")
         else:
             self._awaited[learner] += 1
-            self._effects.emit(RecordInFlight(self._marker, envelope))
+            self._effects.emit(RecordInFlight(self.marker, envelope))
 
     def leave_out(self, learner: LearnerId) -> None:
         """Dead learners are left out: on resume they recover."""
         self._exclude(learner, f"learner {learner} is gone and left out")
 
     def abandon(self, reason: Reason) -> None:
-        if self._marker:
+        if self.marker:
             self._seal(complete=False, reason=reason)
 
     def _part(self, learner: LearnerId, flaw: Reason | None) -> None:
@@ -79,7 +80,7 @@ class Snapshot:
             self._maybe_seal(Reason(Why.PARTS_WRITTEN))
 
     def _exclude(self, learner: LearnerId, sentence: str) -> None:
-        if self._marker and learner in (self._awaited.keys() | self._writing | self._written):
+        if self.marker and learner in (self._awaited.keys() | self._writing | self._written):
             self._awaited.pop(learner, None)
             self._writing.discard(learner)
             self._written.discard(learner)
@@ -99,11 +100,11 @@ class Snapshot:
         self._seal(complete=True, reason=Reason(Why.NEXT_SNAPSHOT_DUE, f"{due}; learners not done and left out: {named}"))
 
     def _maybe_seal(self, reason: Reason) -> None:
-        if self._marker and not self._awaited and not self._writing:
+        if self.marker and not self._awaited and not self._writing:
             self._seal(complete=True, reason=reason)
 
     def _seal(self, *, complete: bool, reason: Reason) -> None:
         written, left_out = tuple(sorted(self._written)), tuple(sorted(self._left_out))
-        self._effects.emit(SealSnapshot(self._marker, written, complete, reason, left_out))
-        self._marker, self._awaited = 0, {}
+        self._effects.emit(SealSnapshot(self.marker, written, complete, reason, left_out))
+        self.marker, self._awaited = 0, {}
         self._writing, self._written, self._left_out = set(), set(), set()

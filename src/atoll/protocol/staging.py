@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from typing import NamedTuple
+from collections.abc import Collection, Sequence
+from typing import TypeAlias
 
+import msgspec
+
+from atoll.config import Config
 from atoll.ids import FragmentId, LocalStep, OuterStep
 from atoll.protocol.counters import Counters
 from atoll.protocol.effects import Effects
 from atoll.protocol.vocabulary import NO_VERSION, Contribution, Stage, Unstage
+from atoll.rules import Schedule
 
-Key = tuple[FragmentId, OuterStep]
+Key: TypeAlias = tuple[FragmentId, OuterStep]
 
 
-class Pending(NamedTuple):
+class Pending(msgspec.Struct, frozen=True, gc=False):
     """An announced version that is kept and yet to be adopted."""
 
     version: OuterStep
@@ -21,7 +25,7 @@ class Pending(NamedTuple):
     merged: bool
 
 
-class _Copy(NamedTuple):
+class Copy(msgspec.Struct, frozen=True, gc=False):
     local_step: LocalStep
     anchor: OuterStep
     c_steps: int
@@ -34,38 +38,54 @@ class Staging:
     """Keyed by (fragment, slot): exact adoption has a slot per outer step, adoption on arrival one (NO_VERSION) whose
     newest copy replaces the older. The counters at the time of the copy are those that are weighed."""
 
-    def __init__(self, effects: Effects) -> None:
-        self._effects = effects
-        self._copies: dict[Key, _Copy] = {}
+    def __init__(self, config: Config, schedule: Schedule, effects: Effects, counters: Counters) -> None:
+        self._schedule, self._effects, self._counters = schedule, effects, counters
+        self._restart = config.protocol.anchor == "round_start"
+        self.lookahead = Lookahead(config.protocol.overlap)
+        self.copies: dict[Key, Copy] = {}
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._copies
+    def put_exact(self, position: OuterStep, held: Sequence[OuterStep]) -> None:
+        for fragment in self._schedule.due(position):
+            if (fragment, position) not in self.copies:
+                self.put(fragment, position, held[fragment])
 
-    def __len__(self) -> int:
-        return len(self._copies)
+    def put_ahead(self, known: OuterStep, held: Sequence[OuterStep]) -> None:
+        """The fragments that may be pulled before the next boundary, anew at every boundary."""
+        steps = self._counters.local_step - self._counters.base[0].steps
+        ahead = min(self.lookahead.at(known, steps), self._schedule.policy(known + 1).interval)
+        wanted = self._schedule.due_between(known + 1, known + ahead)
+        self.keep_only(wanted)
+        for fragment in wanted:
+            self.put(fragment, NO_VERSION, held[fragment])
 
-    def put(self, fragment: FragmentId, slot: OuterStep, counters: Counters, anchor: OuterStep, *, restart: bool) -> None:
-        count = counters.since(fragment)
-        self._copies[fragment, slot] = _Copy(counters.local_step, anchor, *count, counters.tokens)
-        self._effects.emit(Stage(fragment, counters.local_step, slot, restart))
+    def put(self, fragment: FragmentId, slot: OuterStep, anchor: OuterStep) -> None:
+        counters = self._counters
+        base, local_step, tokens = counters.base[fragment], counters.local_step, counters.tokens
+        self.copies[fragment, slot] = Copy(
+            local_step, anchor, local_step - base.steps, tokens - base.tokens, counters.samples - base.samples, tokens
+        )
+        self._effects.emit(Stage(fragment, local_step, slot, self._restart))
+        if self._restart:
+            counters.reset(fragment)
 
     def contribution(self, outer_step: OuterStep, fragment: FragmentId, slot: OuterStep) -> Contribution:
-        c = self._copies[fragment, slot]
+        c = self.copies[fragment, slot]
         return Contribution(outer_step, fragment, c.local_step, c.anchor, c.c_steps, c.c_tokens, c.c_samples, c.tokens)
 
     def keep_only(self, fragments: Collection[FragmentId]) -> None:
-        self._drop(lambda key: key[0] not in fragments)
+        if unwanted := [key for key in self.copies if key[0] not in fragments]:
+            self._drop(unwanted)
 
     def drop_up_to(self, fragment: FragmentId, slot: OuterStep) -> None:
         """What it was for is decided: this version of the fragment was adopted."""
-        self._drop(lambda key: key[0] == fragment and key[1] <= slot)
+        self._drop([key for key in self.copies if key[0] == fragment and key[1] <= slot])
 
     def drop_slots_up_to(self, outer_step: OuterStep) -> None:
-        self._drop(lambda key: NO_VERSION < key[1] <= outer_step)
+        self._drop([key for key in self.copies if NO_VERSION < key[1] <= outer_step])
 
-    def _drop(self, unwanted: Callable[[Key], bool]) -> None:
-        for key in [k for k in self._copies if unwanted(k)]:
-            del self._copies[key]
+    def _drop(self, unwanted: Sequence[Key]) -> None:
+        for key in unwanted:
+            del self.copies[key]
             self._effects.emit(Unstage(*key))
 
 

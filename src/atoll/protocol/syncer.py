@@ -165,7 +165,8 @@ class SyncerMachine:
         refusal = self._effects.mailbox.refusal(envelope)
         if refusal is not None:
             return self._refuse(learner, refusal, disconnect=True) if refusal.why is not Why.DUPLICATE else None
-        self.snapshot.saw(envelope)
+        if self.snapshot.marker:
+            self.snapshot.saw(envelope)
         body = envelope.body
         if isinstance(body, Hello):
             return self._hello(learner, envelope, body)
@@ -183,7 +184,7 @@ class SyncerMachine:
 
     def _said(self, member: Member, event: Received) -> None:
         body = event.envelope.body
-        if member.standing == SILENT and not member.entering and not isinstance(body, Report | Goodbye):
+        if member.standing == SILENT and not self._is_heard(member, body):
             self.admission.readmit(member)  # it may wait for a round that went on without it, and never report again
         match body:
             case Report():
@@ -205,6 +206,10 @@ class SyncerMachine:
                 self.admission.mark_left(member, reason)
             case _:
                 self._refuse(member.learner, wrong_receiver(body, "the syncer"), disconnect=True)
+
+    def _is_heard(self, member: Member, body: Message) -> bool:
+        """A silent member that is let in soon, or by this very message, or that leaves."""
+        return member.learner in self.roster.entering or isinstance(body, Report | Goodbye)
 
     def _refuse(self, learner: LearnerId, reason: Reason, *, disconnect: bool = False) -> None:
         self.refused += 1
@@ -240,9 +245,9 @@ class SyncerMachine:
             self.leases.drew(member.learner, body.stream, body.batch, body.local_step)
         for adoption in body.adopted:
             self._adopted(member, adoption)
-        member.reported = max(member.reported, body.local_step)
         member.tokens, member.samples = body.tokens, body.samples
         if newer:
+            member.reported = body.local_step
             self.pulse.reported(member, body.step_nanos, self._effects.now)
         if body.session != member.session or member.standing not in (IN_SYNC, SILENT):
             return
@@ -278,7 +283,7 @@ class SyncerMachine:
             unearned = Reason(Why.UNEARNED, "contribution claims more than was reported")
             return self._refuse(member.learner, unearned, disconnect=True)
         count = member.account.count(body, self._step_most)
-        unusual = self.merging.objection(body, count, measure)
+        unusual = None if measure is None else self.merging.objection(body, count, measure)
         if unusual is not None:
             self.pulse.answered(member, body.outer_step, self._effects.now, whole=True)
             return self._poisoned(member, body, unusual)
@@ -303,15 +308,17 @@ class SyncerMachine:
 
     def _turn(self) -> None:
         """Let whatever can move, move. Each pass either changes something or ends the loop."""
-        self._let_in()
-        self.rollback.begin(self.outer_step)
+        if self.roster.entering:
+            self._let_in()
+        if self.rollback.pending:
+            self.rollback.begin(self.outer_step)
         while not (self.finished or self.rollback.pending):
             if not self.gathering.advance(self.outer_step) and not self._ready_to_merge():
                 break
 
     def _let_in(self) -> None:
         """Members that loaded enter between two rounds; where nothing overlaps, only while none is in flight."""
-        entering = [m for m in self.roster if m.entering and m.connected]
+        entering = [m for m in self.roster if m.learner in self.roster.entering and m.connected]
         if not entering:
             return
         if any(r.policy.overlap == 0 for r in self.rounds.in_flight()):
@@ -379,7 +386,8 @@ class SyncerMachine:
             self.snapshot.begin(outer_step, [m.learner for m in self.roster.in_sync()], syncer_state)
         self._announce(round_)
         self.versions.prune(round_.due)
-        self._let_in()
+        if self.roster.entering:
+            self._let_in()
         if outer_step == self.config.total_steps:
             self._finish()
 

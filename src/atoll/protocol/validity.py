@@ -34,22 +34,21 @@ REASON_MAX = 1000
 
 def objection(config: Config, envelope: Envelope) -> Reason | None:
     """Why the syncer refuses this message."""
-    if not _counts((envelope.seq, envelope.after, envelope.incarnation)):
-        return _impossible("its sequence number cannot be")
-    if not _counts((envelope.clock,)):
-        return _impossible("its clock cannot be")
-    return _body(config, envelope.body)
+    counts = envelope.seq, envelope.after, envelope.incarnation, envelope.clock
+    if min(counts) < 0 or max(counts) > COUNT_MAX:
+        numbered = _counts((envelope.seq, envelope.after, envelope.incarnation))
+        return _impossible("its clock cannot be" if numbered else "its sequence number cannot be")
+    body = envelope.body
+    return _report(config, body) if type(body) is Report else _body(config, body)
 
 
 def _body(config: Config, body: Message) -> Reason | None:
     match body:
         case Hello():
             return _hello(config, body)
-        case Report():
-            return _report(config, body)
         case Contribution():
             counts = (body.local_step, body.c_steps, body.c_tokens, body.c_samples, body.tokens, body.anchor, body.outer_step)
-            fits = 0 <= body.fragment < config.protocol.fragments and _counts(counts)
+            fits = 0 <= body.fragment < config.protocol.fragments and min(counts) >= 0 and max(counts) <= COUNT_MAX
             return None if fits else _impossible("contribution names what cannot be")
         case Loaded():
             fits = _counts((body.ticket, body.local_step)) and _versions(config, body.held) and body.source >= -1
@@ -78,15 +77,16 @@ def _report(config: Config, body: Report) -> Reason | None:
         body.session, body.local_step, body.tokens, body.samples, body.step_nanos, body.waited_nanos, body.batch,
         body.snapshot,
     )  # fmt: skip
-    if not _counts(counts) or not _unit(config, Unit(body.stream, body.batch)):
+    if min(counts) < 0 or max(counts) > COUNT_MAX or not 0 <= body.stream < config.limits.members_max:
         return _impossible("report names what cannot be")
     # on arrival a learner counts its own steps as position, and a fast one runs ahead without bound
     if not NO_VERSION <= body.position <= COUNT_MAX:
         return _impossible("report names a position that cannot be")
     if len(body.adopted) > 4 * config.protocol.fragments:
         return _impossible("report names too many adoptions")
-    if not all(_counts((a.local_step, a.tokens)) and a.tokens <= body.tokens for a in body.adopted):
-        return _impossible("report names an adoption that cannot be")
+    for adoption in body.adopted:
+        if not 0 <= adoption.local_step <= COUNT_MAX or not 0 <= adoption.tokens <= body.tokens:
+            return _impossible("report names an adoption that cannot be")
     return None
 
 
@@ -106,8 +106,9 @@ def report_claims(body: Report, member: Member, versions: Versions, leases: Leas
         return Reason(Why.UNEARNED, "report skips steps")
     if body.tokens > body.local_step * most.tokens or body.samples > body.local_step * most.samples:
         return Reason(Why.UNEARNED, "report claims more tokens or samples than its steps can hold")
-    if not all(versions.ever_was(adoption) for adoption in body.adopted):
-        return Reason(Why.UNEARNED, "report names an adoption that never could be")
+    for adoption in body.adopted:
+        if not versions.ever_was(adoption):
+            return Reason(Why.UNEARNED, "report names an adoption that never could be")
     if body.local_step > member.reported and not leases.may_draw(member.learner, body.stream, body.batch):
         return Reason(Why.UNEARNED, "report names data that it was not granted")
     return None

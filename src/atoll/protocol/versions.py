@@ -61,7 +61,7 @@ class Versions:
         return len(held) == len(self._kept) and all(v in kept for v, kept in zip(held, self._kept, strict=True))
 
     def ever_was(self, adoption: Adoption) -> bool:
-        return 0 <= adoption.fragment < len(self._kept) and 0 <= adoption.version <= self.newest(adoption.fragment)
+        return 0 <= adoption.fragment < len(self._kept) and 0 <= adoption.version <= self._kept[adoption.fragment][-1]
 
     def add(self, fragment: FragmentId, version: OuterStep, merged: tuple[LearnerId, ...]) -> None:
         assert version > self._kept[fragment][-1], "outer steps are consecutive"
@@ -83,14 +83,14 @@ class Versions:
 
     def announce(self, member: Member, fragment: FragmentId) -> None:
         """Send the newest version unless an older one is still on its way."""
-        newest = self.newest(fragment)
+        kept = self._kept[fragment]
+        newest = kept[-1]
         if member.sent[fragment] >= newest:
             return
         if member.sent[fragment] != member.held[fragment]:
             member.deferred[fragment] = newest
             return
         member.deferred.pop(fragment, None)
-        kept = self._kept[fragment]
         previous = kept[-2] if len(kept) > 1 else NO_VERSION
         as_difference = not self._always_full and member.standing != JOINING and member.held[fragment] == previous
         member.sent[fragment] = newest
@@ -131,12 +131,12 @@ class Versions:
 
     # ------------------------------------------------------------ forgetting
 
-    def lend(self, learner: LearnerId, fragments: Sequence[FragmentId]) -> None:
+    @staticmethod
+    def lend(member: Member, fragments: Sequence[FragmentId]) -> None:
         """A pull is on its way: keep what the answer may be a difference to. Rounds in flight have different fragments, so
         there is one to remember for each."""
-        member = self._roster.get(learner)
-        assert member is not None
-        member.lent.update((p, member.held[p]) for p in fragments)
+        for p in fragments:
+            member.lent[p] = member.held[p]
         member.account.asked(fragments)
 
     @staticmethod

@@ -20,10 +20,10 @@ from atoll.protocol.learner import LearnerMachine
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import (
     DeadlinePassed,
-    Effect,
     Envelope,
     Event,
     InnerStep,
+    Lane,
     LeaveAsked,
     Poisoned,
     Received,
@@ -59,8 +59,9 @@ class _Worker:
     def __init__(self, worker: WorkerId) -> None:
         self.worker = worker
         self.incarnation: Incarnation = -1
-        self.machine: SyncerMachine | LearnerMachine | None = None
-        self.executor: Executor | None = None
+        self.machine: SyncerMachine | LearnerMachine
+        """From the first start on, as the executor."""
+        self.executor: Executor
         self.alive = False
         self.paused = 0
         self.backlog: list[tuple[Event, Payload | None]] = []
@@ -131,18 +132,18 @@ class VirtualCluster:
         if not self.events:
             self.start()
         limit = nanos(until_seconds) if until_seconds != float("inf") else None
-        step = self.world.step
-        instant, since = self.world.now, self.events
-        while not (self._workers[SYNCER].alive and self.syncer.finished):
+        world, syncer = self.world, self._workers[SYNCER]
+        instant, since = world.now, self.events
+        while not (syncer.alive and syncer.machine.finished):
             if pause is not None and pause():
                 return False
-            if not step():
+            if not world.step():
                 raise RunFailed(f"no event is left at outer step {self.syncer.outer_step}")
-            if self.world.now != instant:
-                instant, since = self.world.now, self.events
+            if world.now != instant:
+                instant, since = world.now, self.events
             elif self.events - since > STANDSTILL_EVENTS:
                 raise RunFailed(f"virtual time stopped at {seconds(instant):.6f} s: workers answer each other in a loop")
-            if limit is not None and self.world.now > limit:
+            if limit is not None and world.now > limit:
                 reached = f"outer step {self.syncer.outer_step} of {self.config.total_steps}"
                 raise RunFailed(f"no more than {reached} after {until_seconds:.0f} virtual seconds{self._poisoned}")
         self._drain()
@@ -151,9 +152,7 @@ class VirtualCluster:
     def _drain(self) -> None:
         """Until every live learner knows that the run has ended."""
         until = self.world.now + nanos(4 * self.config.cluster.latency_seconds + 1e-6)
-        while self.world.now <= until and any(
-            w.alive and isinstance(w.machine, LearnerMachine) and w.machine.phase != "done" for w in self._workers.values()
-        ):
+        while self.world.now <= until and any(w.alive and not w.machine.finished for w in self._workers.values()):
             if not self.world.step():
                 return
 
@@ -198,15 +197,21 @@ class VirtualCluster:
         return self._workers[worker].alive
 
     def arrive(self, envelope: Envelope, payload: Payload | None) -> None:
+        w = self._workers[envelope.receiver]
         if payload is None:
-            self.dispatch(envelope.receiver, Received(envelope, 0))
-            return
-        executor = self._workers[envelope.receiver].executor
-        found = executor.inspect(envelope.body, payload) if executor else CLEAN
-        self.dispatch(envelope.receiver, Received(envelope, payload.nbytes, *found), payload)
+            event = Received(envelope, 0)
+        else:
+            found = w.executor.inspect(envelope.body, payload) if w.incarnation >= 0 else CLEAN
+            event = Received(envelope, payload.nbytes, found.flaw, found.measure)
+        if w.alive and not w.paused:
+            self._handle(w, event, payload)
+        else:
+            self._tell(w, event, payload)
 
-    def dispatch(self, worker: WorkerId, event: Event, payload: Payload | None = None) -> None:
-        w = self._workers[worker]
+    def dispatch(self, worker: WorkerId, event: Event) -> None:
+        self._tell(self._workers[worker], event, None)
+
+    def _tell(self, w: _Worker, event: Event, payload: Payload | None) -> None:
         if not w.alive:
             return
         if w.paused:
@@ -216,11 +221,10 @@ class VirtualCluster:
 
     def _handle(self, w: _Worker, event: Event, payload: Payload | None) -> None:
         machine, executor = w.machine, w.executor
-        assert machine is not None and executor is not None
         now = self.world.now
         effects = machine.on(event, now)
         self.events += 1
-        if isinstance(event, Poisoned):
+        if type(event) is Poisoned:
             self._poisoned = f"; {worker_name(w.worker)}'s {event.where} held NaN or Inf: lower inner.learning_rate"
         if w.worker == SYNCER:
             self._syncer_log.append((event, now))
@@ -230,35 +234,37 @@ class VirtualCluster:
         for observe in self._observers:
             observe(now, w.worker, event, effects)
         for effect in effects:
-            self._carry_out(w, executor, effect, payload)
+            if type(effect) is Send:
+                envelope = effect.envelope
+                beside = executor.payload_for(effect) if envelope.body.lane is Lane.BULK else None
+                if w.worker in self._attackers:
+                    self._send_attacked(w, envelope, beside)
+                else:
+                    self.network.send(envelope, beside)
+            elif type(effect) is InnerStep:
+                self._begin_step(w, executor, effect)
+            elif type(effect) is Refuse:
+                if effect.disconnect:
+                    self.network.cut(w.worker, effect.peer, str(effect.reason), 0)
+            else:
+                for follows in executor.execute(effect, payload):
+                    self.world.at(now, self._later, w, w.incarnation, follows)
         deadline = machine.deadline()
-        if deadline is not None and deadline != w.deadline:
-            self.world.at(deadline, self._deadline, w, w.incarnation, deadline)
-        w.deadline = deadline
+        if deadline != w.deadline:
+            w.deadline = deadline
+            if deadline is not None:
+                self.world.at(deadline, self._deadline, w, w.incarnation, deadline)
 
-    def _carry_out(self, w: _Worker, executor: Executor, effect: Effect, payload: Payload | None) -> None:
-        kind = type(effect)
-        if kind is Send:
-            assert isinstance(effect, Send)
-            self._send(w, effect.envelope, executor.payload_for(effect))
-        elif kind is InnerStep:
-            (done,) = executor.execute(effect, None)
-            assert isinstance(done, StepDone)
-            w.stepping_since, w.stop = self.world.now + w.stop, 0
-            self.world.at(w.stepping_since + self.hardware.step_nanos(w.worker), self._step_done, w, w.incarnation, done)
-        elif kind is Refuse:
-            assert isinstance(effect, Refuse)
-            if effect.disconnect:
-                self.network.cut(w.worker, effect.peer, str(effect.reason), 0)
-        else:
-            for event in executor.execute(effect, payload):
-                self.world.at(self.world.now, self._later, w, w.incarnation, event)
+    def _begin_step(self, w: _Worker, executor: Executor, effect: InnerStep) -> None:
+        (done,) = executor.execute(effect, None)
+        w.stepping_since, w.stop = self.world.now + w.stop, 0
+        self.world.at(w.stepping_since + self.hardware.step_nanos(w.worker), self._step_done, w, w.incarnation, done)
 
-    def _send(self, w: _Worker, envelope: Envelope, payload: Payload | None) -> None:
-        attacker = self._attackers.get(w.worker)
-        if attacker is None or envelope.receiver != SYNCER:
+    def _send_attacked(self, w: _Worker, envelope: Envelope, payload: Payload | None) -> None:
+        if envelope.receiver != SYNCER:
             self.network.send(envelope, payload)
             return
+        attacker = self._attackers[w.worker]
         envelope, payload = attacker.sent(envelope, payload)
         until = max(self._held_until.get(w.worker, 0), self.world.now + attacker.delay(envelope))
         if until <= self.world.now or not attacker.may_be_held(envelope):
@@ -275,14 +281,15 @@ class VirtualCluster:
         if w.incarnation == incarnation:
             self.dispatch(w.worker, event)
 
-    def _step_done(self, w: _Worker, incarnation: Incarnation, done: StepDone) -> None:
+    def _step_done(self, w: _Worker, incarnation: Incarnation, done: Event) -> None:
+        assert isinstance(done, StepDone)
         if not w.alive or w.incarnation != incarnation:
             return
         boundary = self.hardware.boundary(w.worker, self.world.now)
         if boundary is not None and boundary.share > 0:
             w.stop = boundary.stop
             self.dispatch(w.worker, Resized(boundary.share))
-        self.dispatch(w.worker, msgspec.structs.replace(done, nanos=self.world.now - w.stepping_since))
+        self._tell(w, StepDone(done.tokens, done.samples, self.world.now - w.stepping_since, done.loss), None)
         if boundary is not None and boundary.share == 0:
             self._kill(w.worker, seconds(boundary.stop))
 

@@ -28,10 +28,10 @@ class Hardware:
 
     def __init__(self, config: Config) -> None:
         self._cluster = config.cluster
-        self._learners = config.learners
         self._seed = config.seed
         self._streams: dict[tuple[str, LearnerId], random.Random] = {}
         self._slowed: dict[LearnerId, float] = {}
+        self._slow_class = round(config.cluster.slow_share * config.learners)
 
     def _stream(self, purpose: str, learner: LearnerId) -> random.Random:
         stream = self._streams.get((purpose, learner))
@@ -44,18 +44,20 @@ class Hardware:
         self._slowed[learner] = self._slowed.get(learner, 1.0) * factor
 
     def speed_class(self, learner: LearnerId) -> float:
-        slow = round(self._cluster.slow_share * self._learners)
-        return self._cluster.slow_factor if learner < slow else 1.0
+        return self._cluster.slow_factor if learner < self._slow_class else 1.0
 
     def step_nanos(self, learner: LearnerId) -> Nanos:
-        mean = self._cluster.step_seconds * self.speed_class(learner) * self._slowed.get(learner, 1.0)
+        mean = self._cluster.step_seconds * self.speed_class(learner)
+        if learner in self._slowed:
+            mean *= self._slowed[learner]
         return max(1, nanos(mean * self._noise(learner)))
 
     def _noise(self, learner: LearnerId) -> float:
         deviation = self._cluster.step_noise
         if deviation == 0:
             return 1.0
-        draw = self._stream("step time", learner).gauss(0.0, 1.0)
+        stream = self._streams.get(("step time", learner)) or self._stream("step time", learner)
+        draw = stream.gauss(0.0, 1.0)
         if self._cluster.step_distribution == "normal":
             return max(0.1, 1.0 + deviation * draw)
         sigma = math.sqrt(math.log1p(deviation**2))  # so that mean and deviation are those of the config

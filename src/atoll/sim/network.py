@@ -33,14 +33,19 @@ class _Direction:
     """One direction of a connection. A control message does not queue behind a transfer, but it overtakes a bulk message only
     where the protocol allows it (`may_overtake`)."""
 
-    __slots__ = ("arrived", "blocked", "bulk_arrives", "control_arrives", "corrupt_next", "free_at", "held")
+    __slots__ = (
+        "arrived", "blocked", "bulk_arrives", "connection", "control_arrives", "corrupt_next", "free_at", "held", "rate",
+    )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, connection: _Connection, rate: float) -> None:
+        self.connection = connection
+        self.rate = rate
+        """Bits per nanosecond."""
         self.blocked = 0
         self.restart()
-        self.held: list[tuple[int, Envelope, Payload | None]] = []
+        self.held: list[tuple[Envelope, Payload | None]] = []
         """Not transmitted yet."""
-        self.arrived: list[tuple[int, Envelope, Payload | None]] = []
+        self.arrived: list[tuple[Envelope, Payload | None]] = []
         """Crossed the wire while the direction was blocked: delivered before anything still in transit."""
         self.corrupt_next = False
 
@@ -49,14 +54,19 @@ class _Direction:
         self.control_arrives: Nanos = 0
         self.bulk_arrives: Nanos = 0
 
-    def arrival(self, now: Nanos, transfer: Nanos, latency: Nanos, bulk: bool, overtakes: bool) -> Nanos:
-        if bulk:
+    def arrival(self, now: Nanos, envelope: Envelope, payload: Payload | None, latency: Nanos) -> Nanos:
+        transfer = int(8 * (FRAME_BYTES if payload is None else FRAME_BYTES + payload.nbytes) / self.rate)
+        if envelope.body.lane is Lane.BULK:
             self.free_at = max(now, self.free_at) + transfer
             self.bulk_arrives = max(self.free_at + latency, self.control_arrives, self.bulk_arrives)
             return self.bulk_arrives
-        own = max(now + transfer + latency, self.control_arrives)
-        self.control_arrives = own if overtakes else max(own, self.bulk_arrives)
-        return self.control_arrives
+        at = now + transfer + latency
+        if at < self.control_arrives:
+            at = self.control_arrives
+        if at < self.bulk_arrives and not may_overtake(envelope):
+            at = self.bulk_arrives
+        self.control_arrives = at
+        return at
 
 
 class _Connection:
@@ -65,13 +75,8 @@ class _Connection:
     def __init__(self) -> None:
         self.up = False
         self.epoch = 0
-        self.directions: dict[WorkerId, _Direction] = {}
-
-    def direction(self, sender: WorkerId) -> _Direction:
-        direction = self.directions.get(sender)
-        if direction is None:
-            direction = self.directions[sender] = _Direction()
-        return direction
+        self.directions: list[_Direction] = []
+        """Both."""
 
 
 class Network:
@@ -83,21 +88,26 @@ class Network:
         self._detect = nanos(c.detect_seconds)
         self._up = c.up_gbit  # Gbit/s are bits per nanosecond
         self._down = c.down_gbit
-        self._connections: dict[tuple[WorkerId, WorkerId], _Connection] = {}
-        self._serial = 0
+        self._directions: dict[tuple[WorkerId, WorkerId], _Direction] = {}
 
-    def _connection(self, a: WorkerId, b: WorkerId) -> _Connection:
-        key = (a, b) if a < b else (b, a)
-        connection = self._connections.get(key)
-        if connection is None:
-            connection = self._connections[key] = _Connection()
-        return connection
+    def _direction(self, sender: WorkerId, receiver: WorkerId) -> _Direction:
+        found = self._directions.get((sender, receiver))
+        return self._connect(sender, receiver) if found is None else found
+
+    def _connect(self, sender: WorkerId, receiver: WorkerId) -> _Direction:
+        """The two have not met: both directions, of which the first is returned."""
+        connection = _Connection()
+        for a, b in ((sender, receiver), (receiver, sender)):
+            direction = _Direction(connection, self._down if a == SYNCER else self._up)
+            self._directions[a, b] = direction
+            connection.directions.append(direction)
+        return connection.directions[0]
 
     # ------------------------------------------------------------ dialling
 
     def dial(self, learner: WorkerId) -> None:
         """A learner's driver dials the syncer until it answers."""
-        connection = self._connection(learner, SYNCER)
+        connection = self._direction(learner, SYNCER).connection
         if connection.up or not self._host.is_up(learner):
             return
         if self._host.is_up(SYNCER) and self._clear(connection):
@@ -109,12 +119,12 @@ class Network:
 
     @staticmethod
     def _clear(connection: _Connection) -> bool:
-        return all(direction.blocked == 0 for direction in connection.directions.values())
+        return all(direction.blocked == 0 for direction in connection.directions)
 
     def _open(self, connection: _Connection) -> None:
         connection.up = True
         connection.epoch += 1
-        for direction in connection.directions.values():
+        for direction in connection.directions:
             direction.held.clear()
             direction.arrived.clear()
             direction.restart()
@@ -122,37 +132,33 @@ class Network:
     # ------------------------------------------------------------ sending
 
     def send(self, envelope: Envelope, payload: Payload | None) -> None:
-        a, b = envelope.sender, envelope.receiver
-        connection = self._connection(a, b)
-        if not connection.up:
-            if SYNCER in (a, b):
-                return  # the connection broke and the machine has not received ConnectionLost yet
-            if not self._host.is_up(b):
-                self._world.after(self._latency, self._host.dispatch, a, ConnectionLost(b, "no answer"))
-                return
-            self._open(connection)
-        self._serial += 1
-        direction = connection.direction(a)
+        ends = envelope.sender, envelope.receiver
+        direction = self._directions.get(ends) or self._connect(*ends)
+        if not direction.connection.up and not self._opens(direction.connection, envelope):
+            return
         if direction.blocked:
-            direction.held.append((self._serial, envelope, payload))
-        else:
-            self._transmit(connection, direction, self._serial, envelope, payload)
+            direction.held.append((envelope, payload))
+            return
+        at = direction.arrival(self._world.now, envelope, payload, self._latency)
+        self._world.at(at, self._arrive, direction, direction.connection.epoch, envelope, payload)
 
-    def _transmit(
-        self, connection: _Connection, direction: _Direction, serial: int, envelope: Envelope, payload: Payload | None
-    ) -> None:
-        bits = 8 * (FRAME_BYTES + (payload.nbytes if payload else 0))
-        rate = self._down if envelope.sender == SYNCER else self._up
-        bulk = envelope.body.lane is Lane.BULK
-        at = direction.arrival(self._world.now, int(bits / rate), self._latency, bulk, may_overtake(envelope))
-        self._world.at(at, self._arrive, connection, connection.epoch, serial, envelope, payload)
+    def _opens(self, connection: _Connection, envelope: Envelope) -> bool:
+        """Whether a message opens a connection that is not up."""
+        a, b = envelope.sender, envelope.receiver
+        if SYNCER in (a, b):
+            return False  # the connection broke and the machine has not received ConnectionLost yet
+        if not self._host.is_up(b):
+            self._world.after(self._latency, self._host.dispatch, a, ConnectionLost(b, "no answer"))
+            return False
+        self._open(connection)
+        return True
 
-    def _arrive(self, connection: _Connection, epoch: int, serial: int, envelope: Envelope, payload: Payload | None) -> None:
+    def _arrive(self, direction: _Direction, epoch: int, envelope: Envelope, payload: Payload | None) -> None:
+        connection = direction.connection
         if connection.epoch != epoch or not connection.up:
             return
-        direction = connection.direction(envelope.sender)
         if direction.blocked:
-            direction.arrived.append((serial, envelope, payload))
+            direction.arrived.append((envelope, payload))
         elif direction.corrupt_next:
             direction.corrupt_next = False
             self.cut(envelope.sender, envelope.receiver, "a frame's checksum does not fit", 0)
@@ -164,8 +170,8 @@ class Network:
     def block(self, a: WorkerId, b: WorkerId, *, one_way: bool, breaks: bool) -> Callable[[], None]:
         """Hold back a to b (and b to a); returns the function that ends it. `breaks`: the ends notice, and the connection
         breaks."""
-        connection = self._connection(a, b)
-        directions = [connection.direction(a)] if one_way else [connection.direction(a), connection.direction(b)]
+        there, back = self._direction(a, b), self._direction(b, a)
+        directions = [there] if one_way else [there, back]
         for direction in directions:
             direction.blocked += 1
         over = False
@@ -180,32 +186,34 @@ class Network:
             for direction in directions:
                 direction.blocked -= 1
                 if direction.blocked == 0:
-                    self._release(connection, direction)
+                    self._release(direction)
 
         self._world.after(self._detect, notice)
         return unblock
 
-    def _release(self, connection: _Connection, direction: _Direction) -> None:
+    def _release(self, direction: _Direction) -> None:
+        connection = direction.connection
         arrived, direction.arrived = direction.arrived, []
         held, direction.held = direction.held, []
         epoch = connection.epoch
-        for serial, envelope, payload in arrived:
-            self._arrive(connection, epoch, serial, envelope, payload)
+        for envelope, payload in arrived:
+            self._arrive(direction, epoch, envelope, payload)
         if connection.up and connection.epoch == epoch:
-            for serial, envelope, payload in held:
-                self._transmit(connection, direction, serial, envelope, payload)
+            for envelope, payload in held:
+                at = direction.arrival(self._world.now, envelope, payload, self._latency)
+                self._world.at(at, self._arrive, direction, epoch, envelope, payload)
 
     def corrupt_next(self, a: WorkerId, b: WorkerId) -> None:
-        self._connection(a, b).direction(a).corrupt_next = True
+        self._direction(a, b).corrupt_next = True
 
     def cut(self, a: WorkerId, b: WorkerId, reason: str, delay: Nanos) -> None:
         """Break a connection: both ends get ConnectionLost, and a learner dials the syncer again."""
-        connection = self._connection(a, b)
+        connection = self._direction(a, b).connection
         if not connection.up:
             return
         connection.up = False
         connection.epoch += 1
-        for direction in connection.directions.values():
+        for direction in connection.directions:
             direction.held.clear()
             direction.arrived.clear()
             direction.corrupt_next = False
@@ -217,6 +225,6 @@ class Network:
 
     def cut_all(self, worker: WorkerId, reason: str) -> None:
         """The worker died: its peers' sockets close."""
-        for a, b in list(self._connections):
-            if worker in (a, b):
+        for a, b in list(self._directions):
+            if a < b and worker in (a, b):
                 self.cut(a, b, reason, self._latency)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import Any
 
 from atoll.ids import Nanos
@@ -19,7 +19,7 @@ class World:
 
     def at(self, when: Nanos, call: Callable[..., None], *args: Any) -> None:
         self._count += 1
-        heapq.heappush(self._heap, (max(when, self.now), self._count, call, args))
+        heappush(self._heap, (when if when > self.now else self.now, self._count, call, args))
 
     def after(self, delay: Nanos, call: Callable[..., None], *args: Any) -> None:
         self.at(self.now + delay, call, *args)
@@ -28,6 +28,6 @@ class World:
         """Make the next call. False: none is left."""
         if not self._heap:
             return False
-        self.now, _, call, args = heapq.heappop(self._heap)
+        self.now, _, call, args = heappop(self._heap)
         call(*args)
         return True
