@@ -15,7 +15,7 @@ from atoll.config import Config, load
 from atoll.executor.virtual_run import TensorExecutor
 from atoll.ids import SYNCER, Incarnation, Nanos, WorkerId
 from atoll.protocol.interface import Executor, Finding, Payload
-from atoll.protocol.vocabulary import Effect, Event, Message, Send
+from atoll.protocol.vocabulary import Effect, Event, Lane, Message, Send
 from atoll.sim.cluster import VirtualCluster
 from atoll.tasks.task import Task, layout_for
 from atoll.workload.data.seeds import generator
@@ -82,7 +82,10 @@ class Run:
         self.cluster.run(until_seconds=5000)
 
     def _watch(self, now: Nanos, worker: WorkerId, event: Event, effects: Sequence[Effect]) -> None:
+        """What has bytes beside it is noted when these are asked for."""
         self.log.append((now, worker, event, tuple(effects)))
+        sends = (effect for effect in effects if isinstance(effect, Send))
+        self.sent += [Sent(send, None) for send in sends if send.envelope.body.lane is Lane.CONTROL]
 
     def _executor(self, worker: WorkerId, incarnation: Incarnation) -> Executor:
         return _Remembering(self.executor(worker, incarnation), self.sent)

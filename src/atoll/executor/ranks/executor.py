@@ -20,7 +20,7 @@ from atoll.errors import NotFinite
 from atoll.executor.cuda.learner import CudaSide, Key, StagedSend
 from atoll.executor.cuda.transfer import each_tensor
 from atoll.executor.learner import StateStore, TensorLearner
-from atoll.executor.ranks.state import StateParts, boxes_of_moments, like_parameters, names_of, part_of
+from atoll.executor.ranks.state import Empty, StateParts, boxes_of_moments, like_parameters, names_of, part_of
 from atoll.executor.ranks.stitch import EncodedPart, block_of, encode_part, owned_block, packs_randomly
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import Payload
@@ -254,9 +254,9 @@ class RankExecutor(TensorLearner):
             self._cuda.stager.settle()
         return {p: (version, announced) for p, (version, announced, _) in dict(self._kept).items()}
 
-    def cut(self, parts: StateParts, rank: int) -> dict[str, Any]:
+    def cut(self, parts: StateParts, rank: int, into: Empty | None = None) -> dict[str, Any]:
         """What `rank` holds of a state."""
-        return parts.of(self.world[rank], self.names)
+        return parts.of(self.world[rank], self.names, into)
 
     def parts_of(self, found: Any) -> StateParts:
         """`found`: a whole state, or a list of parts."""

@@ -19,7 +19,7 @@ from atoll.errors import DataError
 from atoll.tensors.inventory import walk
 from atoll.tensors.layout import Fragment
 from atoll.tensors.local import is_dtensor, local_part
-from atoll.tensors.pieces import Box, Boxes, Run, cut_from, held_of, owned_of
+from atoll.tensors.pieces import Box, Boxes, Run, cut_from, held_of, numel_of, owned_of
 from atoll.tensors.placements import box_of
 
 StatePart: TypeAlias = Mapping[str, Any]
@@ -75,6 +75,7 @@ class StateParts:
         self._boxes = [{name: Box(*map(tuple, box)) for name, box in part["boxes"].items()} for part in self._parts]
         self._fragments = fragments
         self._empty: Empty = _in_memory
+        self._into: Empty = _in_memory
         try:
             self._owned = [owned_of(fragment, self._boxes, int(self._parts[0]["align"])) for fragment in fragments]
         except (KeyError, ValueError, TypeError, IndexError) as error:
@@ -85,8 +86,10 @@ class StateParts:
         self._empty = empty or _in_memory
         return self.of({}, {})
 
-    def of(self, boxes: Boxes, names: Names) -> dict[str, Any]:
-        """What a rank with these boxes holds. A moment of the parameter's shape is cut as the parameter is."""
+    def of(self, boxes: Boxes, names: Names, into: Empty | None = None) -> dict[str, Any]:
+        """What a rank with these boxes holds. A moment of the parameter's shape is cut as the parameter is. `into` makes the
+        tensors of what is cut, where they are not to be in memory."""
+        self._into = into or _in_memory
         states = [part["state"] for part in self._parts]
         first = states[0]
         state: dict[str, Any] = {
@@ -115,7 +118,13 @@ class StateParts:
         return [(part["state"]["tensors"][name], boxes.get(name)) for part, boxes in zip(self._parts, self._boxes, strict=True)]
 
     def _tensor(self, name: str, box: Box | None) -> Tensor:
-        return _cut(_put_together(self._pieces(name), self._empty), box)
+        return self._cut(_put_together(self._pieces(name), self._empty), box)
+
+    def _cut(self, whole: Tensor, box: Box | None) -> Tensor:
+        if box is None:
+            return whole
+        part = whole[_slices(box)]
+        return self._into(tuple(part.shape), part.dtype).copy_(part)
 
     def _moments(self, boxes: Boxes, names: Names) -> dict[int, Any]:
         found: dict[int, Any] = {}
@@ -137,7 +146,7 @@ class StateParts:
             pieces.append((value, None if of is None else Box(*map(tuple, of))))
         whole = _put_together(pieces, self._empty)
         if tuple(whole.shape) == shape:
-            return _cut(whole, box)
+            return self._cut(whole, box)
         if shape is not None and any(of is not None for _, of in pieces):
             raise DataError(f"the optimiser's {key} of parameter {number} is sharded in another shape than the parameter")
         return whole
@@ -158,7 +167,10 @@ class StateParts:
             for runs, own in zip(self._owned[p], found, strict=True):
                 assert own is not None
                 _spread(whole, runs, own)
-        return cut_from(whole, held_of(fragment, boxes).runs) if boxes else whole
+        if not boxes:
+            return whole
+        runs = held_of(fragment, boxes).runs
+        return cut_from(whole, runs, self._into((numel_of(runs),), whole.dtype))
 
 
 def _spread(whole: Tensor, runs: Sequence[Run], own: Tensor) -> None:
@@ -188,10 +200,6 @@ def _put_together(pieces: Sequence[tuple[Tensor, Box | None]], empty: Empty) -> 
         assert box is not None
         whole[_slices(box)] = value
     return whole
-
-
-def _cut(whole: Tensor, box: Box | None) -> Tensor:
-    return whole if box is None else whole[_slices(box)].clone()
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

@@ -30,7 +30,7 @@ from atoll.transport import spooled
 
 _FRAME: Final = struct.Struct("<IQ")
 MESSAGE_MAX: Final = 1 << 30
-SPOOLED_BYTES: Final = 1 << 18
+SPOOLED_BYTES: Final = 1 << 16
 """Of a state, what is smaller stays in memory."""
 SEND_SECONDS: Final = 120.0
 """A rank that takes no bytes for so long is not alive."""

@@ -50,7 +50,7 @@ from atoll.protocol.vocabulary import (
 )
 from atoll.runtime.learner.snapshots import LearnerSnapshots
 from atoll.runtime.ranks.channel import tensors_of
-from atoll.runtime.ranks.gathered import Asked, GatheredSend, GatheredState
+from atoll.runtime.ranks.gathered import Asked, GatheredSend, GatheredState, empty_in_file
 from atoll.runtime.ranks.lead import RankLead
 from atoll.runtime.ranks.messages import (
     Arrival,
@@ -286,8 +286,10 @@ class LeadExecutor:
         return Payload(payload.kind, payload.nbytes, StateShare(arrival, own))
 
     def _deal(self, parts: StateParts, rank: int, arrival: int) -> None:
-        """A function of its own, so that one rank's part is dropped before the next is cut."""
-        data = tensors_of(pack_state(self._inner.cut(parts, rank)))
+        """A function of its own, so that one rank's part is dropped before the next is cut. The part is in files: beside this
+        rank's own share there is none of another's in memory."""
+        cut = self._inner.cut(parts, rank, lambda shape, dtype: empty_in_file(self.spool, shape, dtype))
+        data = tensors_of(pack_state(cut))
         self._lead.tell_rank(rank, StateArrival(arrival), data, bulk=True)
 
 
