@@ -142,6 +142,7 @@ def test_rank_0_gathers_and_deals_out_a_state_without_holding_it(tmp_path: Path)
         at += len(chunk)
     del whole, weight, chunks
     leading = LeadExecutor(config, inner, others.lead, 1)
+    leading.spool = tmp_path
     memory = PeakMemory()
     state = unpack_state(received, shared=True)
     share = leading.arriving(StateTransfer(1, 0, (0,) * LAYERS, ()), Payload("state", len(received), state)).content
@@ -150,5 +151,5 @@ def test_rank_0_gathers_and_deals_out_a_state_without_holding_it(tmp_path: Path)
     assert share.own["optimizer"]["state"][5]["exp_avg"].shape == (ROWS // RANKS, COLUMNS)
     assert not list(tmp_path.iterdir()), "the files have no names"
     assert served < 0.3 * size, f"{served / size:.2f} of a whole state while it serves"
-    assert dealt < 0.65 * size, f"{dealt / size:.2f} of a whole state while it recovers, its own quarter among it"
+    assert dealt < 0.4 * size, f"{dealt / size:.2f} of a whole state while it recovers, its own quarter among it"
     others.close()
