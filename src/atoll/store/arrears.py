@@ -2,7 +2,8 @@
 
 A count of versions is no bound: a merge of eight learners takes several times as long as a merge of one, and a model of many
 fragments has many chains of inputs. So every merge is timed, and while the sum over all that is stored by inputs is above
-`REMERGE_SECONDS`, the fragment with most of it is next. Nothing depends on the times but which files there are.
+`REMERGE_SECONDS`, the fragment with most of it is next, though none before its fourth version: with merges of a second and few
+fragments the syncer would write whole versions all the time. Nothing depends on the times but which files there are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ REMERGE_SECONDS: Final = 6.0
 """After a kill, beside a few seconds for imports and for the check of all files: together under the 15 s that a run may stand."""
 WHOLE_EVERY: Final = 8
 """Of so many versions of a fragment one is written whole at the latest, however short its merges are."""
+WHOLE_LEAST: Final = 4
+"""And of no fewer, however long they are: to write a whole version takes half of a merge of eight learners."""
 
 
 class Arrears:
@@ -53,8 +56,8 @@ class Arrears:
         if self._stored[p].since_whole() >= WHOLE_EVERY - spread and p not in waiting:
             found.append(p)
         left = {q: self.seconds(q) for q in range(len(self._stored)) if q not in waiting and q not in found}
-        while left and sum(left.values()) > REMERGE_SECONDS:
-            longest = max(left, key=lambda q: left[q])
-            found.append(longest)
-            del left[longest]
+        long = sorted((q for q in left if self._stored[q].since_whole() >= WHOLE_LEAST), key=lambda q: (-left[q], q))
+        while long and sum(left.values()) > REMERGE_SECONDS:
+            found.append(long.pop(0))
+            del left[found[-1]]
         return found

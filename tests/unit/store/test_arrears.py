@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atoll.store.arrears import REMERGE_SECONDS, WHOLE_EVERY, Arrears
+from atoll.store.arrears import REMERGE_SECONDS, WHOLE_EVERY, WHOLE_LEAST, Arrears
 from atoll.store.version_folder import StoredFiles
 
 
@@ -31,20 +31,30 @@ def test_short_merges_wait_for_their_number() -> None:
 
 
 def test_fragment_with_most_seconds_is_next() -> None:
-    rounds = Rounds(REMERGE_SECONDS / 3, REMERGE_SECONDS / 2)
-    assert rounds.merge(0) == rounds.merge(1) == []
-    assert rounds.merge(0) == [0]
+    rounds = Rounds(REMERGE_SECONDS / 10, REMERGE_SECONDS / 5)
+    for _ in range(WHOLE_LEAST - 1):
+        assert rounds.merge(0) == rounds.merge(1) == []
+    assert rounds.merge(0) == []
+    assert rounds.merge(1) == [1]
+
+
+def test_no_fragment_is_written_whole_all_the_time() -> None:
+    rounds = Rounds(2 * REMERGE_SECONDS)
+    assert [rounds.merge(0) for _ in range(WHOLE_LEAST)] == [[]] * (WHOLE_LEAST - 1) + [[0]]
 
 
 def test_fragments_that_wait_count_as_written() -> None:
-    rounds = Rounds(REMERGE_SECONDS / 2, REMERGE_SECONDS / 2)
-    assert rounds.merge(0) == rounds.merge(1) == []
+    rounds = Rounds(REMERGE_SECONDS / WHOLE_LEAST, REMERGE_SECONDS / WHOLE_LEAST)
+    for _ in range(WHOLE_LEAST - 1):
+        rounds.merge(0), rounds.merge(1)
     assert rounds.merge(0) == [0]
     assert rounds.merge(1, frozenset({0, None})) == []
 
 
 def test_all_that_is_needed_to_come_below_the_limit() -> None:
     rounds = Rounds(*[2 * REMERGE_SECONDS] * 3)
+    for _ in range(WHOLE_LEAST - 1):
+        assert [rounds.merge(p) for p in range(3)] == [[]] * 3
     assert [rounds.merge(p) for p in range(3)] == [[0], [0, 1], [0, 1, 2]]
 
 
