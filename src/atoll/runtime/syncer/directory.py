@@ -238,9 +238,12 @@ class SyncerDirectory:
         if self._has_shards:
             self._open_shards(self.machine.stored_versions())
             return
-        disk = DurableVersions.open(self.directory)
-        disk.retain(self.machine.stored_versions())
-        self._build_executor(disk)
+        # To load the kernels takes one core for seconds, and to read and check all files the others.
+        with ThreadPoolExecutor(1, thread_name_prefix="kernels") as beside:
+            merger = beside.submit(self._merger)
+            disk = DurableVersions.open(self.directory)
+            disk.retain(self.machine.stored_versions())
+            self._build_executor(disk, merger.result())
 
     def _find_shards(self, asked: int | None) -> None:
         """Those that the directory has; who asks for others is told."""
@@ -290,13 +293,17 @@ class SyncerDirectory:
         else:
             self._build_executor(DurableVersions.create(self.directory, versions))
 
-    def _build_executor(self, disk: DurableVersions) -> None:
+    def _merger(self) -> FragmentMerger:
+        assert self.layout is not None
+        return FragmentMerger(self.config, self.layout.fragments, threads=self._threads or None)
+
+    def _build_executor(self, disk: DurableVersions, merger: FragmentMerger | None = None) -> None:
         assert self.layout is not None
         self.disk = disk
         self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config)
         self.executor = TensorSyncer(
             self.config, self.layout.fragments, disk, self._snapshots, in_blocks=self._in_blocks,
-            merger=FragmentMerger(self.config, self.layout.fragments, threads=self._threads or None),
+            merger=merger or self._merger(),
         )  # fmt: skip
         disk.remerge = self.executor.merger.again
         disk.background, disk.ahead = self._run_later, InputsAhead(self._log_thread)
