@@ -143,7 +143,7 @@ def test_no_ranks_peak_memory_grows_with_the_model(start: Callable[[Config], Syn
     round later, and of a second copy while a state is on its way. Rank 0 passes everything on and has no more than the others:
     a fragment, which is a layer here, and what is in flight do not grow. It once had as much again as the model had grown."""
     grown: dict[str, list[list[int]]] = {"joined": [], "served": [], "recovered": []}
-    sizes = (8, 56)
+    sizes = (8, 104)
     for layers in sizes:
         protocol = {"local_steps_per_round": 2 * layers, "fragmentation": "tensor", "fragments": layers, "overlap": 1}
         limits = UNHURRIED | {"outlier_factor": 1e9, "start_wait_seconds": 0.1}
