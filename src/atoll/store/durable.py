@@ -313,14 +313,22 @@ class DurableVersions:
     def put(
         self, t: OuterStep, versions: Mapping[FragmentId, Version], inputs: Mapping[FragmentId, MergeInputs] | None = None
     ) -> None:
-        """All of them or none, durable when it returns. StorageFailed leaves everything unchanged, and the call may be
-        repeated."""
+        """All of them or none, durable when it returns. StorageFailed leaves everything unchanged but for old files, whose room
+        the next try has, and the call may be repeated."""
         assert not self._read_only
+        try:
+            self._put(t, versions, inputs or {})
+        except StorageFailed:
+            self.spare.close()
+            raise
+
+    def _put(
+        self, t: OuterStep, versions: Mapping[FragmentId, Version], given: Mapping[FragmentId, MergeInputs]
+    ) -> None:
         self._take_note()
         fresh = {p: versions[p] for p in sorted(versions)}
         for p in fresh:
             self.arrears.ended(t, p)
-        given = inputs or {}
         logged = {p: given[p] for p in fresh if p in given and self._may_log(p, given[p], fresh[p])}
         with contextlib.ExitStack() as stack:
             staged: list[tuple[Path, Path]] = []
@@ -457,7 +465,7 @@ class DurableVersions:
         self._sweep(p)
 
     def close(self) -> None:
-        """When nothing more will be written."""
+        """When nothing more will be written, or there is no room for it. From any thread."""
         self.spare.close()
 
     def retain(self, kept: Sequence[Sequence[OuterStep]]) -> None:

@@ -11,18 +11,17 @@ A file that a snapshot links is never kept.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from atoll.store.tensor_files import discard, sync_directory, temporary_name
 
-try:
-    import fcntl
-except ImportError:  # no such system is supported; without it no file is written over
-    fcntl = None  # type: ignore[assignment]
-
+HAS_LEASES: Final = hasattr(fcntl, "F_SETLEASE")
+"""On Linux. Elsewhere nothing shows whether somebody reads a file, and none is written over."""
 WORTHWHILE_BYTES: Final = 4 << 20
 BYTES_MAX: Final = 2 << 30
 """Of all that are kept: the inputs of ten rounds of eight learners and 46.7 million parameters."""
@@ -48,7 +47,7 @@ class SpareFiles:
         with self._lock, contextlib.suppress(OSError):
             found = path.lstat()
             room = self._bytes_max - sum(spare.size for spare in self._kept)
-            if fcntl is None or found.st_nlink != 1 or not self._worthwhile_bytes <= found.st_size <= room:
+            if not HAS_LEASES or found.st_nlink != 1 or not self._worthwhile_bytes <= found.st_size <= room:
                 return False
             os.replace(path, temporary_name(path))
             self._kept.append(_Spare(temporary_name(path), found.st_size))
@@ -74,6 +73,7 @@ class SpareFiles:
             return None
 
     def close(self) -> None:
+        """Deletes them: at the end, and when the disk is full."""
         with self._lock:
             for spare in self._kept:
                 discard(spare.path)
@@ -87,6 +87,8 @@ def _opened_alone(path: Path) -> int:
     try:
         if os.fstat(handle).st_nlink != 1:
             raise OSError("it has another name")
+        # Who opens the file just now has the kernel tell us; its usual signal would end the process, this one is ignored.
+        fcntl.fcntl(handle, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         fcntl.fcntl(handle, fcntl.F_SETLEASE, fcntl.F_UNLCK)
     except BaseException:

@@ -238,8 +238,7 @@ class TapeWriter:
     def _put(self, body: bytes, sync: bool = False) -> None:
         if self._begun is not None:
             self._switch()
-        chain = zlib.crc32(body, self._chain)
-        line = b'{"c":"%08x",%b\n' % (chain, body[1:])  # as `_seal`, without a call for each record
+        line, chain = _seal(body, self._chain)
         if self._flush_each:
             self._write_whole(line, sync)
         else:

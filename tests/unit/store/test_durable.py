@@ -216,15 +216,17 @@ def test_damaged_truncated_or_foreign_file_is_named(disk: DurableVersions) -> No
         DurableVersions.open(disk.directory / "elsewhere")
 
 
-def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
-    def call(*args: Any) -> Any:
-        call.calls += 1  # type: ignore[attr-defined]
-        if call.calls == at:  # type: ignore[attr-defined]
-            raise OSError(28, "No space left on device")
-        return function(*args)
+class Failing:
+    """A function whose call of that number fails."""
 
-    call.calls = 0  # type: ignore[attr-defined]
-    return call
+    def __init__(self, function: Callable[..., Any], at: int) -> None:
+        self.function, self.at, self.calls = function, at, 0
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise OSError(28, "No space left on device")
+        return self.function(*args)
 
 
 @pytest.mark.parametrize("name", ["open", "write", "fsync", "replace"])
@@ -235,7 +237,7 @@ def test_full_disk_at_the_nth_operation_leaves_the_state_before_and_a_retry_work
     before, sha256, fails = names(disk), disk.theta_sha256(), 0
     for n in range(1, 40):
         with monkeypatch.context() as patch:
-            patch.setattr(os, name, failing(getattr(os, name), n))
+            patch.setattr(os, name, Failing(getattr(os, name), n))
             try:
                 disk.put(4, {0: version(4), 1: version(5)})
                 break
@@ -261,7 +263,7 @@ def test_disk_that_fails_while_old_files_are_written_over_stores_all_or_nothing(
             path.write_bytes(b"o" * size)
             assert disk.spare.keep(path)
         kept, sha256 = disk.kept(), disk.theta_sha256()
-        broken = failing(getattr(os, name), n)
+        broken = Failing(getattr(os, name), n)
         with monkeypatch.context() as patch:
             patch.setattr(os, name, broken)
             try:
@@ -269,10 +271,11 @@ def test_disk_that_fails_while_old_files_are_written_over_stores_all_or_nothing(
                 outcomes.add(True)
             except StorageFailed:
                 outcomes.add(False)
+                assert not list((disk.directory / "versions").glob("*.partial")), "a full disk needs their room"
                 assert disk.kept() == kept and disk.theta_sha256() == sha256
         again = DurableVersions.open(disk.directory)
         assert again.theta_sha256() == disk.theta_sha256() and again.kept() == disk.kept()
-        if broken.calls < n:  # type: ignore[attr-defined]
+        if broken.calls < n:
             break
         disk.spare.close()
     assert n > 2 and outcomes == {True, False}

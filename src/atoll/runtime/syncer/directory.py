@@ -443,6 +443,12 @@ class SyncerDirectory:
         """Atomically: a launcher may be waiting for this file."""
         write_file(self.directory / "address", [address.encode()])
 
+    def let_old_files_go(self) -> None:
+        """Those that are kept to be written over: the tape may need their room. From any thread."""
+        disk = getattr(self, "disk", None)  # a start that failed has none yet
+        if isinstance(disk, DurableVersions):
+            disk.close()
+
     def close(self, *, complete: bool) -> None:
         """Once; another call does nothing."""
         if self._closed:
@@ -451,8 +457,7 @@ class SyncerDirectory:
         self.stopping.set()
         for thread in (self._log_thread, self._background):
             thread.shutdown(wait=True)
-        if self.layout is not None and isinstance(self.disk, DurableVersions):
-            self.disk.close()
+        self.let_old_files_go()
         if complete:
             if self.layout is not None:
                 if self.config.outer.average_decay and (average := average_of(self.disk.newest())) is not None:

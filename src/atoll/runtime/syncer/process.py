@@ -451,6 +451,7 @@ class SyncerProcess:
     def _block_on_storage(self, reason: str) -> None:
         if not self._storage_blocked:
             log.error("the disk refuses bytes, so the run stands still until it takes them again: %s", reason)
+            self._directory.let_old_files_go()
         self._storage_blocked = True
 
     def _unblock(self) -> None:
