@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +85,37 @@ def test_file_that_somebody_reads_is_not_written_over(tmp_path: Path, spare: Spa
         content, _ = written(tmp_path, spare)
         assert content == b"n" * SIZE
         assert reader.read() == b"o" * SIZE
+
+
+def test_who_opens_a_file_at_the_moment_of_its_lease_ends_no_process(
+    tmp_path: Path, spare: SpareFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells the holder of a lease by SIGIO, whose default is to end the process."""
+    told: list[int] = []
+    before = signal.signal(signal.SIGIO, lambda number, _: told.append(number))
+    opens = "import os, sys; os.open(sys.argv[1], os.O_RDONLY | os.O_NONBLOCK)"
+    real = fcntl.fcntl
+
+    def disturbed(handle: int, command: int, argument: Any = 0) -> Any:
+        result = real(handle, command, argument)
+        if (command, argument) == (fcntl.F_SETLEASE, fcntl.F_WRLCK):
+            words = [sys.executable, "-S", "-c", opens, str(tmp_path / "new.partial")]
+            assert b"BlockingIOError" in subprocess.run(words, capture_output=True, check=False).stderr
+        return result
+
+    monkeypatch.setattr(spare_files.fcntl, "fcntl", disturbed)
+    try:
+        spare.keep(file(tmp_path, "old"))
+        assert written(tmp_path, spare)[0] == b"n" * SIZE
+        assert not told
+    finally:
+        signal.signal(signal.SIGIO, before)
+
+
+def test_where_there_are_no_leases_nothing_is_kept(tmp_path: Path, spare: SpareFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spare_files, "HAS_LEASES", False)
+    old = file(tmp_path, "old")
+    assert not spare.keep(old) and old.exists()
 
 
 def test_no_more_bytes_are_kept_than_allowed(tmp_path: Path, spare: SpareFiles) -> None:
