@@ -244,11 +244,15 @@ def read_header(stream: io.RawIOBase, size: int, what: str) -> tuple[dict[str, T
 
 def read_tensor(stream: io.RawIOBase, entry: TensorEntry, what: str) -> Tensor:
     tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
+    fill_tensor(stream, tensor, what)
+    return tensor
+
+
+def fill_tensor(stream: io.RawIOBase, tensor: Tensor, what: str) -> None:
     if tensor.numel():
         fill(stream, tensor_bytes(tensor), what)
         if tensor.dtype == torch.bool and int(tensor.view(torch.uint8).max()) > 1:
             raise DataError(f"{what}: a bool that is neither 0 nor 1")  # undefined behaviour in torch's kernels
-    return tensor
 
 
 # ---------------------------------------------------------------- a learner's state
