@@ -6,7 +6,8 @@ The plain loop runs before and after the live run, in this process and on the sa
 is seen. The live run is `atoll train --device cuda`: processes, int4 up, int8 down, P = 12. One JSON line:
 `ratio` is live over plain tokens per second of one learner, `rounds_kept` fragments adopted over fragments due, `boundary` the
 median time of a step while fragments travel over the median before any did. With --scripted N, N learners without training
-(bench/scripted.py) take part, with steps as long as the plain loop's: they load the syncer and not the device.
+(bench/scripted.py) take part, with steps as long as the plain loop's: they load the syncer and not the device. No round begins
+before all of them have joined, while the learner trains already: `kept_since_first` counts from the first fragment adopted.
 """
 
 from __future__ import annotations
@@ -133,13 +134,16 @@ def measured(config: Config, tape: Path) -> dict[str, float]:
     done = [(r.now / 1e9, r.event.tokens, r.event.nanos) for r in records if isinstance(r.event, StepDone)]
     adoptions = [r.now / 1e9 for r in records for e in r.effects if isinstance(e, Adopt) and e.merged]
     first = adoptions[0]
+    since = [each for each in done if each[0] > first]
     steady = [each for each in done[WARM_STEPS:] if each[0] > first]
     gaps = [b[0] - a[0] for a, b in pairwise(steady)]
     alone = [b[0] - a[0] for a, b in pairwise(done[WARM_STEPS:]) if b[0] <= first]
     due = len(done) * config.protocol.fragments / config.protocol.local_steps_per_round
     return {
         "live_tokens_per_second": round(sum(each[1] for each in steady[1:]) / (steady[-1][0] - steady[0][0])),
-        "rounds_kept": round(len(adoptions) / due, 3), "step_ms": round(1e3 * statistics.median(gaps), 2),
+        "rounds_kept": round(len(adoptions) / due, 3),
+        "kept_since_first": round((len(adoptions) - 1) / (due * len(since) / len(done)), 3),
+        "step_ms": round(1e3 * statistics.median(gaps), 2),
         "boundary": round(statistics.median(gaps) / statistics.median(alone), 4) if len(alone) >= 5 else 0.0,
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Chooses the kernels for a tensor: torch's operations, or the compiled ones of `neon` where available.
+"""Chooses the kernels for a tensor: torch's operations, or compiled ones where there are: of `neon` on ARM, of `device` on a GPU.
 
 Bytes, sums and errors are the same with both. The choice affects speed and never results, so it need not be recorded or agreed
 between machines.
@@ -14,6 +14,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
+from types import ModuleType
 from typing import Final
 
 from torch import Tensor
@@ -41,6 +43,32 @@ def kernels_for(name: str, *tensors: Tensor) -> neon.Neon | None:
     # Tensors that require grad go to torch, which refuses them.
     fit = all(t.device.type == "cpu" and t.is_contiguous() and not t.requires_grad for t in tensors)
     return _neon() if fit else None
+
+
+def on_gpu(name: str, *tensors: Tensor) -> ModuleType | None:
+    """`codecs.device`, if it has that codec and these tensors are on a GPU. Like `kernels_for` it rounds to nearest only."""
+    if not tensors[0].is_cuda or tensors[0].numel() < BLOCK or _forced.get() == "torch":
+        return None
+    if not all(t.is_cuda and t.is_contiguous() and not t.requires_grad for t in tensors):
+        return None
+    device = _triton()
+    return device if device is not None and name in device.FORMS else None
+
+
+@cache
+def _triton() -> ModuleType | None:
+    """Compiles a kernel at the first call, which must not be while a graph is captured."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from atoll.codecs import device  # it imports Triton, which machines without a GPU need not have
+
+    try:
+        device.try_out()
+    except Exception as error:  # Triton calls the machine's C compiler, and fails in ways of its own where there is none
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(f"the fast codecs for a GPU are not available: {why}", RuntimeWarning, stacklevel=2)
+        return None
+    return device
 
 
 def below(factors: Tensor, limit: float) -> bool:

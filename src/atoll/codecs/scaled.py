@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs.blocks import Scratch, padded, panels, require_codec, require_vector, scratch_for
-from atoll.codecs.choice import below, kernels_for
+from atoll.codecs.choice import below, kernels_for, on_gpu
 from atoll.codecs.layout import BLOCK, block_count, layout
 from atoll.codecs.neon import FACTOR_LIMIT
 from atoll.codecs.packet import Packet
@@ -81,8 +81,16 @@ class Scaled:
     def _quantise(self, x: Tensor, codes: Tensor, rng: torch.Generator | None) -> Tensor:
         """Fills codes and returns the scales."""
         stat = torch.empty(block_count(x.numel()), dtype=torch.float32, device=x.device)
-        kernel = self.kernel(x.device)
-        blocks = x.numel() // BLOCK
+        blocks, done = x.numel() // BLOCK, 0
+        if rng is None and (device := on_gpu(self.name, x, codes)) is not None:
+            done = blocks
+            device.quantise_blocks(self.name, x, done, stat, codes)
+        if done * BLOCK < x.numel():
+            self._quantise_panels(x[done * BLOCK :], stat[done:], codes[done * BLOCK // self.per_byte :], rng)
+        return self.scales(stat, x)
+
+    def _quantise_panels(self, x: Tensor, stat: Tensor, codes: Tensor, rng: torch.Generator | None) -> None:
+        kernel, blocks = self.kernel(x.device), x.numel() // BLOCK
         elements = panels(x, BLOCK, blocks)
         for panel, stat_panel, code_panel, scratch in zip(
             elements,
@@ -92,7 +100,6 @@ class Scaled:
             strict=True,
         ):
             kernel.quantise(padded(panel, scratch.floats.shape[1]), stat_panel, code_panel, scratch, rng)
-        return self.scales(stat, x)
 
     def decode(self, packet: Packet) -> Tensor:
         out = torch.empty(packet.numel, dtype=torch.float32, device=packet.codes.device)
@@ -102,6 +109,9 @@ class Scaled:
         if compiled is not None:
             done = packet.numel // BLOCK
             compiled.decode(self.name, out, done, factors, packet.codes)
+        elif (device := on_gpu(self.name, out, packet.codes)) is not None:
+            done = packet.numel // BLOCK
+            device.decode_blocks(self.name, out, done, factors, packet.codes, add=False)
         for target, values, factor in self._expanded(packet, factors, out, done):
             torch.mul(values, factor, out=target)
         return out
@@ -116,6 +126,9 @@ class Scaled:
         if compiled is not None and below(factors, FACTOR_LIMIT):
             done = packet.numel // BLOCK
             compiled.accumulate(self.name, into, done, factors, packet.codes)
+        elif (device := on_gpu(self.name, into, packet.codes)) is not None:
+            done = packet.numel // BLOCK
+            device.decode_blocks(self.name, into, done, factors, packet.codes, add=True)
         for target, values, factor in self._expanded(packet, factors, into, done):
             target.add_(values.mul_(factor))
 

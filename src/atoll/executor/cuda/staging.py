@@ -10,8 +10,8 @@ copy over PCIe, they would make the next optimiser step wait for that copy too. 
 their own, so that they are on the device at their step boundary. A version announced as a difference is decoded and added
 there too: on the host, decoding 47 million numbers held up the training thread for two steps.
 
-Encoding takes about thirty small launches, which would delay a training thread that is bound by launches. From the third
-time on they are one launch of a captured CUDA graph of the same kernels.
+Encoding takes a dozen small launches around one kernel of Triton (`codecs/device.py`), which would delay a training thread that
+is bound by launches. From the third time on they are one launch of a captured CUDA graph of the same kernels.
 
 The host waits only in `StagedPacket.wait`, which the sending thread calls. NaN and Inf are therefore found there, or later by
 `poison`, and not in `stage`: the device writes a flag beside the codes. Packets equal those of the CPU byte for byte. A codec
@@ -308,7 +308,8 @@ class CudaStager:
         with torch.cuda.stream(self._arrivals):
             if isinstance(sent, Packet):
                 assert base is not None
-                on_device = self._to_device(base).add_(self._decoded(sent))
+                on_device = self._to_device(base)
+                self._add(sent, on_device)
                 announced = torch.empty(sent.numel, pin_memory=True).copy_(on_device, non_blocking=True)
             else:
                 announced = self.pin(sent)
@@ -318,10 +319,11 @@ class CudaStager:
             arrived.record(self._arrivals)
         return Incoming(announced, on_device, there, arrived)
 
-    def _decoded(self, packet: Packet) -> Tensor:
+    def _add(self, packet: Packet, into: Tensor) -> None:
+        """What a packet decodes to. For weight 1 accumulating gives the bytes of decoding and adding: each product is rounded."""
         codes, scales = (None if part is None else self._to_device(self.pin(part)) for part in (packet.codes, packet.scales))
         assert codes is not None
-        return codec_of(packet.codec).decode(Packet(packet.codec, packet.numel, codes, scales))
+        codec_of(packet.codec).accumulate(Packet(packet.codec, packet.numel, codes, scales), into)
 
     def settle(self) -> None:
         """Waits until all announced versions are in the host's memory. For recoveries and snapshots, which read anchors there."""
