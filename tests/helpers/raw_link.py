@@ -18,6 +18,7 @@ from atoll.transport.chunks import (
     ChunkHeader,
     pack_chunk,
     pack_hello,
+    preface_of,
 )
 from atoll.transport.frames import READY, WELCOME, frame_checksum, unpack
 from atoll.transport.keys import split_address
@@ -41,10 +42,10 @@ class RawBulk:
 
     @classmethod
     async def connect(
-        cls, address: str, hello: BulkHello | None = None, credentials: ClientCredentials | None = None
+        cls, address: str, hello: BulkHello | None = None, credentials: ClientCredentials | None = None, preface: bytes = PREFACE
     ) -> RawBulk:
         one = cls(*await asyncio.open_connection(*split_address(address), limit=1 << 16))
-        await one.write(PREFACE)
+        await one.write(preface)
         if credentials is not None:
             await one._writer.start_tls(credentials.bulk, server_hostname=credentials.server_name)
         if hello is not None:
@@ -82,10 +83,10 @@ class RawLink:
         self.talk = self._channel.open("Talk", shown)
         self.key = bytes(await self._hear(WELCOME))
 
-    async def open_bulk(self, **other: Any) -> RawBulk:
+    async def open_bulk(self, feed: int | None = None, **other: Any) -> RawBulk:
         """`other`: parts of the hello that are not as they should be."""
         hello = BulkHello(self.number, self.key, len(self.bulks))._replace(**other)
-        self.bulks.append(await RawBulk.connect(self._address, hello, self._credentials))
+        self.bulks.append(await RawBulk.connect(self._address, hello, self._credentials, preface_of(feed)))
         return self.bulks[-1]
 
     async def ready(self) -> None:

@@ -155,6 +155,11 @@ class Elsewhere:
         argv = syncer_argv(self.root, self.config, self.address)
         return self.server.spawn([*argv, "--keys", str(self.root / "keys"), *at, *words], self.log("syncer"))
 
+    def syncer_with_its_own(self) -> Child:
+        argv = syncer_argv(self.root, self.config, self.address)
+        words = ["--keys", str(self.root / "keys"), "--shards", str(self.shards)]
+        return self.server.spawn([*argv, *words], self.log("syncer"))
+
     def learner(self, learner: int) -> Child:
         keys = ["--keys", str(self.root / "keys"), "--name", f"learner-{learner}"]
         return self.server.spawn([*learner_argv(self.root, self.address, learner), *keys], self.log(f"{learner}"))
@@ -172,6 +177,27 @@ def stored_on(tape: Path) -> int:
     if not tape.exists():
         return 0
     return max((r.event.outer_step for r in Tape(tape).records() if isinstance(r.event, Stored)), default=0)
+
+
+def test_shards_beside_their_syncer_send_learners_what_is_announced_over_tls(tmp_path: Path) -> None:
+    """One is killed at work: learners lose their connections to it, and are sent what they lack by the next one."""
+    config = small(2, total_steps=80, limits=PATIENT)
+    there, tape, pause = Elsewhere(tmp_path, config, 2), tmp_path / "syncer" / "run.tape", threading.Event()
+    try:
+        children = [there.syncer_with_its_own(), there.learner(0), there.learner(1)]
+        while stored_on(tape) < 30:
+            assert all(child.poll() is None for child in children), there.log("syncer").read_text()
+            pause.wait(0.05)
+        kill_shard(tmp_path, 1, 2)
+        for child in children:
+            child.wait(120)
+        log = there.log("syncer").read_text()
+        assert [child.poll() for child in children] == [0, 0, 0], log
+    finally:
+        there.server.close()
+    assert log.count("each of its 2 shards sends learners its stripe") == 2, "in either life"
+    judge(tmp_path, config)
+    retrain(tmp_path)
 
 
 def test_shards_on_machines_of_their_own(tmp_path: Path) -> None:

@@ -38,11 +38,12 @@ def shard(
     from atoll.cli.syncer import end_with_stdin
     from atoll.executor.environment import use_threads
     from atoll.runtime.shards.process import KEY_FILE, ShardServer
-    from atoll.transport import server_credentials
+    from atoll.transport import raise_open_files_limit, server_credentials
     from atoll.transport.keys import load_shard, split_address
 
     log_to_stderr(verbose=not quiet and listen is not None)
     use_threads(1)
+    raise_open_files_limit()  # a connection of every learner ends in a shard of the syncer's own machine
     if listen is None:
         path = directory / KEY_FILE
         if not path.is_file():

@@ -68,6 +68,10 @@ class ShardHandle(Protocol):
     def merge(self, effect: Merge, meeting: Meeting) -> StripeResult: ...
     def copy(self, effect: CopyVersions) -> list[StripeResult]: ...
     def store(self, effect: Store) -> list[Announcement]: ...
+    def store_quietly(self, effect: Store) -> tuple[str, ...]:
+        """Where the shard sends what is announced itself: only by fragment the codec of its packet, or ""."""
+        ...
+
     def tell(self, effect: AbortRound | Discard | ForgetVersion) -> None: ...
     def read_announced(self, p: FragmentId, v: OuterStep) -> Tensor: ...
     def read_announcement(self, p: FragmentId, v: OuterStep) -> Announcement: ...
@@ -246,6 +250,10 @@ class ShardedSyncer(TensorSyncer):
         self._results: dict[tuple[OuterStep, FragmentId], list[StripeResult]] = {}
         self._announcements: OrderedDict[tuple[FragmentId, OuterStep], Announcement] = OrderedDict()
         self._pool = ThreadPoolExecutor(len(shards), "shards")
+        self.feeds = False
+        """The shards send learners what is announced."""
+        self._codecs: dict[tuple[FragmentId, OuterStep], str] = {}
+        """Of announced packets; "" where there is none."""
 
     def _who_meets(self, stripes: Sequence[Stripe]) -> list[int]:
         protocol = self._config.protocol
@@ -280,6 +288,7 @@ class ShardedSyncer(TensorSyncer):
             case ForgetVersion(fragment=p, version=v):
                 self.disk.forget(p, v)
                 self._announcements.pop((p, v), None)
+                self._codecs.pop((p, v), None)
             case _:
                 return super().execute(effect, payload)
         return ()
@@ -316,9 +325,14 @@ class ShardedSyncer(TensorSyncer):
         for p, jump, limit in zip(fragments, jumps, limits, strict=True):
             if not math.isfinite(jump) or (limit > 0 and jump > limit):
                 return MergeRejected(t, p, jump)
-        stored = self._all(lambda shard: self._shards[shard].store(effect))
+        if self.feeds:
+            codecs = self._all(lambda shard: self._shards[shard].store_quietly(effect))[0]
+            self._codecs |= {(p, t): codec for p, codec in zip(fragments, codecs, strict=True)}
+        else:
+            stored = self._all(lambda shard: self._shards[shard].store(effect))
+            for index, p in enumerate(fragments):
+                self._announcements[p, t] = announcement_of([announced[index] for announced in stored])
         for index, p in enumerate(fragments):
-            self._announcements[p, t] = announcement_of([announced[index] for announced in stored])
             self._know_norm(p, t, _norm([result.sizes for result in results[index]]))
             del self._results[t, p]
         while len(self._announcements) > ANNOUNCED_KEPT + self._config.protocol.overlap:
@@ -326,6 +340,16 @@ class ShardedSyncer(TensorSyncer):
         self.disk.note(t, fragments)
         vectors = [[getattr(r, name) for r in parts] for parts in results for name in ("theta", "buffers")]
         return Stored(t, checksum_of_parts(vectors), jumps)
+
+    def announced_as(self, body: Announce) -> str:
+        """The codec of the packet that this announcement is; "": the announced vector."""
+        p, v = body.fragment, body.outer_step
+        if body.previous == NO_VERSION:
+            return ""
+        if (p, v) not in self._codecs:  # of before a restart
+            packet = self._shards[0].read_announcement(p, v).packet
+            self._codecs[p, v] = packet.codec if packet is not None else ""
+        return self._codecs[p, v]
 
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body

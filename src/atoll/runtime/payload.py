@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from atoll.codecs import Packet
+from atoll.codecs.layout import layout
 from atoll.errors import UNDECODABLE, DataError
 from atoll.executor.late import LateContent
 from atoll.ids import OuterStep
@@ -107,6 +108,42 @@ def _payload(kind: str, content: Any) -> Buffers | None:
         return [_PREFIX.pack(_PACKET, len(header) + first.nbytes), header, *parts, raw(buffers)]
     numbers = raw(first)
     return [_PREFIX.pack(_PLAIN, numbers.nbytes), numbers, raw(buffers)]
+
+
+def _beginning(codec: str, numel: int) -> bytes:
+    """Of the payload of a fragment, or of its packet where `codec` names one."""
+    if not codec:
+        return _PREFIX.pack(_PLAIN, 4 * numel)
+    shape = layout(codec, numel)
+    empty = Packet(codec, numel, torch.empty(0, dtype=shape.code_dtype), None).to_bytes()
+    return _PREFIX.pack(_PACKET, len(empty) + shape.nbytes) + empty
+
+
+def bytes_of_fragment(codec: str, numel: int, buffer_numel: int) -> int:
+    """The size of the payload of a fragment."""
+    numbers = layout(codec, numel).nbytes if codec else 4 * numel
+    return len(_beginning(codec, numel)) + numbers + 4 * buffer_numel
+
+
+def places_of_stripe(
+    content: Packet | Tensor, buffers: Tensor, first: int, numel: int, *, begins: bool
+) -> list[tuple[int, bytes | memoryview]]:
+    """Where the bytes of a stripe belong in the payload of its fragment of `numel` elements: `to_buffers`, in pieces. `begins`:
+    of the shard that has the beginning, and the buffers."""
+    codec = content.codec if isinstance(content, Packet) else ""
+    begin = _beginning(codec, numel)
+    found: list[tuple[int, bytes | memoryview]] = [(0, begin)] if begins else []
+    if isinstance(content, Packet):
+        whole, before = layout(codec, numel), layout(codec, first)
+        size = whole.code_dtype.itemsize
+        found.append((len(begin) + size * before.codes, raw(content.codes)))
+        if content.scales is not None:
+            found.append((len(begin) + size * whole.codes + 4 * (before.scales or 0), raw(content.scales)))
+    else:
+        found.append((len(begin) + 4 * first, raw(content)))
+    if begins:
+        found.append((bytes_of_fragment(codec, numel, 0), raw(buffers)))
+    return [(at, view) for at, view in found if len(view)]
 
 
 def from_buffer(body: Message, data: memoryview, *, shared: bool = False, into: Tensor | None = None) -> Payload:

@@ -15,6 +15,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 from atoll.transport.credentials import ClientCredentials, ServerCredentials, client_credentials, server_credentials
 from atoll.transport.dial import Backoff, call, dial, upload
 from atoll.transport.door import PEER_CONNECTIONS, Caps
+from atoll.transport.feed import FeedEnd, PlacedBytes
 from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused, SharedBuffers, Streamed
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import Server
@@ -30,10 +31,12 @@ __all__ = [
     "Buffers",
     "Caps",
     "ClientCredentials",
+    "FeedEnd",
     "Handler",
     "Link",
     "LinkFailed",
     "LinkLimits",
+    "PlacedBytes",
     "Refused",
     "Server",
     "ServerCredentials",

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from atoll.errors import UserError
-from atoll.transport.chunks import PREFACE
+from atoll.transport.chunks import PREFACE, feed_of, may_be_preface
 from atoll.transport.door import Endpoint, endpoint_of
 from atoll.transport.keys import split_address
 from atoll.transport.private import PrivateAddress
@@ -90,13 +90,16 @@ class Acceptor:
     def __init__(
         self, connections_max: int, stall_seconds: float, private: PrivateAddress,
         take_bulk: Callable[[socket.socket, Endpoint, Callable[[], None]], tuple[socket.socket, Callable[[], None]] | None],
+        hand_over: Callable[[int, socket.socket], None] = lambda feed, sock: None,
     ) -> None:  # fmt: skip
         """`take_bulk` gets a bulk connection whose preface was read, its client, and what to call when it is closed. It returns
-        the socket, perhaps another one around it, and how to close it."""
+        the socket, perhaps another one around it, and how to close it. `hand_over` gets one that is for another process, and
+        does not keep it."""
         self._connections_max = connections_max
         self._stall_seconds = stall_seconds
         self._private = private
         self._take_bulk = take_bulk
+        self._to_feed = hand_over
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
         self._connections: dict[Endpoint, _Connection] = {}
@@ -187,8 +190,8 @@ class Acceptor:
         except OSError:
             data = b""
         one.first += data
-        is_bulk = one.first == PREFACE
-        kind: Kind = "bulk" if PREFACE.startswith(one.first) else "grpc"
+        kind: Kind = "bulk" if may_be_preface(one.first) else "grpc"
+        is_bulk = kind == "bulk" and len(one.first) == len(PREFACE)
         if not data or kind not in one.kinds:
             self._close_unread(one)
         elif is_bulk or kind == "grpc":
@@ -201,6 +204,13 @@ class Acceptor:
                 task.add_done_callback(self._relaying.discard)
 
     def _hand_over(self, one: _Connection) -> None:
+        try:
+            feed = feed_of(one.first)
+        except ValueError:
+            return self._close_unread(one)
+        if feed is not None:
+            self._to_feed(feed, one.sock)
+            return self._close_unread(one)  # this process's own descriptor of it
         taken = self._take_bulk(one.sock, one.endpoint, lambda: self._forget(one))
         if taken is None:
             one.sock.close()

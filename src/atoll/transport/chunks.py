@@ -1,6 +1,7 @@
 """What travels on a bulk connection: a preface, a hello, then chunks of payloads.
 
-    preface  8 bytes   in the clear, before TLS: it tells the front door (`acceptor.py`) a bulk connection from gRPC's
+    preface  8 bytes   in the clear, before TLS: it tells the front door (`acceptor.py`) a bulk connection from gRPC's, and
+                       whether it is for this process or for one of those that send in its place (`feed.py`)
     hello              session 16, key 32, place 1: which link this connection belongs to, and the proof
     chunk              a header, then a part of a payload
 
@@ -28,6 +29,9 @@ from atoll.transport.frames import CHUNK, Buffer, Violation, frame_checksum
 
 PREFACE: Final = b"ATOLL/1\n"
 """Neither TLS (its first byte is 22) nor HTTP/2 (it begins with "PRI") begins so."""
+FEED_PREFACE: Final = b"ATOLF"
+"""Then two hexadecimal digits, the number of the process that it is for, and a newline."""
+FEEDS_MAX: Final = 256
 SESSION_BYTES: Final = 16
 KEY_BYTES: Final = 32
 
@@ -51,6 +55,25 @@ class ChunkHeader(NamedTuple):
     total: int
     size: int
     check: int
+
+
+def preface_of(feed: int | None) -> bytes:
+    """`feed`: the process that sends in the server's place; None: the server itself."""
+    return PREFACE if feed is None else b"%b%02x\n" % (FEED_PREFACE, feed)
+
+
+def may_be_preface(first: bytes) -> bool:
+    known = len(FEED_PREFACE)
+    return PREFACE.startswith(first) or (first[:known] == FEED_PREFACE[: len(first)] and len(first) <= len(PREFACE))
+
+
+def feed_of(preface: bytes) -> int | None:
+    """Of a whole preface. Raises ValueError for one that nobody writes."""
+    if preface == PREFACE:
+        return None
+    if len(preface) != len(PREFACE) or not preface.startswith(FEED_PREFACE) or not preface.endswith(b"\n"):
+        raise ValueError("this is no preface")
+    return int(preface[len(FEED_PREFACE) : -1].decode("ascii"), 16)
 
 
 def pack_hello(hello: BulkHello) -> bytes:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 from atoll.transport.bulk import BulkSocket, IoThreads
-from atoll.transport.chunks import KEY_BYTES, PREFACE, SESSION_BYTES, BulkHello
+from atoll.transport.chunks import FEEDS_MAX, KEY_BYTES, SESSION_BYTES, BulkHello, preface_of
 from atoll.transport.credentials import ClientCredentials
 from atoll.transport.frames import (
     CHUNK,
@@ -59,7 +59,7 @@ async def dial(
         async with asyncio.timeout(timeout):
             talk = await attempt.open(metadata)
         link = Link(peer, handler, attempt.limits)
-        link.begin(talk, attempt.bulks)
+        link.begin(talk, attempt.bulks, attempt.fed)
         task = asyncio.create_task(_hold(link, attempt))
         _open_links.add(task)
         task.add_done_callback(_open_links.discard)
@@ -82,10 +82,11 @@ class _Attempt:
     def __init__(self, address: str, limits: LinkLimits, credentials: ClientCredentials | None) -> None:
         self.limits = limits
         self.bulks: list[BulkSocket] = []
+        self.fed: list[BulkSocket] = []
         self._address = address
         self._credentials = credentials
         self._channel = Channel(address, limits, credentials)
-        self._threads = IoThreads(limits.connections)
+        self._threads = IoThreads(limits.connections + 1)
         self._loop = asyncio.get_running_loop()
         self._broken: asyncio.Future[None] = self._loop.create_future()
         """Holds the error if a bulk connection ends before the link stands."""
@@ -96,9 +97,11 @@ class _Attempt:
         talk = self._channel.open("Talk", session)
         welcome = await _expect(talk, WELCOME)
         host, port = split_address(self._address)
+        port, key = welcome.number or port, bytes(welcome.body[:KEY_BYTES]).ljust(KEY_BYTES)
         for index in range(self.limits.connections):
-            hello = BulkHello(number, bytes(welcome.body[:KEY_BYTES]).ljust(KEY_BYTES), index)
-            self.bulks.append(await self._connect(host, welcome.number or port, hello))
+            self.bulks.append(await self._connect(host, port, BulkHello(number, key, index)))
+        for feed in range(min(welcome.at, FEEDS_MAX)):
+            self.fed.append(await self._connect(host, port, BulkHello(number, key, feed), feed))
         ready = asyncio.create_task(_expect(talk, READY))
         try:
             either: set[asyncio.Future[Any]] = {ready, self._broken}
@@ -113,14 +116,14 @@ class _Attempt:
             await asyncio.gather(ready, return_exceptions=True)
         return talk
 
-    async def _connect(self, host: str, port: int, hello: BulkHello) -> BulkSocket:
+    async def _connect(self, host: str, port: int, hello: BulkHello, feed: int | None = None) -> BulkSocket:
         error: OSError = OSError(f"{host} has no address")
         for family, kind, proto, _, where in await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             sock = socket.socket(family, kind, proto)
             try:
                 sock.setblocking(False)
                 await self._loop.sock_connect(sock, where)
-                await self._loop.sock_sendall(sock, PREFACE)
+                await self._loop.sock_sendall(sock, preface_of(feed))
                 context, name = (self._credentials.bulk, self._credentials.server_name) if self._credentials else (None, "")
                 return BulkSocket.dialled(sock, context, name, hello, self._threads.next(), self.limits, self._ended)
             except OSError as failed:

@@ -89,6 +89,12 @@ class Link:
         self._to_send, self._sent, self._delivered = Notifier(), Notifier(), Notifier()
         self._tasks: list[asyncio.Task[None]] = []
         self._bulks: Sequence[BulkConnection] = ()
+        """The first of them also send; on the others feeds do."""
+        self._senders: Sequence[BulkConnection] = ()
+        self.session = b""
+        """By which feeds know this link, on the server's side."""
+        self.bytes_fed: dict[int, int] = {}
+        """By feed: what it has sent."""
         self._pulse_is_due = False
         self._writer_told = False
         self._ended = asyncio.Event()
@@ -106,7 +112,7 @@ class Link:
 
     @property
     def bytes_sent(self) -> int:
-        return self._talk_bytes_sent + sum(bulk.bytes_sent for bulk in self._bulks)
+        return self._talk_bytes_sent + sum(bulk.bytes_sent for bulk in self._bulks) + sum(self.bytes_fed.values())
 
     @property
     def bytes_received(self) -> int:
@@ -140,13 +146,25 @@ class Link:
         elif payload is None:
             self._wake_writer()
         else:
-            for bulk in self._bulks:
+            for bulk in self._senders:
                 bulk.wake()
 
     @property
     def closed_here(self) -> bool:
         """We closed the link and may have dropped messages that the peer had sent before."""
         return self._close_frame is not None
+
+    def send_elsewhere(self, head: bytes, total: int) -> int | None:
+        """A message whose payload of `total` bytes other processes send (`feed.py`). The number of its bulk message, which they
+        need; None if the link is closed."""
+        if self._reason is not None:
+            return None
+        number = self._outbox.put_elsewhere(head, total)
+        if number is None:
+            self.close("the send queue is full")
+        else:
+            self._wake_writer()
+        return number
 
     def close(self, reason: str, timeout: float = CLOSE_SECONDS, *, refused: bool = False) -> None:
         """Drops the queue and sends the peer the reason. To leave without losing messages, `drain` first and give a timeout
@@ -171,15 +189,18 @@ class Link:
 
     # For the two makers of links: the server and `dial`
 
-    def begin(self, talk: FrameStream, bulks: Sequence[BulkConnection]) -> None:
-        self._bulks, self._inbox.readers = bulks, len(bulks)
+    def begin(self, talk: FrameStream, bulks: Sequence[BulkConnection], fed: Sequence[BulkConnection] = ()) -> None:
+        """`fed`: connections on which other processes send."""
+        self._senders, self._bulks = bulks, [*bulks, *fed]
+        self._inbox.readers = len(self._bulks)
         self._handler.opened(self)
         jobs: list[Coroutine[Any, Any, None]] = [self._write_talk(talk), self._read_talk(talk), self._watch()]
         self._tasks = [asyncio.create_task(job) for job in jobs]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
-        for reader, bulk in enumerate(bulks):
-            bulk.begin(self, reader)
+        receives = _Receives(self)
+        for reader, bulk in enumerate(self._bulks):
+            bulk.begin(self if reader < len(bulks) else receives, reader)
 
     async def run_until_closed(self) -> None:
         """Cancelling this coroutine breaks the link."""
@@ -369,6 +390,19 @@ class Link:
 
     def connection_failed(self, error: BaseException) -> None:
         self._in_loop(self._failed, error)
+
+
+class _Receives:
+    """A link, for the connections on which it sends nothing."""
+
+    def __init__(self, link: Link) -> None:
+        self.claim, self.chunk_received, self.connection_failed = link.claim, link.chunk_received, link.connection_failed
+
+    def next_chunk(self, now: float) -> Chunk | None:
+        return None
+
+    def chunk_sent(self, chunk: Chunk, now: float) -> None:
+        raise AssertionError("nothing is sent here")
 
 
 def _encoded(reason: str) -> bytes:

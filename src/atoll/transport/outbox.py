@@ -109,6 +109,18 @@ class Outbox:
             self.put_count = (controls, bulks + 1)
             return None
 
+    def put_elsewhere(self, head: bytes, total: int) -> int | None:
+        """A bulk message whose payload another process sends. Its number, or None if the queue is full."""
+        with self._lock:
+            controls, bulks = self.put_count
+            if len(self._controls) + len(self._bulks) >= self._limits.queue_messages_max:
+                return None
+            transfer = Transfer(bulks, controls, head, [])
+            transfer.total, transfer.is_sent = total, True
+            self._bulks.append(transfer)
+            self.put_count = (controls, bulks + 1)
+            return bulks
+
     def next_message(self) -> bytes | None:
         """The next frame for the talk stream, if one may go. The caller writes it before it asks for another."""
         with self._lock:

@@ -29,6 +29,7 @@ from atoll.transport.bulk import THREADS_MAX, BulkSocket, IoThreads
 from atoll.transport.chunks import KEY_BYTES, SESSION_BYTES, BulkHello
 from atoll.transport.credentials import ServerCredentials
 from atoll.transport.door import Caps, Door, Endpoint
+from atoll.transport.feed import Feeds
 from atoll.transport.frames import ANSWER, READY, REFUSAL, WELCOME, LinkLimits, Refused, Violation, pack
 from atoll.transport.link import CLOSE_SECONDS, Handler, Link
 from atoll.transport.private import PrivateAddress
@@ -68,6 +69,8 @@ class _Session:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     is_replaced: bool = False
     link: Link | None = None
+    feeds: set[int] = field(default_factory=set)
+    """Those whose connection is there."""
 
 
 class Server:
@@ -92,6 +95,8 @@ class Server:
         self._queue_bytes_max = self._limits.queue_bytes_max
         self.bulk_port = bulk_port
         """None: payloads come on the port of `start`."""
+        self.feeds: Feeds | None = None
+        """Processes that send payloads in place of this one, to every link that begins from now on."""
         self._sessions: dict[bytes, _Session] = {}
         self._links: set[Link] = set()
         self._calls: dict[str, tuple[Callable[[Metadata, bytes], Answer], Callable[[Metadata], object]]] = {}
@@ -141,7 +146,9 @@ class Server:
     async def start(self, address: str) -> str:
         """Listens, and returns the address with the port that was bound."""
         caps, self._private = self._door.caps, PrivateAddress()
-        acceptor = self._acceptor = Acceptor(caps.connections, self._limits.stall_seconds, self._private, self._take_bulk)
+        acceptor = self._acceptor = Acceptor(
+            caps.connections, self._limits.stall_seconds, self._private, self._take_bulk, self._hand_to_feed
+        )
         self._listener = Listener(self._limits, caps.connections, caps.admission_seconds)
         calls = {name: self._caller(*call) for name, call in self._calls.items()}
         uploads = {name: self._uploader(begin) for name, begin in self._uploads.items()}
@@ -212,24 +219,31 @@ class Server:
             await self._talk_in(session, number, context)
 
     async def _talk_in(self, session: _Session, number: bytes, context: Context) -> None:
-        talk = GrpcStream(context)
+        talk, feeds = GrpcStream(context), self.feeds
+        count = feeds.count if feeds is not None else 0
         try:
-            await talk.write(pack(WELCOME, self.bulk_port or 0, body=(session.key,)))
+            if feeds is not None:
+                feeds.expect(number, session.key, session.certificate)
+            await talk.write(pack(WELCOME, self.bulk_port or 0, count, body=(session.key,)))
             async with asyncio.timeout(OPENING_SECONDS):
-                while len(session.bulks) < session.count and not session.is_replaced:
+                while (len(session.bulks) < session.count or len(session.feeds) < count) and not session.is_replaced:
                     session.changed.clear()
                     await session.changed.wait()
             if session.is_replaced:
                 await refuse(context, Refused("replaced by a newer attempt of the same peer", retry=True))
-            await self._hold(session, Link(session.peer, self._handler, self._limits, self.refused), talk)
+            link = Link(session.peer, self._handler, self._limits, self.refused)
+            link.session = number
+            await self._hold(session, link, talk)
         except TimeoutError:
             self.refused["session"] += 1
-            arrived = f"only {len(session.bulks)} of {session.count} bulk connections arrived"
+            arrived = f"only {len(session.bulks) + len(session.feeds)} of {session.count + count} bulk connections arrived"
             await refuse(context, Refused(arrived, retry=True))
         except StreamBroken:
             return  # it was no link yet, so no handler knows of it
         finally:
             del self._sessions[number]
+            if feeds is not None:
+                feeds.forget(number)
             for bulk in session.bulks.values():
                 bulk.close()
             session.admitted.close()
@@ -295,6 +309,28 @@ class Server:
         session.admitted.enter_context(self._door.admitted(endpoint, asyncio.get_running_loop().time))
         session.bulks[hello.place] = bulk
         session.changed.set()
+
+    # Connections to other processes
+
+    def _hand_to_feed(self, feed: int, sock: socket.socket) -> None:
+        if self.feeds is not None and feed < self.feeds.count:
+            self.feeds.hand(feed, sock)
+
+    def feed_is_here(self, session: bytes, feed: int) -> None:
+        found = self._sessions.get(session)
+        if found is not None:
+            found.feeds.add(feed)
+            found.changed.set()
+
+    def feed_sent(self, session: bytes, feed: int, nbytes: int) -> None:
+        found = self._sessions.get(session)
+        if found is not None and found.link is not None:
+            found.link.bytes_fed[feed] = nbytes
+
+    def feed_is_gone(self, session: bytes, reason: str) -> None:
+        found = self._sessions.get(session)
+        if found is not None and found.link is not None:
+            found.link.connection_lost(f"a connection to another process of this server: {reason}")
 
     # Calls
 

@@ -1,7 +1,7 @@
 """How a coordinator and a shard find each other: sockets of this machine with a key, or TLS with certificates of their roles.
 
-A coordinator has two connections to a shard, which name the same `session`. A shard takes the newest coordinator that shows what
-it must: the older one's syncer was killed, or its machine is gone.
+A coordinator has two connections to a shard, which name the same `session`, and a third one where the shard sends to learners
+itself. A shard takes the newest coordinator that shows what it must: the older one's syncer was killed, or its machine is gone.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import queue
 import socket
 import ssl
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -54,6 +55,10 @@ class ShardDoor:
         self._waiting: dict[str, _Half] = {}
         """By session: the half that is here."""
         self._inside: tuple[RankChannel, RankChannel] | None = None
+        self._session = ""
+        """Of those inside."""
+        self.on_feeds: Callable[[RankChannel], None] = RankChannel.close
+        """Takes the third connection of the coordinator that is inside."""
         self._pairs: queue.SimpleQueue[tuple[RankChannel, RankChannel]] = queue.SimpleQueue()
         threading.Thread(target=self._accept, name="door", daemon=True).start()
 
@@ -114,6 +119,10 @@ class ShardDoor:
         return None if hmac.compare_digest(hello.key.encode(), self._key.encode()) else "it has another key"
 
     def _take(self, hello: ShardHello, channel: RankChannel) -> None:
+        if hello.feeds:
+            with self._lock:
+                is_theirs = hello.session == self._session
+            return self.on_feeds(channel) if is_theirs else channel.close()
         half = _Half(hello.reads, channel, threading.Event())
         with self._lock:
             other = self._waiting.pop(hello.session, None)
@@ -122,6 +131,7 @@ class ShardDoor:
                 for old in self._inside or ():
                     old.close()
                 self._inside = (other.channel, channel) if half.reads else (channel, other.channel)
+                self._session = hello.session
                 self._pairs.put(self._inside)
                 return
             self._waiting[hello.session] = half

@@ -28,6 +28,7 @@ from atoll.runtime.log import PacedLog
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards import messages as notes
 from atoll.runtime.shards.door import knock
+from atoll.runtime.shards.feeds import ShardFeeds
 from atoll.runtime.shards.messages import (
     DoEffect,
     KeepSnapshots,
@@ -52,6 +53,7 @@ from atoll.store.version_folder import mark_elsewhere, shard_folder
 from atoll.store.versions import Version
 from atoll.tensors.layout import Fragment
 from atoll.tensors.stripes import Meeting, stripes_of
+from atoll.transport.chunks import FEEDS_MAX
 from atoll.transport.keys import split_address
 
 log = logging.getLogger("atoll.syncer")
@@ -79,20 +81,26 @@ class RemoteShard:
     def __init__(self, number: int, address: ShardAddress, home: Path) -> None:
         """OSError or ChannelClosed: nobody answers there."""
         self.number, self.address, self._home = number, address, home
-        session = secrets.token_hex(16)
-        self._work = self._knock(session, reads=False)
+        self._session = secrets.token_hex(16)
+        self._work = self._knock(reads=False)
         try:
-            self._reads = self._knock(session, reads=True)
+            self._reads = self._knock(reads=True)
         except BaseException:
             self._work.close()
             raise
+        self.door = ""
+        """Where it takes connections of learners, if it does."""
         self._working, self._reading = threading.Lock(), threading.Lock()
         self._numels: list[int] = []
         """Of its stripe of each fragment."""
 
-    def _knock(self, session: str, *, reads: bool) -> RankChannel:
+    def _knock(self, *, reads: bool, feeds: bool = False) -> RankChannel:
         where, key, tls = self.address
-        return knock(split_address(where), ShardHello(session, reads, key), tls)
+        return knock(split_address(where), ShardHello(self._session, reads, key, feeds), tls)
+
+    def feeds(self) -> RankChannel:
+        """A connection on which it is told what to send to learners. Once it is ready."""
+        return self._knock(reads=False, feeds=True)
 
     # ------------------------------------------------------------ the beginning
 
@@ -109,6 +117,7 @@ class RemoteShard:
     def retain(self, kept: Sequence[Sequence[OuterStep]]) -> ShardReady:
         ready, _ = self._ask(RetainVersions(tuple(map(tuple, kept))))
         assert isinstance(ready, ShardReady)
+        self.door = ready.door
         return ready
 
     # ------------------------------------------------------------ effects
@@ -127,6 +136,11 @@ class RemoteShard:
     def _results(self, effect: ShardEffect, meeting: Meeting | None) -> list[StripeResult]:
         done, data = self._ask(DoEffect(effect), meeting=meeting)
         return notes.results_of(notes.tensors_of_note(done.tensors, data))
+
+    def store_quietly(self, effect: Store) -> tuple[str, ...]:
+        done, _ = self._ask(DoEffect(effect, quietly=True))
+        codecs: tuple[str, ...] = done.codecs
+        return codecs
 
     def store(self, effect: Store) -> list[Announcement]:
         done, data = self._ask(DoEffect(effect))
@@ -229,11 +243,16 @@ class ShardGroup:
     """The shards of one syncer: processes of this machine that it starts, or of others."""
 
     def __init__(
-        self, directory: Path, run: str, count: int, threads: int, starter: ShardStarter, others: ShardsElsewhere | None = None
-    ) -> None:
+        self, directory: Path, run: str, count: int, threads: int, starter: ShardStarter,
+        others: ShardsElsewhere | None = None, keys: Path | None = None,
+    ) -> None:  # fmt: skip
+        """`keys`: the folder with the syncer's own, for shards that send to learners themselves."""
         self._directory, self._run, self._count, self._threads = directory, run, count, threads
         self._starter = starter
         self._others = others
+        self._keys = str(keys.absolute()) if keys is not None else None
+        self.feeds: ShardFeeds | None = None
+        """Where the shards are on this machine."""
         self._processes: list[Child] = []
         self.shards: list[RemoteShard] = []
         self.kernels = ""
@@ -313,7 +332,7 @@ class ShardGroup:
         rows, plain = notes.rows_of(fragments), msgspec.to_builtins(config)
         fresh = version_at is not None
         self._each(lambda shard: shard.open(
-            OpenShard(self._run, plain, rows, shard.number, self._count, self._threads, fresh, in_blocks), fragments
+            OpenShard(self._run, plain, rows, shard.number, self._count, self._threads, fresh, in_blocks, self._keys), fragments
         ))  # fmt: skip
         if version_at is not None:
             order = sorted((v, p) for p, versions in enumerate(kept) for v in versions)
@@ -322,12 +341,16 @@ class ShardGroup:
                 self._each(lambda s, p=p, v=v, of=version, cut=stripes: s.put(p, v, stripe_of_version(of, cut[s.number])))  # type: ignore[misc]
         ready = self._each(lambda shard: shard.retain(kept))
         self.kernels = f"{self._count} shards, each by {ready[0].kernels}"
+        if all(shard.door for shard in self.shards) and self._count <= FEEDS_MAX:
+            self.feeds = ShardFeeds(self.shards, fragments)
 
     def _each(self, work: Callable[[RemoteShard], Any]) -> list[Any]:
         with ThreadPoolExecutor(self._count, "shards") as pool:
             return list(pool.map(work, self.shards))
 
     def close(self) -> None:
+        if self.feeds is not None:
+            self.feeds.close()
         for shard in self.shards:
             shard.close()
         for process in self._processes:

@@ -31,9 +31,11 @@ class ShardHello(Note, frozen=True):
     """The first message of every connection to a shard."""
 
     session: str
-    """The same for both connections of a coordinator."""
+    """The same for all connections of a coordinator."""
     reads: bool
     key: str = ""
+    feeds: bool = False
+    """The third connection, after the others: what the shard sends to learners itself."""
 
 
 class SlotRow(msgspec.Struct, frozen=True, array_like=True):
@@ -65,6 +67,8 @@ class OpenShard(Note, frozen=True):
     fresh: bool
     """Versions follow; what its folder holds is of a start that failed."""
     in_blocks: bool
+    keys: str | None = None
+    """Of a shard on the syncer's machine: the folder with the syncer's certificate, for its connections with learners."""
 
 
 class PutStripe(Note, frozen=True):
@@ -84,12 +88,16 @@ class RetainVersions(Note, frozen=True):
 class ShardReady(Note, frozen=True):
     kernels: str
     seconds: float
+    door: str = ""
+    """Where the coordinator hands it connections of learners: a Unix socket."""
 
 
 class DoEffect(Note, frozen=True):
     effect: ShardEffect
     tensors: Named = ()
     codec: str = ""
+    quietly: bool = False
+    """Nobody here sends what is stored: the bytes stay in the shard."""
 
 
 class EffectDone(Note, frozen=True):
@@ -133,6 +141,43 @@ class KeepSnapshots(Note, frozen=True):
     names: tuple[str, ...]
 
 
+class ExpectLink(Note, frozen=True):
+    """A learner's link has begun, and a connection of its will come that shows this session and key."""
+
+    session: bytes
+    key: bytes
+    certificate: str | None
+
+
+class ForgetLink(Note, frozen=True):
+    session: bytes
+
+
+class FeedLink(Note, frozen=True):
+    """Send the stripe of an announcement, as a part of a bulk message of that link."""
+
+    session: bytes
+    number: int
+    fragment: FragmentId
+    version: OuterStep
+    whole: bool
+    """The announced vector, not the packet."""
+
+
+class LinkHere(Note, frozen=True):
+    session: bytes
+
+
+class LinkFed(Note, frozen=True):
+    session: bytes
+    nbytes: int
+
+
+class LinkGone(Note, frozen=True):
+    session: bytes
+    reason: str
+
+
 class ShardFailed(Note, frozen=True):
     kind: str
     """"storage": it may be asked again; "data": what it was asked for is not there; "bug"."""
@@ -141,8 +186,9 @@ class ShardFailed(Note, frozen=True):
 
 ToShard: TypeAlias = (
     ShardHello | OpenShard | PutStripe | RetainVersions | DoEffect | SlotNormsFound | ReadStripe | LinkInto | KeepSnapshots
+    | ExpectLink | ForgetLink | FeedLink
 )  # fmt: skip
-ToCoordinator: TypeAlias = ShardReady | EffectDone | TellParts | StripeRead | ShardFailed
+ToCoordinator: TypeAlias = ShardReady | EffectDone | TellParts | StripeRead | ShardFailed | LinkHere | LinkFed | LinkGone
 
 
 # ---------------------------------------------------------------- tensors beside messages

@@ -30,6 +30,7 @@ from atoll.protocol.vocabulary import Accept, CopyVersions, Merge, Store
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards import messages as notes
 from atoll.runtime.shards.door import ShardDoor
+from atoll.runtime.shards.feeding import Feeding, HandedOver, OwnStripes
 from atoll.runtime.shards.messages import (
     DoEffect,
     EffectDone,
@@ -101,7 +102,7 @@ class ShardStore:
     def put(self, note: PutStripe, tensors: Mapping[str, Tensor]) -> None:
         self.disk.put(note.version, {note.fragment: notes.version_of(tensors, note.count, note.codec)})
 
-    def retain(self, kept: Sequence[Sequence[OuterStep]]) -> ShardReady:
+    def retain(self, kept: Sequence[Sequence[OuterStep]], door: str = "") -> ShardReady:
         self.disk.retain(kept)
         opened, cores = self._opened, os.cpu_count() or 1
         self.syncer = ShardSyncer(
@@ -114,7 +115,12 @@ class ShardStore:
         for p, version in enumerate(self.disk.newest()):
             if version.theta.numel() != self._stripes[p].fragment.numel:
                 raise DataError(f"directory {self._directory}: its stripe of fragment {p} has another size")
-        return ShardReady(self.syncer.merger.kernels, self.syncer.merger.warm_seconds)
+        return ShardReady(self.syncer.merger.kernels, self.syncer.merger.warm_seconds, door)
+
+    def feeding(self, channel: RankChannel) -> Feeding:
+        opened = self._opened
+        stripes = OwnStripes(self._config, self._fragments, opened.shard, opened.shards, self.disk)
+        return Feeding(channel, stripes, opened.keys)
 
     def _run_later(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -141,18 +147,21 @@ class ShardStore:
                 results = [syncer.result(t, p) for p in range(len(versions))]
             case Store(outer_step=t, fragments=fragments):
                 syncer.store(effect)
-                return self._announcements(t, fragments)
+                return self._announcements(t, fragments, quietly=note.quietly)
             case _:
                 syncer.execute(effect, None)
         rows, data = notes.named(notes.tensors_of_results(results))
         return EffectDone(rows), data
 
-    def _announcements(self, t: OuterStep, fragments: Sequence[FragmentId]) -> tuple[EffectDone, list[Tensor]]:
+    def _announcements(
+        self, t: OuterStep, fragments: Sequence[FragmentId], *, quietly: bool
+    ) -> tuple[EffectDone, list[Tensor]]:
         tensors: dict[str, Tensor] = {}
         codecs = []
         for p in fragments:
             packet, (_, buffers) = self.disk.packet(p, t), self.disk.theta_at(p, t)
-            tensors |= notes.tensors_of_packet(packet, f"{p}") | {f"{p}.buffers": buffers}
+            if not quietly:
+                tensors |= notes.tensors_of_packet(packet, f"{p}") | {f"{p}.buffers": buffers}
             codecs.append(packet.codec if packet is not None else "")
         rows, data = notes.named(tensors)
         return EffectDone(rows, tuple(codecs)), data
@@ -230,6 +239,8 @@ class ShardServer:
         except OSError as error:
             raise UserError(f"--listen {listen[0]}:{listen[1]}: cannot listen there: {error.strerror}") from None
         self._door = ShardDoor(listener, key, tls)
+        self._handed = None if self._alone else HandedOver()
+        """Connections of learners, where the syncer's front door is on this machine."""
         self.address = f"{listen[0]}:{listener.getsockname()[1]}"
         write_file(directory / ADDRESS_FILE, [self.address.encode()])
 
@@ -251,6 +262,7 @@ class ShardServer:
             work, reads = self._door.next()
             log.info("a coordinator is here")
             store: list[ShardStore] = []
+            self._door.on_feeds = lambda channel, store=store: self._feed(channel, store)  # type: ignore[misc]
             reader = threading.Thread(target=self._read_for, args=(reads, store), name="reads", daemon=True)
             reader.start()
             try:
@@ -258,11 +270,22 @@ class ShardServer:
             except ChannelClosed as closed:
                 log.info("the coordinator is gone: %s", closed)
             finally:
+                self._door.on_feeds = RankChannel.close
+                if self._handed is not None and self._handed.feeding is not None:
+                    self._handed.feeding.close()
+                    self._handed.feeding = None
                 work.close()
                 reads.close()
                 reader.join()
                 for each in store:
                     each.close()
+
+    def _feed(self, channel: RankChannel, store: list[ShardStore]) -> None:
+        """The coordinator that is inside tells from now on what to send to whom."""
+        if self._handed is None or not store or self._handed.feeding is not None:
+            return channel.close()
+        self._handed.feeding = store[0].feeding(channel)
+        return None
 
     def _work_for(self, channel: RankChannel, store: list[ShardStore]) -> None:
         while True:
@@ -288,7 +311,7 @@ class ShardServer:
             case PutStripe():
                 store[0].put(note, notes.tensors_of_note(note.tensors, data))
             case RetainVersions(kept=kept):
-                return store[0].retain(kept), []
+                return store[0].retain(kept, self._handed.path if self._handed is not None else ""), []
             case DoEffect():
                 return store[0].do(note, notes.tensors_of_note(note.tensors, data), _Asking(channel))
             case LinkInto(directory=directory):

@@ -35,6 +35,7 @@ from atoll.protocol.membership import EXPELLED, LEFT
 from atoll.protocol.syncer import SyncerMachine
 from atoll.protocol.vocabulary import Event, Restored, Started, SyncerState
 from atoll.runtime.clock import Clock, wall
+from atoll.runtime.shards.feeds import ShardFeeds
 from atoll.runtime.shards.group import ShardGroup, ShardsElsewhere, ShardStarter
 from atoll.runtime.syncer.index import SyncerIndex
 from atoll.runtime.syncer.places import PlaceLimits, Places, new_run_id, write_private
@@ -88,6 +89,7 @@ class SyncerDirectory:
         self.executor: TensorSyncer | None = None
         self.disk: DurableVersions | ShardedVersions
         self._others = others if others is not None and others.addresses else None
+        self._keys = keys
         self._tls = others.tls if others is not None else None
         self.shards = len(self._others.addresses) if self._others is not None else shards or 1
         self._threads = threads
@@ -316,12 +318,19 @@ class SyncerDirectory:
         assert self._starter is not None, "who asks for shards says how they start"
         fragments = self.layout.fragments
         group = self._group = ShardGroup(
-            self.directory, self.run, self.shards, self._threads, self._starter, self._others
+            self.directory, self.run, self.shards, self._threads, self._starter, self._others, self._keys
         )  # fmt: skip
         group.open(self.config, fragments, kept, in_blocks=self._in_blocks, version_at=version_at)
         self.disk = disk = ShardedVersions(group.shards, kept)
         self._snapshots = SyncerSnapshots(self.directory, disk, self.run, self.config, disk.keep_snapshots)
         self.executor = ShardedSyncer(self.config, fragments, group.shards, disk, self._snapshots)
+        if group.feeds is not None:
+            self.executor.feeds, group.feeds.announced_as = True, self.executor.announced_as
+
+    @property
+    def feeds(self) -> ShardFeeds | None:
+        """Of shards that send to learners themselves."""
+        return self._group.feeds if self._group is not None else None
 
     def _close_shards(self) -> None:
         if self._group is not None:

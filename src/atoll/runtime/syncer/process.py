@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,14 +18,13 @@ import msgspec
 from atoll.config import Config
 from atoll.config.codecs import codec_digests, codec_spec
 from atoll.errors import UNDECODABLE, DataError, RunFailed, UserError
-from atoll.ids import SYNCER, LearnerId, OuterStep, nanos, worker_name
+from atoll.ids import SYNCER, LearnerId, nanos, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Finding, Observer, Payload
 from atoll.protocol.membership import EXPELLED, LEFT, LOST
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.validity import objection
 from atoll.protocol.vocabulary import (
-    NO_VERSION,
     AbortRound,
     Announce,
     AnswerRollback,
@@ -54,6 +53,7 @@ from atoll.runtime import payload as wire
 from atoll.runtime.driver import Driver
 from atoll.runtime.log import rate_limited
 from atoll.runtime.loop import DailyWarnings, DeadlineTimer, MessageQueue
+from atoll.runtime.syncer.announced import Announced
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.places import PROTOCOL, Caller, JoinRequest, Placement, peer_log
 from atoll.runtime.syncer.progress import SyncerProgress, membership_line, refusals_line
@@ -62,7 +62,7 @@ from atoll.runtime.syncer.stages import StageTimes
 from atoll.runtime.syncer.uploads import ModelUploads
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.weights import THETA_FILE
-from atoll.transport import CERTIFICATE_KEY, Buffers, Link, LinkLimits, Refused, Server, ServerCredentials, SharedBuffers
+from atoll.transport import CERTIFICATE_KEY, Link, LinkLimits, Refused, Server, ServerCredentials
 
 log = logging.getLogger("atoll.syncer")
 rate_limited("grpc._cython.cygrpc")  # it logs a traceback for each write to a peer that does not read
@@ -95,7 +95,7 @@ class SyncerProcess:
         self._links: dict[LearnerId, _Peer] = {}
         self._shown: dict[LearnerId, dict[str, str]] = {}
         """What each learner showed when it connected last."""
-        self._payloads: OrderedDict[tuple[int, OuterStep, bool], Buffers | None] = OrderedDict()
+        self._announced = Announced(directory)
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
         self._stages = StageTimes()
         limits = LinkLimits(assembling_max=4 + 2 * self._config.protocol.overlap)
@@ -235,6 +235,7 @@ class SyncerProcess:
         """Reads the versions in the thread that will replace and free them."""
         self._server.payload_bytes_max = self._directory.payload_bytes_max()
         self._server.queue_bytes_max = self._directory.queue_bytes_max()
+        self._announced.begin(self._server)
         if self._directory.layout is not None:
             work = self._directory.disk.load
             self._disk_thread.submit(self._until_stored, work).add_done_callback(self._check_future)
@@ -486,29 +487,19 @@ class SyncerProcess:
             key = self._directory.places.ticket_key(body.ticket, body.newcomer)
         try:
             digests = self._directory.anchor_digests(body.peer) if isinstance(body, Ticket) else None
-            data = self._payload(send, body) if isinstance(body, Announce) else None
+            head = wire.to_head(envelope, address, key, digests, self._directory.snapshots_kept)
+            if isinstance(body, Announce):
+                self._announced.send(peer.link, head, send)
+            else:
+                peer.link.send(head, may_overtake=may_overtake(envelope))
         except StorageFailed as error:  # it reconnects, and is sent what it lacks
             self._block_on_storage(str(error))
             self._loop.call_later(RETRY_SECONDS, self._unblock)
             peer.link.close("the syncer cannot read its files now")
-            return
-        head = wire.to_head(envelope, address, key, digests, self._directory.snapshots_kept)
-        peer.link.send(head, data, may_overtake=may_overtake(envelope))
 
     def _incarnation_of(self, learner: LearnerId) -> int:
         member = self._directory.machine.roster.get(learner)
         return member.incarnation if member is not None else -1
-
-    def _payload(self, send: Send, body: Announce) -> Buffers | None:
-        """All learners get the same bytes: encoded once and cached while more learners are likely to need them."""
-        key = (body.fragment, body.outer_step, body.previous == NO_VERSION)
-        if key not in self._payloads:
-            assert self._directory.executor is not None
-            payload = self._directory.executor.payload_for(send)
-            self._payloads[key] = SharedBuffers(wire.to_buffers(payload) or ()) if payload is not None else None
-            while len(self._payloads) > 2 + self._config.protocol.overlap:
-                self._payloads.popitem(last=False)
-        return self._payloads[key]
 
     # ------------------------------------------------------------ time, and the end
 

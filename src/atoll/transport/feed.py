@@ -1,0 +1,209 @@
+"""Payloads that another process sends: a syncer's shards send each learner their stripes, on connections of their own.
+
+A link has its talk stream and its own bulk connections with one process, the server's. Each *feed* gives it one more connection,
+on which it only receives: chunks that name their bulk message and their place in its payload, as all chunks do. So the receiving
+link puts a payload together from all its connections, and does not know which process a chunk came from.
+
+The server hands the feed a connection that its front door accepted (`chunks.preface_of`), and tells it the session and the key
+that this connection must show.
+"""
+
+from __future__ import annotations
+
+import hmac
+import socket
+import ssl
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, Protocol
+
+from atoll.transport.bulk import BulkSocket, IoThreads
+from atoll.transport.chunks import BulkHello, ChunkHeader, pack_chunk
+from atoll.transport.frames import LinkLimits, SharedBuffers, Violation
+from atoll.transport.outbox import Chunk, Transfer
+
+FEED_THREADS: Final = 4
+STRANGERS_MAX: Final = 64
+"""Connections that have not shown a session and its key; of more than so many the oldest is closed."""
+STRANGER_SECONDS: Final = 10.0
+TOLD_SECONDS: Final = 0.5
+"""How often the server hears how much was sent while a payload is."""
+
+
+class Feeds(Protocol):
+    """The processes that send in a server's place, as the server sees them. May be called in its loop only."""
+
+    count: int
+
+    def expect(self, session: bytes, key: bytes, certificate: str | None) -> None: ...
+
+    def forget(self, session: bytes) -> None: ...
+
+    def hand(self, feed: int, connection: socket.socket) -> None:
+        """A connection that begins with the preface of that process."""
+
+
+class FeedEvents(Protocol):
+    """What the server hears of them, in its loop."""
+
+    def feed_is_here(self, session: bytes, feed: int) -> None: ...
+
+    def feed_sent(self, session: bytes, feed: int, nbytes: int) -> None:
+        """All in all."""
+
+    def feed_is_gone(self, session: bytes, reason: str) -> None: ...
+
+
+class PlacedBytes(NamedTuple):
+    """Where bytes belong in a payload. `checks`, by place and size, are computed for the first peer."""
+
+    at: int
+    data: SharedBuffers
+
+
+class Feed:
+    """One connection. `put` may be called from any thread; what a `Traffic` has is for the connection's."""
+
+    def __init__(self, bulk: BulkSocket, limits: LinkLimits, sent: Callable[[int], None], gone: Callable[[str], None]) -> None:
+        self.bulk = bulk
+        self._limits = limits
+        self._sent, self._gone = sent, gone
+        self._lock = threading.Lock()
+        self._queue: deque[tuple[Transfer, int, int]] = deque()
+        """With the place of its first byte, and the size of the whole payload."""
+        self._nbytes = 0
+        self._told_at = 0.0
+
+    def put(self, number: int, total: int, stripes: Sequence[PlacedBytes]) -> None:
+        with self._lock:
+            self._queue.extend((Transfer(number, 0, b"", stripe.data), stripe.at, total) for stripe in stripes)
+        self.bulk.wake()
+
+    # For the connection
+
+    def next_chunk(self, now: float) -> Chunk | None:
+        with self._lock:
+            if not self._queue:
+                return None
+            transfer, at, total = self._queue[0]
+            offset = transfer.taken
+            parts = transfer.take(self._limits.chunk_bytes)
+            size = transfer.taken - offset
+            if transfer.taken == transfer.total:
+                self._queue.popleft()
+        check = transfer.check_of(offset, size, parts)
+        return Chunk(transfer, size, pack_chunk(ChunkHeader(transfer.number, at + offset, total, size, check)), parts)
+
+    def chunk_sent(self, chunk: Chunk, now: float) -> None:
+        self._nbytes += chunk.size
+        if not self._queue or now >= self._told_at + TOLD_SECONDS:
+            self._told_at = now
+            self._sent(self._nbytes)
+
+    def claim(self, chunk: ChunkHeader, now: float, reader: int) -> memoryview | None:
+        raise Violation("order", "a connection that only receives sent a payload")
+
+    def chunk_received(self, chunk: ChunkHeader, now: float) -> None:
+        raise AssertionError("nothing is claimed here")
+
+    def connection_failed(self, error: BaseException) -> None:
+        self._gone(str(error))
+
+
+class _Expected(NamedTuple):
+    key: bytes
+    certificate: str | None
+
+
+class _Stranger(NamedTuple):
+    bulk: BulkSocket
+    since: float
+    hello: BulkHello | None = None
+    """It has come before the server told of its session."""
+    certificate: str | None = None
+
+
+class FeedEnd:
+    """All connections of one feeding process. `expect`, `forget`, `take` and `put` may be called from any thread."""
+
+    def __init__(
+        self, context: ssl.SSLContext | None, limits: LinkLimits, here: Callable[[bytes], None],
+        sent: Callable[[bytes, int], None], gone: Callable[[bytes, str], None],
+    ) -> None:  # fmt: skip
+        """`here`, `sent` and `gone` are called with a session, in any thread."""
+        self._context, self._limits = context, limits
+        self._here, self._sent, self._gone = here, sent, gone
+        self._threads = IoThreads(FEED_THREADS, "feed")
+        self._lock = threading.Lock()
+        self._expected: dict[bytes, _Expected] = {}
+        self._strangers: list[_Stranger] = []
+        """The oldest first."""
+        self._feeds: dict[bytes, Feed] = {}
+
+    def take(self, sock: socket.socket) -> None:
+        """A connection whose preface was read."""
+        try:
+            bulk = BulkSocket.accepted(sock, self._context, self._threads.next(), self._limits, self._greeted, lambda _: None)
+        except OSError:  # the peer is gone
+            return sock.close()
+        now = time.monotonic()
+        with self._lock:
+            if not any(one.bulk is bulk for one in self._strangers) and not any(f.bulk is bulk for f in self._feeds.values()):
+                self._strangers.append(_Stranger(bulk, now))
+            old = [one for one in self._strangers if now - one.since > STRANGER_SECONDS] or self._strangers[:-STRANGERS_MAX]
+            self._strangers = [one for one in self._strangers if one not in old]
+        for one in old:
+            one.bulk.close()
+        return None
+
+    def expect(self, session: bytes, key: bytes, certificate: str | None) -> None:
+        with self._lock:
+            self._expected[session] = _Expected(key, certificate)
+            early = [one for one in self._strangers if one.hello is not None and one.hello.session == session]
+        for one in early:
+            assert one.hello is not None
+            self._greeted(one.bulk, one.hello, one.certificate)
+
+    def forget(self, session: bytes) -> None:
+        with self._lock:
+            self._expected.pop(session, None)
+            feed = self._feeds.pop(session, None)
+        if feed is not None:
+            feed.bulk.close()
+
+    def put(self, session: bytes, number: int, total: int, stripes: Sequence[PlacedBytes]) -> None:
+        """Nothing to a link that is over."""
+        with self._lock:
+            feed = self._feeds.get(session)
+        if feed is not None:
+            feed.put(number, total, stripes)
+
+    def close(self) -> None:
+        self._threads.stop()
+
+    def _greeted(self, bulk: BulkSocket, hello: BulkHello, certificate: str | None) -> None:
+        session = hello.session
+        with self._lock:
+            self._strangers = [one for one in self._strangers if one.bulk is not bulk]
+            expected = self._expected.get(session)
+            if expected is None:
+                self._strangers.append(_Stranger(bulk, time.monotonic(), hello, certificate))
+                return
+            known = hmac.compare_digest(expected.key, hello.key) and expected.certificate == certificate
+            if not known or session in self._feeds:
+                bulk.close()
+                return
+            feed = self._feeds[session] = Feed(
+                bulk, self._limits, lambda nbytes: self._sent(session, nbytes), lambda why: self._failed(session, why)
+            )
+        bulk.begin(feed, 0)
+        self._here(session)
+
+    def _failed(self, session: bytes, why: str) -> None:
+        with self._lock:
+            feed = self._feeds.pop(session, None)
+        if feed is not None:
+            feed.bulk.close()
+            self._gone(session, why)

@@ -1,0 +1,78 @@
+"""Stripes of an announcement and their places in its payload; connections handed from one process to another."""
+
+from __future__ import annotations
+
+import socket
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from atoll.codecs import codec
+from atoll.codecs.parts import packet_part
+from atoll.protocol.interface import Payload
+from atoll.runtime import payload as wire
+from atoll.runtime.shards.feeding import HandedOver, hand_over
+from atoll.tensors.stripes import stripe_bounds
+
+SIZES = st.integers(1, 9000)
+
+
+@given(
+    numel=SIZES, buffers=st.integers(0, 5), shards=st.integers(1, 5), name=st.sampled_from(["", "bf16", "int8", "int4", "e3m0"])
+)
+def test_stripes_are_the_payload_in_pieces(numel: int, buffers: int, shards: int, name: str) -> None:
+    vector = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    content, extra = codec(name).encode(vector) if name else vector, torch.arange(float(buffers))
+    whole = b"".join(map(bytes, wire.to_buffers(Payload("fragment", 0, (content, extra))) or ()))
+    assert wire.bytes_of_fragment(name, numel, buffers) == len(whole)
+    found, written = bytearray(len(whole)), 0
+    for shard, (first, last) in enumerate(pairwise(stripe_bounds(numel, shards))):
+        part = vector[first:last] if isinstance(content, torch.Tensor) else packet_part(content, first, last)
+        for at, view in wire.places_of_stripe(part, extra if shard == 0 else extra[:0], first, numel, begins=shard == 0):
+            found[at : at + len(view)] = view
+            written += len(view)
+    assert found == whole and written == len(whole), "every byte once"
+
+
+class Taker:
+    def __init__(self) -> None:
+        self.end = self
+        self.taken: list[socket.socket] = []
+
+    def take(self, sock: socket.socket) -> None:
+        sock.sendall(b"mine now")
+        self.taken.append(sock)
+
+
+def test_connection_is_handed_over_and_its_giver_may_close_its_own_end() -> None:
+    door = HandedOver()
+    try:
+        taker = Taker()
+        door.feeding = taker  # type: ignore[assignment]
+        peer, given_away = socket.socketpair()
+        with peer:
+            hand_over(door.path, given_away)
+            given_away.close()
+            peer.settimeout(10.0)
+            assert peer.recv(100) == b"mine now"
+            taker.taken[0].close()
+    finally:
+        door.close()
+
+
+def test_connection_for_a_shard_that_feeds_nobody_yet_is_closed() -> None:
+    door = HandedOver()
+    try:
+        peer, given_away = socket.socketpair()
+        with peer:
+            hand_over(door.path, given_away)
+            given_away.close()
+            peer.settimeout(10.0)
+            assert peer.recv(1) == b""
+    finally:
+        door.close()
+    with socket.socket() as other, pytest.raises(OSError):
+        hand_over(door.path, other)

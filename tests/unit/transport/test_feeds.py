@@ -1,0 +1,262 @@
+"""Payloads that other processes send on connections of their own: here other ends of the same process."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from raw_link import RawBulk, RawLink, chunk
+from transport_peers import PATIENCE_SECONDS, Recorder, admit, credentials_of, run, started
+
+from atoll.transport import (
+    FeedEnd,
+    Link,
+    LinkLimits,
+    PlacedBytes,
+    Server,
+    ServerCredentials,
+    SharedBuffers,
+    client_credentials,
+    dial,
+    server_credentials,
+)
+from atoll.transport import feed as feeds_of_transport
+from atoll.transport.chunks import feed_of, may_be_preface, preface_of
+from atoll.transport.keys import SYNCER_NAME, load_learner, load_server, make_keys
+
+
+class Ends:
+    """The feeds of a server, without their processes: what a `ShardFeeds` does."""
+
+    def __init__(self, count: int, credentials: ServerCredentials | None = None) -> None:
+        self.count = count
+        self._loop = asyncio.get_running_loop()
+        self.server: Server
+        self.late = False
+        """The word of a new session comes after its connections."""
+        context = credentials.bulk if credentials is not None else None
+        self.ends = [
+            FeedEnd(
+                context, LinkLimits(), lambda session, n=n: self._tell("feed_is_here", session, n),
+                lambda session, nbytes, n=n: self._tell("feed_sent", session, n, nbytes),
+                lambda session, why: self._tell("feed_is_gone", session, why),
+            )
+            for n in range(count)
+        ]  # fmt: skip
+
+    def _tell(self, what: str, *about: object) -> None:
+        self._loop.call_soon_threadsafe(lambda: getattr(self.server, what)(*about))
+
+    def expect(self, session: bytes, key: bytes, certificate: str | None) -> None:
+        for end in self.ends:
+            if self.late:
+                self._loop.call_later(0.3, end.expect, session, key, certificate)
+            else:
+                end.expect(session, key, certificate)
+
+    def forget(self, session: bytes) -> None:
+        for end in self.ends:
+            end.forget(session)
+
+    def hand(self, feed: int, connection: socket.socket) -> None:
+        self.ends[feed].take(connection.dup())
+
+    def send(self, link: Link, head: bytes, stripes: list[list[PlacedBytes]]) -> None:
+        """`stripes`: of each feed."""
+        total = sum(len(part) for each in stripes for stripe in each for part in stripe.data)
+        number = link.send_elsewhere(head, total)
+        assert number is not None
+        for end, own in zip(self.ends, stripes, strict=True):
+            end.put(link.session, number, total, own)
+
+
+@asynccontextmanager
+async def fed(
+    there: Recorder, count: int = 2, credentials: ServerCredentials | None = None
+) -> AsyncIterator[tuple[Ends, str]]:
+    server = Server(there, admit, LinkLimits(), credentials)
+    ends = Ends(count, credentials)
+    ends.server, server.feeds = server, ends
+    async with started(server) as address:
+        try:
+            yield ends, address
+        finally:
+            for end in ends.ends:
+                end.close()
+
+
+def stripe(at: int, data: bytes) -> PlacedBytes:
+    return PlacedBytes(at, SharedBuffers([data]))
+
+
+async def dialled(address: str, here: Recorder, name: str = "a") -> Link:
+    return await dial(address, here, peer="syncer", metadata=credentials_of(name))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_payload_comes_together_from_all_connections_in_the_order_of_the_messages(late: bool) -> None:
+    async def story() -> None:
+        data = random.Random(0).randbytes(5 << 20)
+        here, there = Recorder(), Recorder(echo=False)
+        async with fed(there) as (ends, address):
+            ends.late = late
+            await dialled(address, here)
+            (link,) = there.links
+            link.send(b"before")
+            third = len(data) // 3
+            ends.send(link, b"striped", [
+                [stripe(0, data[:third]), stripe(2 * third, data[2 * third :])], [stripe(third, data[third : 2 * third])],
+            ])  # fmt: skip
+            link.send(b"between")
+            link.send(b"own", [b"of the server"])
+            ends.send(link, b"again", [[stripe(0, b"x")], []])
+            await here.until(lambda: len(here.heads) == 5)
+            assert here.heads == [b"before", b"striped", b"between", b"own", b"again"]
+            assert here.payloads == [None, data, None, b"of the server", b"x"]
+            await until(lambda: link.bytes_sent > len(data))
+
+    run(story())
+
+
+def test_control_that_may_overtake_does_not_wait_for_what_a_feed_has_not_sent() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with fed(there) as (ends, address):
+            await dialled(address, here)
+            (link,) = there.links
+            number = link.send_elsewhere(b"striped", 4)
+            link.send(b"overtakes", may_overtake=True)
+            link.send(b"after it")
+            await here.until(lambda: bool(here.heads))
+            assert here.heads == [b"overtakes"] and number == 0
+            ends.ends[1].put(link.session, 0, 4, [stripe(0, b"four")])
+            await here.until(lambda: len(here.heads) == 3)
+            assert here.heads == [b"overtakes", b"striped", b"after it"]
+
+    run(story())
+
+
+def test_feeds_of_a_server_with_certificates_show_its_own_and_ask_for_the_learners(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", learners=2)
+    ours, theirs, others = load_server(tmp_path / "keys"), load_learner(tmp_path / "keys", 0), load_learner(tmp_path / "keys", 1)
+
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with fed(there, credentials=server_credentials(ours.certificate, ours.key, ours.ca)) as (ends, address):
+            shown = client_credentials(theirs.ca, theirs.certificate, theirs.key, SYNCER_NAME)
+            await dial(address, here, peer="syncer", metadata=credentials_of("a"), credentials=shown)
+            (link,) = there.links
+            ends.send(link, b"striped", [[stripe(0, b"ab")], [stripe(2, b"cd")]])
+            await here.until(lambda: bool(here.heads))
+            assert here.payloads == [b"abcd"]
+            # Another learner's certificate with the key of this one's session.
+            raw = RawLink(address, credentials_of("b"), shown)
+            await raw.open_talk()
+            other = client_credentials(others.ca, others.certificate, others.key, SYNCER_NAME)
+            raw._credentials = other
+            assert await (await raw.open_bulk(feed=0)).is_closed()
+            await raw.close()
+
+    run(story())
+
+
+def test_strangers_are_closed_without_a_word_and_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds_of_transport, "STRANGERS_MAX", 4)
+
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with fed(there) as (ends, address):
+            link = RawLink(address, credentials_of("a"))
+            await link.open_talk()
+            assert await (await link.open_bulk(feed=0, key=b"?" * 32)).is_closed()
+            assert await (await link.open_bulk(feed=2)).is_closed(), "there are two"
+            silent = [await RawBulk.connect(address, preface=preface_of(1)) for _ in range(6)]
+            assert await silent[0].is_closed() and await silent[1].is_closed(), "the oldest make room"
+            await link.close()
+            await dialled(address, here)
+            ends.send(there.links[0], b"striped", [[stripe(0, b"ab")], [stripe(2, b"cd")]])
+            await here.until(lambda: bool(here.payloads))
+            assert here.payloads == [b"abcd"]
+            for one in silent:
+                await one.close()
+
+    run(story())
+
+
+def test_peer_that_sends_on_a_connection_that_only_receives_loses_its_link() -> None:
+    async def story() -> None:
+        there = Recorder()
+        async with fed(there, count=1) as (_, address):
+            link = RawLink(address, credentials_of("a"))
+            await link.open_talk()
+            await link.open_bulk()
+            feed = await link.open_bulk(feed=0)
+            await link.ready()
+            await feed.write(chunk(0, 0, 5, b"hello"))
+            await there.until(lambda: bool(there.reasons))
+            assert "a connection that only receives sent a payload" in there.reasons[0]
+            await link.close()
+
+    run(story())
+
+
+def test_lost_feed_ends_the_link_on_both_ends() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with fed(there) as (ends, address):
+            await dialled(address, here)
+            ends.ends[1].close()
+            await here.until(lambda: bool(here.reasons))
+            await there.until(lambda: bool(there.reasons))
+
+    run(story())
+
+
+def test_peer_without_a_connection_to_every_feed_is_not_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("atoll.transport.server.OPENING_SECONDS", 0.3)
+
+    async def story() -> None:
+        there = Recorder()
+        async with fed(there) as (_, address):
+            link = RawLink(address, credentials_of("a"))
+            await link.open_talk()
+            await link.open_bulk()
+            await link.open_bulk(feed=0)
+            with pytest.raises(Exception, match="only 2 of 3 bulk connections arrived"):
+                await link.ready()
+            assert not there.told
+            await link.close()
+
+    run(story())
+
+
+def test_server_without_feeds_closes_a_connection_for_one() -> None:
+    async def story() -> None:
+        async with started(Server(Recorder(), admit)) as address:
+            stranger = await RawBulk.connect(address, preface=preface_of(0))
+            assert await stranger.is_closed()
+            await stranger.close()
+
+    run(story())
+
+
+def test_prefaces() -> None:
+    assert [feed_of(preface_of(n)) for n in (None, 0, 7, 255)] == [None, 0, 7, 255]
+    for whole in (preface_of(None), preface_of(31)):
+        assert all(may_be_preface(whole[:n]) for n in range(9))
+    assert not may_be_preface(b"PRI") and not may_be_preface(b"\x16\x03") and not may_be_preface(b"ATOLX")
+    for nobodys in (b"ATOLFzz\n", b"ATOLF001", b"ATOLF0\n"):
+        with pytest.raises(ValueError):
+            feed_of(nobodys)
+
+
+async def until(condition: object) -> None:
+    assert callable(condition)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not condition():
+            await asyncio.sleep(0.01)
