@@ -25,7 +25,7 @@ from atoll.transport.frames import LinkLimits, SharedBuffers, Violation
 from atoll.transport.outbox import Chunk, Transfer
 
 FEED_THREADS: Final = 4
-STRANGERS_MAX: Final = 64
+STRANGERS_MAX: Final = 256
 """Connections that have not shown a session and its key; of more than so many the oldest is closed."""
 STRANGER_SECONDS: Final = 10.0
 TOLD_SECONDS: Final = 0.5
@@ -140,6 +140,8 @@ class FeedEnd:
         self._expected: dict[bytes, _Expected] = {}
         self._strangers: list[_Stranger] = []
         """The oldest first."""
+        self._looks = False
+        """Somebody will see to those that stay strangers."""
         self._feeds: dict[bytes, Feed] = {}
 
     def take(self, sock: socket.socket) -> None:
@@ -148,15 +150,32 @@ class FeedEnd:
             bulk = BulkSocket.accepted(sock, self._context, self._threads.next(), self._limits, self._greeted, lambda _: None)
         except OSError:  # the peer is gone
             return sock.close()
-        now = time.monotonic()
         with self._lock:
             if not any(one.bulk is bulk for one in self._strangers) and not any(f.bulk is bulk for f in self._feeds.values()):
-                self._strangers.append(_Stranger(bulk, now))
-            old = [one for one in self._strangers if now - one.since > STRANGER_SECONDS] or self._strangers[:-STRANGERS_MAX]
-            self._strangers = [one for one in self._strangers if one not in old]
-        for one in old:
+                self._strangers.append(_Stranger(bulk, time.monotonic()))
+            surplus, self._strangers = self._strangers[:-STRANGERS_MAX], self._strangers[-STRANGERS_MAX:]
+            self._look_later()
+        for one in surplus:
             one.bulk.close()
         return None
+
+    def _look_later(self) -> None:
+        """With the lock held."""
+        if self._strangers and not self._looks:
+            self._looks = True
+            timer = threading.Timer(STRANGER_SECONDS / 2, self._look)
+            timer.daemon = True
+            timer.start()
+
+    def _look(self) -> None:
+        with self._lock:
+            self._looks = False
+            until = time.monotonic() - STRANGER_SECONDS
+            old = [one for one in self._strangers if one.since <= until]
+            self._strangers = [one for one in self._strangers if one.since > until]
+            self._look_later()
+        for one in old:
+            one.bulk.close()
 
     def expect(self, session: bytes, key: bytes, certificate: str | None) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ from atoll.transport import (
     server_credentials,
 )
 from atoll.transport import feed as feeds_of_transport
-from atoll.transport.chunks import feed_of, may_be_preface, preface_of
+from atoll.transport.chunks import BulkHello, feed_of, may_be_preface, preface_of
 from atoll.transport.keys import SYNCER_NAME, load_learner, load_server, make_keys
 
 
@@ -183,6 +183,21 @@ def test_strangers_are_closed_without_a_word_and_are_few(monkeypatch: pytest.Mon
             await here.until(lambda: bool(here.payloads))
             assert here.payloads == [b"abcd"]
             for one in silent:
+                await one.close()
+
+    run(story())
+
+
+def test_stranger_that_shows_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feeds_of_transport, "STRANGER_SECONDS", 0.2)
+
+    async def story() -> None:
+        async with fed(Recorder()) as (_, address):
+            silent = await RawBulk.connect(address, preface=preface_of(0))
+            assert await silent.is_closed()
+            unknown = await RawBulk.connect(address, BulkHello(b"s" * 16, b"k" * 32, 0), preface=preface_of(0))
+            assert await unknown.is_closed()
+            for one in (silent, unknown):
                 await one.close()
 
     run(story())

@@ -126,42 +126,61 @@ class Feeding:
 
 
 class HandedOver:
-    """Where connections of learners are handed to this process."""
+    """Where one coordinator hands connections of learners to this process. The socket's file is gone once it has connected."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="atoll-"))
         self.path = str(self._folder / "door")
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
-        self._listener.listen(128)
+        self._listener.listen(1)
         self.feeding: Feeding | None = None
-        threading.Thread(target=self._accept, name="handed over", daemon=True).start()
+        threading.Thread(target=self._take, name="handed over", daemon=True).start()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                giver, _ = self._listener.accept()
-            except OSError:
-                return
-            with giver, contextlib.suppress(OSError):
-                giver.settimeout(HAND_SECONDS)
-                _, descriptors, _, _ = socket.recv_fds(giver, 1, 1)
-                for connection in (socket.socket(fileno=descriptor) for descriptor in descriptors):
-                    if self.feeding is None:
-                        connection.close()
-                    else:
-                        self.feeding.end.take(connection)
+    def _take(self) -> None:
+        with contextlib.suppress(OSError):  # it is closed, or the coordinator has gone
+            giver, _ = self._listener.accept()
+            self._remove()
+            with giver:
+                while True:
+                    said, descriptors, _, _ = socket.recv_fds(giver, 1, 1)
+                    for descriptor in descriptors:
+                        self._taken(socket.socket(fileno=descriptor))
+                    if not said:
+                        return
+
+    def _taken(self, connection: socket.socket) -> None:
+        if self.feeding is None:
+            connection.close()
+        else:
+            self.feeding.end.take(connection)
+
+    def _remove(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove()
+        if self.feeding is not None:
+            self.feeding.close()
+            self.feeding = None
 
 
-def hand_over(path: str, connection: socket.socket) -> None:
-    """Gives that process the connection; this one keeps its own descriptor of it, to close. Raises OSError."""
-    with socket.socket(socket.AF_UNIX) as giver:
-        giver.settimeout(HAND_SECONDS)
-        giver.connect(path)
-        socket.send_fds(giver, [b"c"], [connection.fileno()])
+def at_door(path: str) -> socket.socket:
+    """A coordinator's end. Raises OSError."""
+    door = socket.socket(socket.AF_UNIX)
+    door.settimeout(HAND_SECONDS)
+    try:
+        door.connect(path)
+    except OSError:
+        door.close()
+        raise
+    door.setblocking(False)  # it is a loop that hands over: a process that takes none gets none
+    return door
+
+
+def hand_over(door: socket.socket, connection: socket.socket) -> None:
+    """Gives the process behind that door the connection; this one keeps its own descriptor of it, to close. Raises OSError."""
+    socket.send_fds(door, [b"c"], [connection.fileno()])

@@ -7,13 +7,16 @@ import contextlib
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
+
+from torch import Tensor
 
 from atoll.protocol.vocabulary import Announce
 from atoll.runtime import payload as wire
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel, read_in_thread
 from atoll.runtime.ranks.messages import Note
-from atoll.runtime.shards.feeding import hand_over
+from atoll.runtime.shards.feeding import at_door, hand_over
 from atoll.runtime.shards.messages import ExpectLink, FeedLink, ForgetLink, LinkFed, LinkGone, LinkHere
 from atoll.tensors.layout import Fragment
 from atoll.transport import Link, Server
@@ -35,18 +38,24 @@ class ShardFeeds:
     """A shard that is lost ends the syncer's life elsewhere: here its connections are merely closed."""
 
     def __init__(self, shards: Sequence[FeedingShard], fragments: Sequence[Fragment]) -> None:
+        """OSError or ChannelClosed: one of them is gone."""
         self.count = len(shards)
         self._fragments = fragments
         self.announced_as: Callable[[Announce], str] = lambda body: ""
         """The codec of the packet that an announcement is; "": the announced vector itself."""
-        self._doors = [shard.door for shard in shards]
+        self._doors: list[socket.socket] = []
         self._channels: list[RankChannel] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._events: FeedEvents | None = None
-        for number, shard in enumerate(shards):
-            channel = shard.feeds()
-            self._channels.append(channel)
-            read_in_thread(channel, lambda note, _, n=number: self._heard(n, note), lambda _: None, f"feed {number}")  # type: ignore[misc]
+        try:
+            for number, shard in enumerate(shards):
+                self._doors.append(at_door(shard.door))
+                self._channels.append(shard.feeds())
+                heard = partial(self._heard, number)
+                read_in_thread(self._channels[-1], heard, lambda error: None, f"feed {number}")
+        except BaseException:
+            self.close()
+            raise
 
     def begin(self, server: Server) -> None:
         """In the loop in which the server runs."""
@@ -78,7 +87,7 @@ class ShardFeeds:
             with contextlib.suppress(ChannelClosed):
                 channel.send(note)
 
-    def _heard(self, shard: int, note: object) -> None:
+    def _heard(self, shard: int, note: object, _: Tensor) -> None:
         """In the thread of a shard's channel."""
         match note:
             case LinkHere(session=session):
@@ -99,3 +108,5 @@ class ShardFeeds:
     def close(self) -> None:
         for channel in self._channels:
             channel.close()
+        for door in self._doors:
+            door.close()

@@ -342,7 +342,10 @@ class ShardGroup:
         ready = self._each(lambda shard: shard.retain(kept))
         self.kernels = f"{self._count} shards, each by {ready[0].kernels}"
         if all(shard.door for shard in self.shards) and self._count <= FEEDS_MAX:
-            self.feeds = ShardFeeds(self.shards, fragments)
+            try:
+                self.feeds = ShardFeeds(self.shards, fragments)
+            except (OSError, ChannelClosed) as error:
+                raise ShardLost(f"a shard is gone before it takes connections of learners: {error}") from None
 
     def _each(self, work: Callable[[RemoteShard], Any]) -> list[Any]:
         with ThreadPoolExecutor(self._count, "shards") as pool:

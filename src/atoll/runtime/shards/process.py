@@ -239,8 +239,8 @@ class ShardServer:
         except OSError as error:
             raise UserError(f"--listen {listen[0]}:{listen[1]}: cannot listen there: {error.strerror}") from None
         self._door = ShardDoor(listener, key, tls)
-        self._handed = None if self._alone else HandedOver()
-        """Connections of learners, where the syncer's front door is on this machine."""
+        self._handed: HandedOver | None = None
+        """Connections of learners, where the syncer's front door is on this machine: of the coordinator that is inside."""
         self.address = f"{listen[0]}:{listener.getsockname()[1]}"
         write_file(directory / ADDRESS_FILE, [self.address.encode()])
 
@@ -262,6 +262,7 @@ class ShardServer:
             work, reads = self._door.next()
             log.info("a coordinator is here")
             store: list[ShardStore] = []
+            self._handed = None if self._alone else HandedOver()
             self._door.on_feeds = lambda channel, store=store: self._feed(channel, store)  # type: ignore[misc]
             reader = threading.Thread(target=self._read_for, args=(reads, store), name="reads", daemon=True)
             reader.start()
@@ -271,9 +272,8 @@ class ShardServer:
                 log.info("the coordinator is gone: %s", closed)
             finally:
                 self._door.on_feeds = RankChannel.close
-                if self._handed is not None and self._handed.feeding is not None:
-                    self._handed.feeding.close()
-                    self._handed.feeding = None
+                if self._handed is not None:
+                    self._handed.close()
                 work.close()
                 reads.close()
                 reader.join()

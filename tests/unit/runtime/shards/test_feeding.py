@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from atoll.codecs import codec
 from atoll.codecs.parts import packet_part
 from atoll.protocol.interface import Payload
 from atoll.runtime import payload as wire
-from atoll.runtime.shards.feeding import HandedOver, hand_over
+from atoll.runtime.shards.feeding import HandedOver, at_door, hand_over
 from atoll.tensors.stripes import stripe_bounds
 
 SIZES = st.integers(1, 9000)
@@ -43,36 +44,44 @@ class Taker:
         self.taken: list[socket.socket] = []
 
     def take(self, sock: socket.socket) -> None:
-        sock.sendall(b"mine now")
         self.taken.append(sock)
+        sock.sendall(b"mine now")
+
+    def close(self) -> None:
+        for sock in self.taken:
+            sock.close()
 
 
-def test_connection_is_handed_over_and_its_giver_may_close_its_own_end() -> None:
-    door = HandedOver()
-    try:
-        taker = Taker()
-        door.feeding = taker  # type: ignore[assignment]
-        peer, given_away = socket.socketpair()
-        with peer:
-            hand_over(door.path, given_away)
-            given_away.close()
-            peer.settimeout(10.0)
-            assert peer.recv(100) == b"mine now"
-            taker.taken[0].close()
-    finally:
-        door.close()
+def given(door: socket.socket) -> socket.socket:
+    """The peer of a connection that was handed over, and whose giver has closed its own descriptor."""
+    peer, given_away = socket.socketpair()
+    hand_over(door, given_away)
+    given_away.close()
+    peer.settimeout(10.0)
+    return peer
+
+
+def test_connections_are_handed_over_and_their_giver_may_close_its_own_ends() -> None:
+    there = HandedOver()
+    there.feeding = Taker()  # type: ignore[assignment]
+    with at_door(there.path) as door:
+        for _ in range(3):
+            with given(door) as peer:
+                assert peer.recv(100) == b"mine now"
+        assert not Path(there.path).parent.exists(), "a process that is killed leaves nothing behind"
+    there.close()
 
 
 def test_connection_for_a_shard_that_feeds_nobody_yet_is_closed() -> None:
-    door = HandedOver()
-    try:
-        peer, given_away = socket.socketpair()
-        with peer:
-            hand_over(door.path, given_away)
-            given_away.close()
-            peer.settimeout(10.0)
-            assert peer.recv(1) == b""
-    finally:
-        door.close()
-    with socket.socket() as other, pytest.raises(OSError):
-        hand_over(door.path, other)
+    there = HandedOver()
+    with at_door(there.path) as door, given(door) as peer:
+        assert peer.recv(1) == b""
+    there.close()
+
+
+def test_door_that_was_closed_leaves_nothing_and_lets_nobody_in() -> None:
+    there = HandedOver()
+    there.close()
+    assert not Path(there.path).parent.exists()
+    with pytest.raises(OSError):
+        at_door(there.path)
