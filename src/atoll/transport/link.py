@@ -94,7 +94,7 @@ class Link:
         self.session = b""
         """By which feeds know this link, on the server's side."""
         self.bytes_fed: dict[int, int] = {}
-        """By feed: what it has sent."""
+        """By feed: what it has sent. Copied where it is read: other threads ask while the first bytes of a feed are told."""
         self._pulse_is_due = False
         self._writer_told = False
         self._ended = asyncio.Event()
@@ -112,7 +112,7 @@ class Link:
 
     @property
     def bytes_sent(self) -> int:
-        return self._talk_bytes_sent + sum(bulk.bytes_sent for bulk in self._bulks) + sum(self.bytes_fed.values())
+        return self._talk_bytes_sent + sum(bulk.bytes_sent for bulk in self._bulks) + sum(list(self.bytes_fed.values()))
 
     @property
     def bytes_received(self) -> int:

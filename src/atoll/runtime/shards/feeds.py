@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from atoll.executor.sharded import ShardLost
 from atoll.protocol.vocabulary import Announce
 from atoll.runtime import payload as wire
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel, read_in_thread
@@ -35,7 +36,7 @@ class FeedingShard(Protocol):
 
 
 class ShardFeeds:
-    """A shard that is lost ends the syncer's life elsewhere: here its connections are merely closed."""
+    """A shard that takes no more words ends the syncer's life, as one that is killed does: nothing would be announced."""
 
     def __init__(self, shards: Sequence[FeedingShard], fragments: Sequence[Fragment]) -> None:
         """OSError or ChannelClosed: one of them is gone."""
@@ -45,6 +46,10 @@ class ShardFeeds:
         """The codec of the packet that an announcement is; "": the announced vector itself."""
         self._doors: list[socket.socket] = []
         self._channels: list[RankChannel] = []
+        self._closing = False
+        self._gone: list[Exception] = []
+        """What the loop has not heard yet."""
+        self._lost: Callable[[Exception], None] = self._gone.append
         self._loop: asyncio.AbstractEventLoop | None = None
         self._events: FeedEvents | None = None
         try:
@@ -52,14 +57,16 @@ class ShardFeeds:
                 self._doors.append(at_door(shard.door))
                 self._channels.append(shard.feeds())
                 heard = partial(self._heard, number)
-                read_in_thread(self._channels[-1], heard, lambda error: None, f"feed {number}")
+                read_in_thread(self._channels[-1], heard, partial(self._ended, number), f"feed {number}")
         except BaseException:
             self.close()
             raise
 
-    def begin(self, server: Server) -> None:
-        """In the loop in which the server runs."""
-        self._loop, self._events, server.feeds = asyncio.get_running_loop(), server, self
+    def begin(self, server: Server, lost: Callable[[Exception], None]) -> None:
+        """In the loop in which the server runs, which calls `lost`."""
+        self._loop, self._events, server.feeds, self._lost = asyncio.get_running_loop(), server, self, lost
+        for error in self._gone:
+            lost(error)
         log.info("each of its %d shards sends learners its stripe of what is announced", self.count)
 
     def announce(self, link: Link, head: bytes, body: Announce) -> None:
@@ -99,6 +106,16 @@ class ShardFeeds:
             case _:
                 raise ChannelClosed(f"{type(note).__name__} is no word about a link")
 
+    def _ended(self, shard: int, error: BaseException) -> None:
+        """In the thread of a shard's channel."""
+        if not self._closing:
+            lost = ShardLost(f"shard {shard} sends learners nothing any more: {error}")
+            if self._loop is None:
+                return self._lost(lost)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._lost, lost)
+        return None
+
     def _in_loop(self, call: Callable[[FeedEvents], None]) -> None:
         loop, events = self._loop, self._events
         if loop is not None and events is not None:
@@ -106,6 +123,7 @@ class ShardFeeds:
                 loop.call_soon_threadsafe(call, events)
 
     def close(self) -> None:
+        self._closing = True
         for channel in self._channels:
             channel.close()
         for door in self._doors:

@@ -53,7 +53,6 @@ from atoll.store.version_folder import mark_elsewhere, shard_folder
 from atoll.store.versions import Version
 from atoll.tensors.layout import Fragment
 from atoll.tensors.stripes import Meeting, stripes_of
-from atoll.transport.chunks import FEEDS_MAX
 from atoll.transport.keys import split_address
 
 log = logging.getLogger("atoll.syncer")
@@ -341,7 +340,7 @@ class ShardGroup:
                 self._each(lambda s, p=p, v=v, of=version, cut=stripes: s.put(p, v, stripe_of_version(of, cut[s.number])))  # type: ignore[misc]
         ready = self._each(lambda shard: shard.retain(kept))
         self.kernels = f"{self._count} shards, each by {ready[0].kernels}"
-        if all(shard.door for shard in self.shards) and self._count <= FEEDS_MAX:
+        if all(shard.door for shard in self.shards):
             try:
                 self.feeds = ShardFeeds(self.shards, fragments)
             except (OSError, ChannelClosed) as error:

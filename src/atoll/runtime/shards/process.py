@@ -284,7 +284,11 @@ class ShardServer:
         """The coordinator that is inside tells from now on what to send to whom."""
         if self._handed is None or not store or self._handed.feeding is not None:
             return channel.close()
-        self._handed.feeding = store[0].feeding(channel)
+        try:
+            self._handed.feeding = store[0].feeding(channel)
+        except (AtollError, OSError) as error:  # of the keys; the coordinator ends its life when this channel ends
+            log.error("this shard cannot send to learners: %s", error)
+            channel.close()
         return None
 
     def _work_for(self, channel: RankChannel, store: list[ShardStore]) -> None:

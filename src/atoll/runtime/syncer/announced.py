@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from atoll.ids import FragmentId, OuterStep
 from atoll.protocol.vocabulary import NO_VERSION, Announce, Send
@@ -16,10 +17,10 @@ class Announced:
         self._directory = directory
         self._payloads: OrderedDict[tuple[FragmentId, OuterStep, bool], Buffers | None] = OrderedDict()
 
-    def begin(self, server: Server) -> None:
-        """Once the versions are there."""
+    def begin(self, server: Server, lost: Callable[[Exception], None]) -> None:
+        """Once the versions are there. `lost` hears that a shard cannot send any more."""
         if self._directory.feeds is not None:
-            self._directory.feeds.begin(server)
+            self._directory.feeds.begin(server, lost)
 
     def send(self, link: Link, head: bytes, send: Send) -> None:
         """StorageFailed: nothing was sent."""

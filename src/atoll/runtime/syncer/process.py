@@ -235,7 +235,7 @@ class SyncerProcess:
         """Reads the versions in the thread that will replace and free them."""
         self._server.payload_bytes_max = self._directory.payload_bytes_max()
         self._server.queue_bytes_max = self._directory.queue_bytes_max()
-        self._announced.begin(self._server)
+        self._announced.begin(self._server, self.fail)
         if self._directory.layout is not None:
             work = self._directory.disk.load
             self._disk_thread.submit(self._until_stored, work).add_done_callback(self._check_future)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from itertools import pairwise
 from pathlib import Path
@@ -13,10 +14,15 @@ from hypothesis import strategies as st
 
 from atoll.codecs import codec
 from atoll.codecs.parts import packet_part
+from atoll.executor.sharded import ShardLost
 from atoll.protocol.interface import Payload
 from atoll.runtime import payload as wire
+from atoll.runtime.ranks.channel import RankChannel
 from atoll.runtime.shards.feeding import HandedOver, at_door, hand_over
+from atoll.runtime.shards.feeds import ShardFeeds
+from atoll.runtime.shards.messages import ToCoordinator
 from atoll.tensors.stripes import stripe_bounds
+from atoll.transport import LinkLimits, Server
 
 SIZES = st.integers(1, 9000)
 
@@ -85,3 +91,46 @@ def test_door_that_was_closed_leaves_nothing_and_lets_nobody_in() -> None:
     assert not Path(there.path).parent.exists()
     with pytest.raises(OSError):
         at_door(there.path)
+
+
+class Shard:
+    """The coordinator's ends of a shard that says nothing."""
+
+    def __init__(self) -> None:
+        self.handed = HandedOver()
+        self.door = self.handed.path
+        self.end: socket.socket
+
+    def feeds(self) -> RankChannel:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ours = socket.create_connection(listener.getsockname())
+            self.end = listener.accept()[0]
+        return RankChannel(ours, ToCoordinator)
+
+    def close(self) -> None:
+        self.end.close()
+        self.handed.close()
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_shard_that_takes_no_more_words_is_lost_and_one_that_is_let_go_is_not(begun: bool) -> None:
+    async def story() -> None:
+        shards, heard = [Shard(), Shard()], asyncio.Queue[Exception]()
+        feeds = ShardFeeds(shards, ())
+        server = Server(None, lambda metadata: "", LinkLimits())  # type: ignore[arg-type]  # it never starts
+        if begun:
+            feeds.begin(server, heard.put_nowait)
+        shards[1].end.close()
+        if not begun:
+            while not feeds._gone:
+                await asyncio.sleep(0.01)
+            feeds.begin(server, heard.put_nowait)
+        lost = await asyncio.wait_for(heard.get(), 30.0)
+        assert isinstance(lost, ShardLost) and "shard 1 sends learners nothing any more" in str(lost)
+        feeds.close()
+        shards[0].close()
+        shards[1].close()
+        await asyncio.sleep(0.1)
+        assert heard.empty(), "closing the other one is no loss"
+
+    asyncio.run(story())
