@@ -18,9 +18,9 @@ from torch import Tensor
 
 from atoll.config.merges import MergeSpec, add_merge, merge_spec
 from atoll.errors import ConfigError
-from atoll.tensors.aligned import corrected
+from atoll.tensors.aligned import corrected, measures
 from atoll.tensors.layout import Fragment, Slot
-from atoll.tensors.norms import outlier_norm, part_squares, squared_norms
+from atoll.tensors.norms import part_squares, squared_norms
 from atoll.tensors.robust import ROBUST
 from atoll.tensors.stripes import CutSlot, Meeting
 
@@ -120,11 +120,10 @@ def merge(
                 out[part] = ROBUST[how]([voter[part] for voter in voters], shares)
         elif merge_spec(how).by_momentum:
             assert momentum is not None, f"merge {how!r} needs an outer momentum"
-            for slot in slots:
-                part = slice(slot.offset, slot.offset + slot.numel)
-                direction = momentum[part]
-                along = outlier_norm(direction)
-                out[part] = mean([corrected(voter[part], direction, along) for voter in voters], shares)
+            ranges = [slice(slot.offset, slot.offset + slot.numel) for slot in slots]
+            for part, measured in zip(ranges, measures(voters, momentum, ranges), strict=True):
+                turned = [corrected(voter[part], momentum[part], own) for voter, own in zip(voters, measured, strict=True)]
+                out[part] = mean(turned, shares)
         elif how in _registered:
             for slot in slots:
                 part = slice(slot.offset, slot.offset + slot.numel)

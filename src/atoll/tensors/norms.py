@@ -37,18 +37,14 @@ def block_leaves(sums: Array, factors: Array) -> Array:
     return leaves
 
 
-def inner_product(a: Tensor, b: Tensor) -> float:
-    """In float64, summed over the same tree as a norm."""
-    return float(_products(a.reshape(1, -1), b.reshape(1, -1)).item())
-
-
 def squared_norms(rows: Tensor) -> Tensor:
     """The squared L2 norm of each row, in float64, summed over a tree that depends only on the shape of `rows`."""
-    return _products(rows, rows)
+    return inner_products(rows, rows)
 
 
-def _products(rows: Tensor, others: Tensor) -> Tensor:
-    """Row by row. Every addition is elementwise, so torch's threads change nothing. Batches bound the float64 copy to 8 MiB."""
+def inner_products(rows: Tensor, others: Tensor) -> Tensor:
+    """Of each row with the other's, in float64, summed over the same tree as a norm. Every addition is elementwise, so torch's
+    threads change nothing. Batches bound the float64 copy to 8 MiB."""
     if rows.is_cuda:  # reductions on a GPU do not depend on CPU threads, and one launch is fastest
         return rows.to(torch.float64).mul_(others).sum(-1)
     count, _width = rows.shape
