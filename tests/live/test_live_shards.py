@@ -16,15 +16,17 @@ from test_syncer import syncer_argv
 from atoll.config import Config
 from atoll.errors import DataError
 from atoll.ids import SYNCER
-from atoll.protocol.vocabulary import Merge, Started, Stored, Wait
+from atoll.protocol.vocabulary import Contribution, Merge, Received, Started, Stored, Wait
 from atoll.runtime.local.cluster import LocalCluster
 from atoll.runtime.local.forkserver import Child, ForkServer
+from atoll.runtime.payload import bytes_of_part
 from atoll.store.lock import LOCK_FILE
 from atoll.store.snapshots import list_snapshots, load_syncer, verify
 from atoll.store.striped import open_versions
 from atoll.store.version_folder import shard_folder, shard_folders
 from atoll.tape.format import Record, Tape
 from atoll.tape.weave import open_run
+from atoll.tasks.task import language_task
 from atoll.transport.keys import make_keys
 
 
@@ -195,7 +197,12 @@ def test_shards_beside_their_syncer_send_learners_what_is_announced_over_tls(tmp
         assert [child.poll() for child in children] == [0, 0, 0], log
     finally:
         there.server.close()
-    assert log.count("each of its 2 shards sends learners its stripe") == 2, "in either life"
+    assert log.count("each of its 2 shards exchanges its stripes with learners") == 2, "in either life"
+    received = [r.event for r in Tape(tmp_path / "syncer" / "run.tape").records() if isinstance(r.event, Received)]
+    sizes = {e.payload_bytes for e in received if isinstance(e.envelope.body, Contribution)}
+    numels = [fragment.numel for fragment in language_task(config).layout.fragments]
+    in_parts = {bytes_of_part(config.protocol.codec_up, numel, 0) for numel in numels}
+    assert sizes and sizes <= in_parts, "all contributions came in parts, to the shards"
     judge(tmp_path, config)
     retrain(tmp_path)
 

@@ -21,14 +21,14 @@ from atoll.codecs.scaled import Scaled
 from atoll.config import Config
 from atoll.executor.optim.build import build_optimizer, optimizer_step
 from atoll.ids import FragmentId, OuterStep
-from atoll.kernels.fused import Fused, MergePart, has_numba, why_torch, worthwhile
+from atoll.kernels.fused import KINDS, Fused, MergePart, has_numba, why_torch, worthwhile
 from atoll.store.durable import Remerge
 from atoll.store.striped import RemergeOf
 from atoll.store.versions import MergeInputs, Met, Version, in_one_thread
 from atoll.tensors.access import cast_like
 from atoll.tensors.layout import Fragment
 from atoll.tensors.merge import mean, merge, merge_buffers
-from atoll.tensors.norms import Array, PartSquares, block_leaves, may_overflow, outlier_norm, tree_sum
+from atoll.tensors.norms import Array, PartSquares, block_leaves, leaf_squares_of, may_overflow, outlier_norm, tree_sum
 from atoll.tensors.outer import OuterRule, OuterState, averaged, outer_rule, outer_step
 from atoll.tensors.robust import ROBUST
 from atoll.tensors.stripes import CutSlot, Meeting, stripes_of
@@ -39,12 +39,17 @@ PLAIN = OuterRule(optimizer="sgd", learning_rate=1.0)
 def packet_norm(packet: Packet) -> float:
     """The norm of what a packet decodes to. With a scale for each block the codes' squares add up to exact integers, so that the
     packet need not be decoded; unless a product could exceed the largest float, which decodes to Inf."""
+    leaves = _packet_leaves(packet)
+    return outlier_norm(codec(packet.codec).decode(packet)) if leaves is None else math.sqrt(tree_sum(leaves))
+
+
+def _packet_leaves(packet: Packet) -> Array | None:
     by = codec(packet.codec)
     squares = by.block_squares(packet) if isinstance(by, Scaled) else None
     if squares is None or may_overflow(squares[1]):
-        return outlier_norm(by.decode(packet))
+        return None
     sums, factors = (tensor.cpu().numpy() for tensor in squares)
-    return math.sqrt(tree_sum(block_leaves(sums, factors)))
+    return block_leaves(sums, factors)
 
 
 class Merged(NamedTuple):
@@ -143,6 +148,16 @@ class FragmentMerger:
     def norm(self, packet: Packet) -> float:
         norm = self._fused.norm(packet) if self._fused is not None and not packet.codes.is_cuda else None
         return packet_norm(packet) if norm is None else norm
+
+    def norm_leaves(self, packet: Packet, *, by_value: bool) -> Array | None:
+        """Of a part of a packet: what `norm` of the whole adds up. None: only the values tell, and then of all parts."""
+        by_value = by_value or not isinstance(codec(packet.codec), Scaled)
+        fused = self._fused if packet.numel and packet.codec in KINDS else None
+        if by_value:
+            return leaf_squares_of(codec(packet.codec).decode(packet)) if fused is None else fused.value_leaves(packet)
+        if not packet.numel:
+            return np.empty(0)
+        return _packet_leaves(packet) if fused is None else fused.block_leaves(packet)
 
     def again(self, p: FragmentId, inputs: MergeInputs, previous: Version, announced: Sequence[Tensor]) -> Version:
         """A merge that was `repeatable`."""

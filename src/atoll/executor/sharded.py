@@ -26,17 +26,20 @@ from atoll.errors import DataError
 from atoll.executor.shard import StripeResult
 from atoll.executor.syncer import SnapshotStore, TensorSyncer
 from atoll.ids import FragmentId, OuterStep
-from atoll.protocol.interface import Payload
+from atoll.protocol.interface import Finding, Payload
+from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     NO_VERSION,
     AbortRound,
     Accept,
     Announce,
+    Contribution,
     CopyVersions,
     Discard,
     Effect,
     Event,
     ForgetVersion,
+    Measure,
     Merge,
     MergeRejected,
     Send,
@@ -61,10 +64,30 @@ class Announcement(NamedTuple):
     buffers: Tensor
 
 
+class OwnParts:
+    """In the place of a contribution's packet: the shards have it, each its own part, and keep it until this is gone."""
+
+    def __init__(self, session: bytes, number: int) -> None:
+        self.session, self.number = session, number
+
+
+class Judged(NamedTuple):
+    """What a shard says of its part of a contribution."""
+
+    flaw: str
+    """"": none."""
+    leaves: Array | None
+    """What its norm adds up. None: the shards must be asked for the squares of its values."""
+
+
 class ShardHandle(Protocol):
     """A shard, from the coordinator's side. `read_*` may be called from any thread while it works."""
 
     def accept(self, effect: Accept, packet: Packet, buffers: Tensor) -> None: ...
+    def accept_own(self, effect: Accept, session: bytes, number: int) -> None:
+        """A contribution whose part it has itself."""
+        ...
+
     def merge(self, effect: Merge, meeting: Meeting) -> StripeResult: ...
     def copy(self, effect: CopyVersions) -> list[StripeResult]: ...
     def store(self, effect: Store) -> list[Announcement]: ...
@@ -267,9 +290,7 @@ class ShardedSyncer(TensorSyncer):
     def execute(self, effect: Effect, payload: Payload | None) -> Sequence[Event]:
         match effect:
             case Accept():
-                assert payload is not None
-                packet, buffers = payload.content
-                self._all(lambda shard: self._accept_stripe(shard, effect, packet, buffers))
+                self._accept(effect, payload)
             case AbortRound(outer_step=t):
                 self._results = {key: result for key, result in self._results.items() if key[0] != t}
                 for norms in self._norm_of.values():
@@ -308,6 +329,28 @@ class ShardedSyncer(TensorSyncer):
         for error in sorted(errors, key=lambda error: isinstance(error, ShardLost)):  # the cause, before those who waited for it
             raise error
         return [future.result() for future in futures]
+
+    def _accept(self, effect: Accept, payload: Payload | None) -> None:
+        assert payload is not None
+        content = payload.content
+        if isinstance(content, OwnParts):
+            self._all(lambda shard: self._shards[shard].accept_own(effect, content.session, content.number))
+        else:
+            packet, buffers = content
+            self._all(lambda shard: self._accept_stripe(shard, effect, packet, buffers))
+
+    def judge(self, body: Contribution, parts: Sequence[Judged]) -> Finding | None:
+        """`inspect` of a contribution that the shards have. None: they must be asked again, for the squares of its values."""
+        flaw = next((part.flaw for part in parts if part.flaw), None)
+        if flaw is not None:
+            return Finding(Reason(Why.POISONED, flaw))
+        leaves = [part.leaves for part in parts if part.leaves is not None]
+        if len(leaves) < len(parts):
+            return None
+        norm = _norm(leaves)
+        if not math.isfinite(norm):
+            return Finding(Reason(Why.POISONED, f"fragment {body.fragment} holds NaN or Inf"))
+        return Finding(None, Measure(norm, self._weights_norm(body.fragment, body.anchor)))
 
     def _accept_stripe(self, shard: int, effect: Accept, packet: Packet, buffers: Tensor) -> None:
         stripe = self._stripes[effect.fragment][shard]

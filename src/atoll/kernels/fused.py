@@ -27,14 +27,14 @@ from atoll.codecs import Packet, codec
 from atoll.codecs.layout import block_count
 from atoll.config import Config
 from atoll.errors import UserError
+from atoll.tensors import norms
 from atoll.tensors.layout import Fragment, Slot
 from atoll.tensors.merge import direction_factor, radial_factor, voters_of
-from atoll.tensors.norms import LEAF, PartSquares, block_leaves, may_overflow, part_ends, tree_sum
+from atoll.tensors.norms import LEAF, Array, PartSquares, may_overflow, part_ends, tree_sum
 from atoll.tensors.outer import OuterRule, OuterState
 from atoll.tensors.stripes import CutSlot, Meeting
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
-Array = np.ndarray[Any, Any]
 
 WORTHWHILE: Final = 1 << 20
 """Elements of the largest fragment. Below, torch takes milliseconds and the import of numba a second."""
@@ -216,14 +216,25 @@ class Fused:
         inspected at once."""
         if packet.codec not in KINDS or packet.numel == 0:
             return None
+        leaves = self.block_leaves(packet)
+        return math.sqrt(tree_sum(self.value_leaves(packet) if leaves is None else leaves))
+
+    def block_leaves(self, packet: Packet) -> Array | None:
+        """The squares by block, from the codes; None where they cannot be told so."""
+        if packet.codec not in UNITS:
+            return None
         source = self._source(packet, NOTHING)
-        if packet.codec in UNITS and not may_overflow(torch.from_numpy(source.factors)):
-            sums = np.empty(len(source.factors), np.int32)
-            self._loops.block_squares(source.kind, source.codes, source.numel, sums)
-            return math.sqrt(tree_sum(block_leaves(sums, source.factors)))
-        leaves = np.empty(-(-packet.numel // LEAF))
+        if may_overflow(torch.from_numpy(source.factors)):
+            return None
+        sums = np.empty(len(source.factors), np.int32)
+        self._loops.block_squares(source.kind, source.codes, source.numel, sums)
+        return norms.block_leaves(sums, source.factors)
+
+    def value_leaves(self, packet: Packet) -> Array:
+        """The squares by leaf of what it decodes to."""
+        source, leaves = self._source(packet, NOTHING), np.empty(-(-packet.numel // LEAF))
         self._loops.gradient_leaves(source.kind, source.codes, source.factors, source.numel, 0, source.numel, NOTHING, leaves)
-        return math.sqrt(tree_sum(leaves))
+        return leaves
 
     # ------------------------------------------------------------ merging
 

@@ -6,14 +6,16 @@ import asyncio
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from atoll.errors import UserError
 from atoll.ids import SECOND, Nanos
 from atoll.runtime.clock import Clock
-from atoll.transport import Link
+from atoll.transport import Elsewhere, Link
 
 DAY_SECONDS = 86_400.0
+_Data = TypeVar("_Data", bound=memoryview | Elsewhere)
+"""What comes with a message: for a syncer whose shards receive, they may have it."""
 
 
 class DeadlineTimer:
@@ -62,11 +64,11 @@ class DailyWarnings:
         self._handle.cancel()
 
 
-class MessageQueue:
+class MessageQueue(Generic[_Data]):
     """Processes a link's messages one after the other, in its own task."""
 
     def __init__(
-        self, link: Link, take: Callable[[Link, bytes, memoryview | None], Awaitable[None]],
+        self, link: Link, take: Callable[[Link, bytes, _Data | None], Awaitable[None]],
         failed: Callable[[BaseException], None], *, messages_max: int = 4096, bytes_max: int = 1 << 62,
     ) -> None:  # fmt: skip
         self.link = link
@@ -75,15 +77,15 @@ class MessageQueue:
         self._messages_max = messages_max
         self._bytes_max = bytes_max
         self._waiting_bytes = 0
-        self._inbox: asyncio.Queue[tuple[bytes, memoryview | None] | None] = asyncio.Queue()
+        self._inbox: asyncio.Queue[tuple[bytes, _Data | None] | None] = asyncio.Queue()
         """None marks the end."""
         self._on_finished: Callable[[], None] | None = None
         self._task = asyncio.get_running_loop().create_task(self._process())
         self._task.add_done_callback(self._ended)
 
-    def put(self, head: bytes, data: memoryview | None) -> None:
+    def put(self, head: bytes, data: _Data | None) -> None:
         """Closes the link if the peer sends faster than its messages are processed: the queue must not fill memory."""
-        self._waiting_bytes += data.nbytes if data is not None else 0
+        self._waiting_bytes += _bytes_here(data)
         if self._inbox.qsize() >= self._messages_max or self._waiting_bytes > self._bytes_max:
             self.link.close("refused: it sends faster than its messages are processed")
             return
@@ -92,7 +94,7 @@ class MessageQueue:
     async def _process(self) -> None:
         while (message := await self._inbox.get()) is not None:
             head, data = message
-            nbytes = data.nbytes if data is not None else 0
+            nbytes = _bytes_here(data)
             await self._take(self.link, head, data)
             del message, head, data  # while it waits for the next one, their memory is free
             self._waiting_bytes -= nbytes
@@ -117,6 +119,10 @@ class MessageQueue:
     def cancel(self) -> None:
         """Drops the remaining messages."""
         self._task.cancel()
+
+
+def _bytes_here(data: memoryview | Elsewhere | None) -> int:
+    return data.nbytes if isinstance(data, memoryview) else 0
 
 
 class LoopThread:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, Final
 
 import msgspec
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from atoll.codecs import Packet
 from atoll.codecs.layout import layout
+from atoll.codecs.parts import packet_part
+from atoll.config.codecs import codec_spec
 from atoll.errors import UNDECODABLE, DataError
 from atoll.executor.late import LateContent
 from atoll.ids import OuterStep
@@ -29,6 +32,7 @@ from atoll.protocol.interface import Payload
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Envelope, Message, StateTransfer
 from atoll.store.tensor_files import pack_state, unpack_state
+from atoll.tensors.stripes import stripe_bounds
 
 Buffers = list[bytes | bytearray | memoryview]
 FLAW_MAX = 300
@@ -94,6 +98,46 @@ def to_buffers(payload: Payload) -> Buffers | None:
         if isinstance(view, memoryview):
             staged.lend(view)
     return views
+
+
+def to_stripes(payload: Payload, shards: int) -> list[Buffers] | None:
+    """A contribution in parts for shards of a syncer, instead of `to_buffers`: of a part the scales, the buffers in the first
+    one, and the codes. None: it is no packet that can be cut."""
+    content = payload.content.resolve() if isinstance(payload.content, LateContent) else payload.content
+    if payload.kind != "packet" or content is None or codec_spec(content[0].codec).kind not in ("plain", "blocks"):
+        return None
+    packet, buffers = content
+    bounds, found = stripe_bounds(packet.numel, shards), list[Buffers]()
+    for shard, (first, last) in enumerate(pairwise(bounds)):
+        part = packet_part(packet, first, last)
+        scales = memoryview(b"") if part.scales is None else raw(part.scales)
+        found.append([scales, raw(buffers[:0] if shard else buffers), raw(part.codes)])
+    if isinstance(payload.content, LateContent):
+        for view in (view for part in found for view in part):
+            payload.content.lend(memoryview(view))
+    return found
+
+
+def bytes_of_part(codec: str, numel: int, buffer_numel: int) -> int:
+    """The size of a part of `to_stripes`."""
+    return layout(codec, numel).nbytes + 4 * buffer_numel
+
+
+def part_from_buffer(codec: str, numel: int, buffer_numel: int, data: memoryview) -> tuple[Packet, Tensor]:
+    """A part of `to_stripes`, whose bytes it keeps. DataError: it has another size."""
+    shape, expected = layout(codec, numel), bytes_of_part(codec, numel, buffer_numel)
+    if data.nbytes != expected:
+        raise DataError(f"a part of {data.nbytes} bytes is none of {numel} numbers by {codec}, which has {expected}")
+    if not expected:
+        return Packet(codec, 0, torch.empty(0, dtype=shape.code_dtype), _no_scales(shape.scales)), torch.empty(0)
+    whole = torch.frombuffer(data, dtype=torch.uint8)
+    scales, buffers, codes = whole.split([4 * (shape.scales or 0), 4 * buffer_numel, shape.codes * shape.code_dtype.itemsize])
+    wide = None if shape.scales is None else scales.view(torch.float32)
+    return Packet(codec, numel, codes.view(shape.code_dtype), wide), buffers.view(torch.float32)
+
+
+def _no_scales(scales: int | None) -> Tensor | None:
+    return None if scales is None else torch.empty(0)
 
 
 def _payload(kind: str, content: Any) -> Buffers | None:

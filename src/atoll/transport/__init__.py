@@ -17,6 +17,7 @@ from atoll.transport.dial import Backoff, call, dial, upload
 from atoll.transport.door import PEER_CONNECTIONS, Caps
 from atoll.transport.feed import FeedEnd, PlacedBytes
 from atoll.transport.frames import Buffers, LinkFailed, LinkLimits, Refused, SharedBuffers, Streamed
+from atoll.transport.inbox import Elsewhere
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import Server
 from atoll.transport.sockets import open_files_limit, raise_open_files_limit
@@ -31,6 +32,7 @@ __all__ = [
     "Buffers",
     "Caps",
     "ClientCredentials",
+    "Elsewhere",
     "FeedEnd",
     "Handler",
     "Link",

@@ -1,8 +1,10 @@
-"""Payloads that another process sends: a syncer's shards send each learner their stripes, on connections of their own.
+"""Payloads that another process sends and receives: a syncer's shards exchange their stripes with each learner, on connections
+of their own.
 
-A link has its talk stream and its own bulk connections with one process, the server's. Each *feed* gives it one more connection,
-on which it only receives: chunks that name their bulk message and their place in its payload, as all chunks do. So the receiving
-link puts a payload together from all its connections, and does not know which process a chunk came from.
+A link has its talk stream and its own bulk connections with one process, the server's. Each *feed* gives it one more connection.
+What a feed sends are chunks that name their bulk message and their place in its payload, as all chunks do: so the receiving
+link puts a payload together from all its connections, and does not know which process a chunk came from. What it receives are
+whole parts: a peer cuts the payload of a spread message (`outbox.py`), and gives each feed its own (`parts.py`).
 
 The server hands the feed a connection that its front door accepted (`chunks.preface_of`), and tells it the session and the key
 that this connection must show.
@@ -16,13 +18,14 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple, Protocol
 
 from atoll.transport.bulk import BulkSocket, IoThreads
 from atoll.transport.chunks import BulkHello, ChunkHeader, pack_chunk
-from atoll.transport.frames import LinkLimits, SharedBuffers, Violation
+from atoll.transport.frames import LinkLimits, SharedBuffers
 from atoll.transport.outbox import Chunk, Transfer
+from atoll.transport.parts import PartInbox
 
 FEED_THREADS: Final = 4
 STRANGERS_MAX: Final = 256
@@ -53,6 +56,9 @@ class FeedEvents(Protocol):
     def feed_sent(self, session: bytes, feed: int, nbytes: int) -> None:
         """All in all."""
 
+    def feed_has(self, session: bytes, number: int, nbytes: int) -> None:
+        """One of them has its whole part of a spread message."""
+
     def feed_is_gone(self, session: bytes, reason: str) -> None: ...
 
 
@@ -66,8 +72,12 @@ class PlacedBytes(NamedTuple):
 class Feed:
     """One connection. `put` may be called from any thread; what a `Traffic` has is for the connection's."""
 
-    def __init__(self, bulk: BulkSocket, limits: LinkLimits, sent: Callable[[int], None], gone: Callable[[str], None]) -> None:
+    def __init__(
+        self, bulk: BulkSocket, limits: LinkLimits, sent: Callable[[int], None], gone: Callable[[str], None],
+        part_sizes: Collection[int], came: Callable[[int, int], None],
+    ) -> None:  # fmt: skip
         self.bulk = bulk
+        self.parts = PartInbox(limits, part_sizes, came, bulk.wake)
         self._limits = limits
         self._sent, self._gone = sent, gone
         self._lock = threading.Lock()
@@ -75,9 +85,19 @@ class Feed:
         """With the place of its first byte, and the size of the whole payload."""
         self._nbytes = 0
         self._told_at = 0.0
+        self._over = False
+
+    def end(self) -> None:
+        """What has come as a whole may still be taken."""
+        with self._lock:
+            self._over = True
+            self._queue.clear()
+        self.bulk.close()
 
     def put(self, number: int, total: int, stripes: Sequence[PlacedBytes]) -> None:
         with self._lock:
+            if self._over:
+                return
             self._queue.extend((Transfer(number, 0, b"", stripe.data), stripe.at, total) for stripe in stripes)
         self.bulk.wake()
 
@@ -103,10 +123,10 @@ class Feed:
             self._sent(self._nbytes)
 
     def claim(self, chunk: ChunkHeader, now: float, reader: int) -> memoryview | None:
-        raise Violation("order", "a connection that only receives sent a payload")
+        return self.parts.claim(chunk, now)
 
     def chunk_received(self, chunk: ChunkHeader, now: float) -> None:
-        raise AssertionError("nothing is claimed here")
+        self.parts.received(chunk)
 
     def connection_failed(self, error: BaseException) -> None:
         self._gone(str(error))
@@ -130,9 +150,12 @@ class FeedEnd:
 
     def __init__(
         self, context: ssl.SSLContext | None, limits: LinkLimits, here: Callable[[bytes], None],
-        sent: Callable[[bytes, int], None], gone: Callable[[bytes, str], None],
+        sent: Callable[[bytes, int], None], gone: Callable[[bytes, str], None], *, part_sizes: Collection[int] = (),
+        came: Callable[[bytes, int, int], None] = lambda session, number, nbytes: None,
     ) -> None:  # fmt: skip
-        """`here`, `sent` and `gone` are called with a session, in any thread."""
+        """`here`, `sent`, `gone` and `came` are called with a session, in any thread. `part_sizes`: of the parts that peers may
+        send; `came` hears of each that is whole, with the number of its message."""
+        self._part_sizes, self._came = part_sizes, came
         self._context, self._limits = context, limits
         self._here, self._sent, self._gone = here, sent, gone
         self._threads = IoThreads(FEED_THREADS, "feed")
@@ -190,7 +213,18 @@ class FeedEnd:
             self._expected.pop(session, None)
             feed = self._feeds.pop(session, None)
         if feed is not None:
-            feed.bulk.close()
+            feed.end()
+
+    def knows(self, session: bytes) -> bool:
+        """It has begun and is not forgotten."""
+        with self._lock:
+            return session in self._feeds
+
+    def take_part(self, session: bytes, number: int) -> memoryview | None:
+        """Of a spread message that was delivered, message after message. None: there is none, or the link is forgotten."""
+        with self._lock:
+            feed = self._feeds.get(session)
+        return feed.parts.take(number) if feed is not None else None
 
     def put(self, session: bytes, number: int, total: int, stripes: Sequence[PlacedBytes]) -> None:
         """Nothing to a link that is over."""
@@ -200,6 +234,10 @@ class FeedEnd:
             feed.put(number, total, stripes)
 
     def close(self) -> None:
+        with self._lock:
+            feeds, self._feeds = list(self._feeds.values()), {}
+        for feed in feeds:
+            feed.end()
         self._threads.stop()
 
     def _greeted(self, bulk: BulkSocket, hello: BulkHello, certificate: str | None) -> None:
@@ -215,14 +253,15 @@ class FeedEnd:
                 bulk.close()
                 return
             feed = self._feeds[session] = Feed(
-                bulk, self._limits, lambda nbytes: self._sent(session, nbytes), lambda why: self._failed(session, why)
+                bulk, self._limits, lambda nbytes: self._sent(session, nbytes), lambda why: self._failed(session, why),
+                self._part_sizes, lambda number, nbytes: self._came(session, number, nbytes),
             )
         bulk.begin(feed, 0)
         self._here(session)
 
     def _failed(self, session: bytes, why: str) -> None:
         with self._lock:
-            feed = self._feeds.pop(session, None)
+            feed = self._feeds.get(session)
         if feed is not None:
-            feed.bulk.close()
+            feed.end()
             self._gone(session, why)

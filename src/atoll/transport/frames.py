@@ -46,6 +46,8 @@ class Streamed(NamedTuple):
 
 CONTROL: Final = b"ctrl"
 BULK: Final = b"bulk"
+SPREAD: Final = b"sprd"
+"""A message of the bulk lane whose payload goes to other processes of the receiver, in a part for each (`feed.py`)."""
 CHUNK: Final = b"chnk"
 BYE: Final = b"bye."
 PULSE: Final = b"puls"

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from atoll.transport.chunks import ChunkHeader
-from atoll.transport.frames import BULK, CONTROL, Frame, LinkLimits, Violation
+from atoll.transport.frames import BULK, CONTROL, SPREAD, Frame, LinkLimits, Violation
 from atoll.transport.spool import spooled
 
 AHEAD_BYTES_MAX: Final = 64 << 20
@@ -130,10 +130,20 @@ class Assembly:
         return self.view[offset:end]
 
 
+class Elsewhere(NamedTuple):
+    """In the place of a payload whose parts other processes of the receiver have."""
+
+    number: int
+    """Of its bulk message."""
+    nbytes: int
+    """Of all parts."""
+
+
 class Held(NamedTuple):
     head: bytes
     after: int
     total: int
+    spread: bool = False
 
 
 class Inbox:
@@ -144,6 +154,8 @@ class Inbox:
         self._refused = refused
         self.payload_bytes_max = limits.payload_bytes_max
         self.readers = 1
+        self.takes_spread = False
+        """Other processes receive parts of payloads; else nobody may spread one."""
         self._lock = threading.Lock()
         self._waiting: set[int] = set()
         """Readers that were given no place."""
@@ -157,6 +169,8 @@ class Inbox:
         """Of payloads that are not delivered."""
         self._unused_bytes = 0
         """Of payloads that were delivered, and that the handler has not used yet."""
+        self._elsewhere: Counter[int] = Counter()
+        """By spread message: how many bytes of its parts have come."""
         self._recent: deque[tuple[bytes, int, int, int]] = deque(maxlen=RECENT_FRAMES)
 
     @property
@@ -182,7 +196,7 @@ class Inbox:
                 self._claimed_bytes += chunk.size
                 return view
             self._waiting.add(reader)
-            if len(self._waiting) == self.readers and self._is_stuck and not self._unused_bytes:
+            if len(self._waiting) == self.readers and self._is_stuck and not self._unused_bytes and not self.takes_spread:
                 behind = f"the chunk of bulk message {chunk.number} at {chunk.at} came before the chunks it follows"
                 raise Violation("order", behind)
             return None
@@ -193,6 +207,16 @@ class Inbox:
             assembly = self._assemblies[chunk.number]
             assembly.received += chunk.size
             return assembly if assembly.complete else None
+
+    def part_came(self, number: int, nbytes: int) -> None:
+        """Another process has its part of a spread message."""
+        with self._lock:
+            place = number - self._delivered[BULK]
+            if place < 0:
+                raise Violation("unknown_transfer", f"a part belongs to bulk message {number}, which was delivered")
+            self._elsewhere[number] += nbytes
+            if place < len(self._bulks):
+                self._check_parts(number, self._bulks[place])
 
     def used(self, nbytes: int) -> set[int]:
         """The handler needs so many bytes of payloads no longer. The readers to wake, as `take_waiting`, and at once: one that
@@ -208,12 +232,17 @@ class Inbox:
             waiting, self._waiting = self._waiting, set()
             return waiting
 
-    def deliver_next(self) -> tuple[bytes, memoryview | None] | None:
+    def deliver_next(self) -> tuple[bytes, memoryview | Elsewhere | None] | None:
         """The next message whose turn has come, with its payload; it counts as delivered."""
         with self._lock:
             done = self._delivered
+            payload: memoryview | Elsewhere | None = None
             if self._controls and self._controls[0].after <= done[BULK]:
-                held, lane, payload = self._controls.popleft(), CONTROL, None
+                held, lane = self._controls.popleft(), CONTROL
+            elif self._bulks and self._bulks[0].after <= done[CONTROL] and self._is_elsewhere():
+                held, lane = self._bulks.popleft(), BULK
+                del self._elsewhere[done[BULK]]
+                payload = Elsewhere(done[BULK], held.total)
             elif self._bulks and self._bulks[0].after <= done[CONTROL] and self._is_whole():
                 held, lane = self._bulks.popleft(), BULK
                 payload = self._assemblies.pop(done[BULK]).view
@@ -233,8 +262,9 @@ class Inbox:
         return first is None or not first.complete
 
     def _message(self, frame: Frame) -> None:
-        kind, number = frame.kind, frame.number
-        if kind not in self._seen or (kind == CONTROL and frame.total):
+        spread = frame.kind == SPREAD and self.takes_spread
+        kind, number = BULK if spread else frame.kind, frame.number
+        if kind not in self._seen or (kind == CONTROL and frame.total) or (spread and not frame.total):
             raise Violation("malformed", f"a frame of kind {kind!r} does not belong here")
         if frame.body.nbytes > self._limits.head_bytes_max:
             raise Violation("head_too_long", f"a head of {frame.body.nbytes} bytes is longer than {self._limits.head_bytes_max}")
@@ -243,7 +273,11 @@ class Inbox:
         behind = self._seen[BULK if kind == CONTROL else CONTROL]
         if frame.at > behind:
             raise Violation("order", f"a message must follow {frame.at} others, of which {behind} were sent")
-        held = Held(bytes(frame.body), frame.at, frame.total)
+        held = Held(bytes(frame.body), frame.at, frame.total, spread)
+        if spread and number in self._assemblies:
+            raise Violation("overlap", f"a part of bulk message {number}, which is spread, came here")
+        if kind == BULK:
+            self._check_parts(number, held)
         if kind == CONTROL:
             self._controls.append(held)
         else:
@@ -251,7 +285,7 @@ class Inbox:
             self._bulks.append(held)
         self._seen[kind] += 1
         self._held_bytes += len(held.head)
-        self._recent.append((kind, number, frame.at, frame.check))
+        self._recent.append((frame.kind, number, frame.at, frame.check))
 
     def _must_wait(self, chunk: ChunkHeader) -> bool:
         first = self._delivered[BULK]
@@ -275,6 +309,9 @@ class Inbox:
         if chunk.number < self._delivered[BULK]:
             raise Violation("unknown_transfer", f"a chunk belongs to bulk message {chunk.number}, which was delivered")
         self._check_total(chunk.number, chunk.total)
+        place = chunk.number - self._delivered[BULK]
+        if place < len(self._bulks) and self._bulks[place].spread:
+            raise Violation("overlap", f"a chunk of bulk message {chunk.number}, which is spread, came here")
 
     def _assembly(self, chunk: ChunkHeader, now: float) -> Assembly:
         assembly = self._assemblies.get(chunk.number)
@@ -287,6 +324,15 @@ class Inbox:
         elif assembly.complete:
             raise Violation("overlap", f"a chunk of bulk message {chunk.number} came after its last byte")
         return assembly
+
+    def _is_elsewhere(self) -> bool:
+        first = self._bulks[0]
+        return first.spread and self._elsewhere[self._delivered[BULK]] == first.total
+
+    def _check_parts(self, number: int, held: Held) -> None:
+        most = held.total if held.spread else 0
+        if self._elsewhere[number] > most:
+            raise Violation("total_disagrees", f"the parts of bulk message {number} have more than {most} bytes")
 
     def _is_whole(self) -> bool:
         assembly = self._assemblies.get(self._delivered[BULK])

@@ -17,13 +17,13 @@ import asyncio
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Protocol
 
 from atoll.transport.bulk import BulkConnection
 from atoll.transport.chunks import ChunkHeader
 from atoll.transport.frames import BYE, PULSE, Buffers, LinkLimits, Violation, pack, unpack
-from atoll.transport.inbox import Inbox
+from atoll.transport.inbox import Elsewhere, Inbox
 from atoll.transport.outbox import Chunk, Outbox
 from atoll.transport.wire import FrameStream, StreamBroken
 
@@ -89,8 +89,13 @@ class Link:
         self._to_send, self._sent, self._delivered = Notifier(), Notifier(), Notifier()
         self._tasks: list[asyncio.Task[None]] = []
         self._bulks: Sequence[BulkConnection] = ()
-        """The first of them also send; on the others feeds do."""
+        """With this process of the peer first, then with its feeds."""
         self._senders: Sequence[BulkConnection] = ()
+        self.feeds = 0
+        """Processes of the peer that take parts of payloads, on connections of their own."""
+        self.on_spread: Callable[[Link, bytes, Elsewhere], None] | None = None
+        """Set in `opened` where other processes of this end take parts of payloads: takes such messages, as `arrived` does."""
+        self._bytes_elsewhere = 0
         self.session = b""
         """By which feeds know this link, on the server's side."""
         self.bytes_fed: dict[int, int] = {}
@@ -116,7 +121,7 @@ class Link:
 
     @property
     def bytes_received(self) -> int:
-        return self._talk_bytes_received + sum(bulk.bytes_received for bulk in self._bulks)
+        return self._talk_bytes_received + sum(bulk.bytes_received for bulk in self._bulks) + self._bytes_elsewhere
 
     @property
     def payload_bytes_max(self) -> int:
@@ -148,6 +153,16 @@ class Link:
         else:
             for bulk in self._senders:
                 bulk.wake()
+
+    def send_spread(self, head: bytes, parts: Sequence[Buffers]) -> None:
+        """A message whose payload goes to the peer's feeds: to each its part, which may be empty, but not all of them."""
+        if self._reason is not None:
+            return
+        overflow = self._outbox.put_spread(head, parts)
+        if overflow is not None:
+            self.close(overflow)
+        for bulk in self._bulks[len(self._senders) :]:
+            bulk.wake()
 
     @property
     def closed_here(self) -> bool:
@@ -190,17 +205,17 @@ class Link:
     # For the two makers of links: the server and `dial`
 
     def begin(self, talk: FrameStream, bulks: Sequence[BulkConnection], fed: Sequence[BulkConnection] = ()) -> None:
-        """`fed`: connections on which other processes send."""
-        self._senders, self._bulks = bulks, [*bulks, *fed]
+        """`fed`: connections with the peer's feeds."""
+        self._senders, self._bulks, self.feeds = bulks, [*bulks, *fed], len(fed)
         self._inbox.readers = len(self._bulks)
         self._handler.opened(self)
+        self._inbox.takes_spread = self.on_spread is not None
         jobs: list[Coroutine[Any, Any, None]] = [self._write_talk(talk), self._read_talk(talk), self._watch()]
         self._tasks = [asyncio.create_task(job) for job in jobs]
         for task in self._tasks:
             task.add_done_callback(self._task_ended)
-        receives = _Receives(self)
         for reader, bulk in enumerate(self._bulks):
-            bulk.begin(self if reader < len(bulks) else receives, reader)
+            bulk.begin(self if reader < len(bulks) else _WithFeed(self, reader - len(bulks)), reader)
 
     async def run_until_closed(self) -> None:
         """Cancelling this coroutine breaks the link."""
@@ -218,6 +233,17 @@ class Link:
                     bulk.close()
                 await asyncio.gather(*self._tasks, return_exceptions=True)
                 self._released.set()
+
+    def part_came(self, number: int, nbytes: int) -> None:
+        """A feed has its part of a spread message."""
+        self._bytes_elsewhere += nbytes
+        if self._reason is None:
+            try:
+                self._inbox.part_came(number, nbytes)
+            except Violation as violation:
+                return self._refuse(violation)
+            self._deliver()
+        return None
 
     def connection_lost(self, why: str) -> None:
         self._end(self._peer_reason or f"the connection broke ({why})", None)
@@ -342,7 +368,12 @@ class Link:
         while self._reason is None and (message := self._inbox.deliver_next()) is not None:
             moved = True
             self.messages_received += 1
-            self._handler.arrived(self, *message)
+            head, payload = message
+            if isinstance(payload, Elsewhere):
+                assert self.on_spread is not None
+                self.on_spread(self, head, payload)
+            else:
+                self._handler.arrived(self, head, payload)
         if moved:
             self._make_room()
             self._delivered.notify_all()
@@ -368,11 +399,14 @@ class Link:
     # The bulk connections, each in its thread
 
     def next_chunk(self, now: float) -> Chunk | None:
-        return self._outbox.next_chunk(now) if self._reason is None else None
+        return self.next_chunk_of(None, now)
+
+    def next_chunk_of(self, feed: int | None, now: float) -> Chunk | None:
+        return self._outbox.next_chunk(now, feed) if self._reason is None else None
 
     def chunk_sent(self, chunk: Chunk, now: float) -> None:
-        if self._outbox.mark_sent(chunk):
-            transfer = chunk.transfer
+        transfer = self._outbox.mark_sent(chunk)
+        if transfer is not None:
             if transfer.total > self._limits.chunk_bytes and transfer.started is not None:
                 self.bulk_bytes_per_second_up = transfer.total / max(now - transfer.started, 1e-9)
             self._wake_writer()
@@ -392,17 +426,16 @@ class Link:
         self._in_loop(self._failed, error)
 
 
-class _Receives:
-    """A link, for the connections on which it sends nothing."""
+class _WithFeed:
+    """A link, for its connection with one of the peer's feeds."""
 
-    def __init__(self, link: Link) -> None:
-        self.claim, self.chunk_received, self.connection_failed = link.claim, link.chunk_received, link.connection_failed
+    def __init__(self, link: Link, feed: int) -> None:
+        self._link, self._feed = link, feed
+        self.chunk_sent, self.claim = link.chunk_sent, link.claim
+        self.chunk_received, self.connection_failed = link.chunk_received, link.connection_failed
 
     def next_chunk(self, now: float) -> Chunk | None:
-        return None
-
-    def chunk_sent(self, chunk: Chunk, now: float) -> None:
-        raise AssertionError("nothing is sent here")
+        return self._link.next_chunk_of(self._feed, now)
 
 
 def _encoded(reason: str) -> bytes:

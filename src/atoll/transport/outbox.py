@@ -4,16 +4,19 @@
 A control message that may not overtake waits until the heads of the bulk messages before it were written; the head of a bulk
 message waits until its last chunk and the control messages before it were written. The talk stream therefore carries one
 legal order of delivery, and the receiver may refuse a frame that must follow one it has not seen.
+
+A spread message has no payload of its own but a part for each of the receiver's other processes, on whose connection it leaves.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from atoll.transport.chunks import ChunkHeader, pack_chunk
-from atoll.transport.frames import BULK, CONTROL, Buffers, LinkLimits, SharedBuffers, frame_checksum, pack
+from atoll.transport.frames import BULK, CONTROL, SPREAD, Buffers, LinkLimits, SharedBuffers, frame_checksum, pack
 
 
 class Control(NamedTuple):
@@ -22,10 +25,15 @@ class Control(NamedTuple):
 
 
 class Transfer:
-    """A bulk message. It releases its buffers when the system has taken all of them."""
+    """A bulk message, or a part of one. It releases its buffers when the system has taken all of them."""
 
-    def __init__(self, number: int, after: int, head: bytes, payload: Buffers) -> None:
+    def __init__(self, number: int, after: int, head: bytes, payload: Buffers, of: Transfer | None = None) -> None:
         self.number = number
+        self.of = of
+        """The message that it is a part of."""
+        self.parts_left = 0
+        """Of a spread message: parts that are not sent."""
+        self.is_spread = False
         self.after = after
         self.head = head
         self.pieces = [view for piece in payload if (view := memoryview(piece).cast("B")).nbytes]
@@ -79,6 +87,8 @@ class Outbox:
         """Bulk messages whose head is not written yet."""
         self._unchunked: deque[Transfer] = deque()
         """Those of them with chunks left to take."""
+        self._unchunked_of: dict[int, deque[Transfer]] = {}
+        """By feed: parts with chunks left to take."""
         self._bytes = 0
         self.bytes_max = limits.queue_bytes_max
         self.put_count = (0, 0)
@@ -109,6 +119,31 @@ class Outbox:
             self.put_count = (controls, bulks + 1)
             return None
 
+    def put_spread(self, head: bytes, parts: Sequence[Buffers]) -> str | None:
+        """A bulk message with a part for each feed, of which some may be empty. None, or the reason why it does not fit."""
+        limits = self._limits
+        if len(head) > limits.head_bytes_max:
+            return f"a head of {len(head)} bytes is longer than {limits.head_bytes_max}"
+        with self._lock:
+            controls, bulks = self.put_count
+            waiting = len(self._controls) + len(self._bulks)
+            if waiting >= limits.queue_messages_max:
+                return f"the send queue is full: {waiting} messages"
+            whole = Transfer(bulks, controls, head, [])
+            given = {feed: Transfer(bulks, 0, b"", part, whole) for feed, part in enumerate(parts)}
+            own = {feed: part for feed, part in given.items() if part.total}
+            assert own, "a message without bytes is sent whole"
+            total = sum(part.total for part in own.values())
+            if self._bytes + total > self.bytes_max:
+                return f"the send queue is full: it holds {self._bytes} bytes and {total} more do not fit"
+            whole.total, whole.parts_left, whole.is_spread = total, len(own), True
+            self._bytes += total
+            self._bulks.append(whole)
+            for feed, part in own.items():
+                self._unchunked_of.setdefault(feed, deque()).append(part)
+            self.put_count = (controls, bulks + 1)
+            return None
+
     def put_elsewhere(self, head: bytes, total: int) -> int | None:
         """A bulk message whose payload another process sends. Its number, or None if the queue is full."""
         with self._lock:
@@ -131,40 +166,48 @@ class Outbox:
             if self._bulks and (bulk := self._bulks[0]).is_sent and bulk.after <= self._taken[0]:
                 self._bulks.popleft()
                 self._taken[1] += 1
-                return pack(BULK, bulk.number, bulk.after, bulk.total, (bulk.head,))
+                return pack(SPREAD if bulk.is_spread else BULK, bulk.number, bulk.after, bulk.total, (bulk.head,))
             return None
 
     def wrote_message(self) -> None:
         self._written = (self._taken[0], self._taken[1])
 
-    def next_chunk(self, now: float) -> Chunk | None:
-        """Chunks leave in order of (bulk message, offset), over all connections. An empty payload has one empty chunk, so that
-        the receiver can tell it from a payload whose chunks have not arrived."""
+    def next_chunk(self, now: float, feed: int | None = None) -> Chunk | None:
+        """Chunks leave in order of (bulk message, offset), over all connections; those of parts over the connection of their
+        feed. An empty payload has one empty chunk, so that the receiver can tell it from a payload whose chunks have not
+        arrived."""
         with self._lock:
-            if not self._unchunked:
+            queue = self._unchunked if feed is None else self._unchunked_of.get(feed)
+            if not queue:
                 return None
-            transfer = self._unchunked[0]
-            if transfer.started is None:
-                transfer.started = now
+            transfer = queue[0]
+            whole = transfer.of or transfer
+            if whole.started is None:
+                whole.started = now
             offset = transfer.taken
             parts = transfer.take(self._limits.chunk_bytes)
             size = transfer.taken - offset
             if transfer.taken == transfer.total:
-                self._unchunked.popleft()
+                queue.popleft()
         check = transfer.check_of(offset, size, parts)
         return Chunk(transfer, size, pack_chunk(ChunkHeader(transfer.number, offset, transfer.total, size, check)), parts)
 
-    def mark_sent(self, chunk: Chunk) -> bool:
-        """The system took this chunk. True if it was the last of its payload."""
+    def mark_sent(self, chunk: Chunk) -> Transfer | None:
+        """The system took this chunk. The message if it was the last of its payload."""
         transfer = chunk.transfer
         with self._lock:
             transfer.sent_bytes += chunk.size
             if transfer.sent_bytes < transfer.total:
-                return False
-            transfer.is_sent = True
+                return None
             transfer.pieces.clear()
+            if transfer.of is not None:
+                transfer = transfer.of
+                transfer.parts_left -= 1
+                if transfer.parts_left:
+                    return None
+            transfer.is_sent = True
             self._bytes -= transfer.total
-        return True
+        return transfer
 
     def has_written(self, count: tuple[int, int]) -> bool:
         return self._written[0] >= count[0] and self._written[1] >= count[1]

@@ -327,6 +327,11 @@ class Server:
         if found is not None and found.link is not None:
             found.link.bytes_fed[feed] = nbytes
 
+    def feed_has(self, session: bytes, number: int, nbytes: int) -> None:
+        found = self._sessions.get(session)
+        if found is not None and found.link is not None:
+            found.link.part_came(number, nbytes)
+
     def feed_is_gone(self, session: bytes, reason: str) -> None:
         found = self._sessions.get(session)
         if found is not None and found.link is not None:

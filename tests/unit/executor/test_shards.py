@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from atoll.codecs.parts import joined, packet_part
 from atoll.config import Config, load
 from atoll.errors import UserError
 from atoll.executor.shard import ShardSyncer, StripeResult
-from atoll.executor.sharded import Announcement, ShardedSyncer, ShardedVersions
+from atoll.executor.sharded import Announcement, Judged, OwnParts, ShardedSyncer, ShardedVersions
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import FragmentId, OuterStep
 from atoll.kernels import fused
@@ -27,6 +28,7 @@ from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     AbortRound,
     Accept,
+    Contribution,
     CopyVersions,
     Discard,
     ForgetVersion,
@@ -83,9 +85,14 @@ class InProcess:
 
     syncer: ShardSyncer
     memory: MemoryVersions
+    own: dict[tuple[bytes, int], tuple[Packet, Tensor]] = field(default_factory=dict)
+    """Parts of contributions that came to it and not to the coordinator."""
 
     def accept(self, effect: Accept, packet: Packet, buffers: Tensor) -> None:
         self.syncer.execute(effect, Payload("packet", packet.nbytes, (packet, buffers)))
+
+    def accept_own(self, effect: Accept, session: bytes, number: int) -> None:
+        self.accept(effect, *self.own[session, number])
 
     def merge(self, effect: Merge, meeting: Meeting) -> StripeResult:
         return self.syncer.merge(effect, meeting)
@@ -138,7 +145,11 @@ class Both:
         self.shards = sharded(settings, count)
         self.newest = [0] * FRAGMENTS
 
-    def round(self, t: OuterStep, *, opposite: bool = False, learners: int = 3, plain: bool = False, limit: float = 0.0) -> Any:
+    def round(
+        self, t: OuterStep, *, opposite: bool = False, learners: int = 3, plain: bool = False, limit: float = 0.0,
+        own: bool = False,
+    ) -> Any:
+        """`own`: contributions come to the shards in parts, and not to the coordinator."""
         p = t % FRAGMENTS
         for m in range(learners):
             delta = numbers(97 * t, 1e-3) * (-1) ** m if opposite else numbers(97 * t + m, 1e-3)
@@ -146,6 +157,8 @@ class Both:
             buffers = numbers(m, 1.0, BUFFERS)
             for syncer in (self.whole, self.shards):
                 content = Payload("packet", packet.nbytes, (packet, buffers))
+                if own and syncer is self.shards:
+                    content = Payload("packet", packet.nbytes, self.cut(p, m, packet, buffers))
                 syncer.execute(Accept(t, p, m, 0 if m == 1 else self.newest[p]), content)
         shares = tuple(Share(m, 1.0 if opposite else 1.0 + m, 0, 4) for m in range(learners))
         seen: list[Any] = []
@@ -157,6 +170,13 @@ class Both:
             self.newest[p] = t
             self.require_equal(p, t)
         return seen[0]
+
+    def cut(self, p: FragmentId, m: int, packet: Packet, buffers: Tensor) -> OwnParts:
+        for stripe, shard in zip(self.shards._stripes[p], self.shards._shards, strict=True):
+            assert isinstance(shard, InProcess)
+            part = packet_part(packet, stripe.first, stripe.last)
+            shard.own[b"link", m] = part, buffers if stripe.fragment.buffer_numel else buffers[:0]
+        return OwnParts(b"link", m)
 
     def require_equal(self, p: FragmentId, v: OuterStep) -> None:
         one, all_ = self.whole.disk.at(p, v), self.shards.disk.at(p, v)
@@ -205,6 +225,31 @@ def test_every_codec_and_merge_that_shards_take(protocol: dict[str, str], monkey
     both = Both(config(**protocol), 3)
     for t in range(1, 5):
         both.round(t)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_contributions_that_came_to_the_shards_are_merged_as_those_that_came_to_the_coordinator(count: int) -> None:
+    both = Both(config(), count)
+    for t in range(1, 5):
+        both.round(t, own=True)
+
+
+def test_shards_judge_a_contribution_as_a_syncer_does() -> None:
+    both, body = Both(config(), 3), Contribution(1, 0, 4, 0, 4, 64, 4, 64)
+    packet, buffers = codec("int4").encode(numbers(3, 1e-3)), numbers(4, 1.0, BUFFERS)
+    whole = both.whole.inspect(body, Payload("packet", packet.nbytes, (packet, buffers)))
+    bounds = stripe_bounds(NUMEL, 3)
+    parts = [packet_part(packet, *bounds[k : k + 2]) for k in range(3)]
+    leaves = [both.whole.merger.norm_leaves(part, by_value=False) for part in parts]
+    by_value = [both.whole.merger.norm_leaves(part, by_value=True) for part in parts]
+    shards = both.shards
+    assert shards.judge(body, [Judged("", each) for each in leaves]) == whole and whole.measure is not None
+    assert shards.judge(body, [Judged("", leaves[0]), Judged("", None), Judged("", leaves[2])]) is None, "of values, please"
+    assert (again := shards.judge(body, [Judged("", each) for each in by_value])) is not None and again.measure is not None
+    flaw = shards.judge(body, [Judged("", leaves[0]), Judged("it is no part", None), Judged("", leaves[2])])
+    assert flaw is not None and str(flaw.flaw) == str(Reason(Why.POISONED, "it is no part"))
+    poisoned = shards.judge(body, [Judged("", leaves[0]), Judged("", leaves[1] * math.inf), Judged("", leaves[2])])
+    assert poisoned is not None and "NaN or Inf" in str(poisoned.flaw)
 
 
 def test_average_of_theta_is_kept_by_stripes() -> None:

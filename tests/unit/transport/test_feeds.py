@@ -14,6 +14,7 @@ from raw_link import RawBulk, RawLink, chunk
 from transport_peers import PATIENCE_SECONDS, Recorder, admit, credentials_of, run, started
 
 from atoll.transport import (
+    Elsewhere,
     FeedEnd,
     Link,
     LinkLimits,
@@ -27,7 +28,10 @@ from atoll.transport import (
 )
 from atoll.transport import feed as feeds_of_transport
 from atoll.transport.chunks import BulkHello, feed_of, may_be_preface, preface_of
+from atoll.transport.frames import BULK, CONTROL, SPREAD, pack
 from atoll.transport.keys import SYNCER_NAME, load_learner, load_server, make_keys
+
+PART_SIZES = (4, 3 << 20)
 
 
 class Ends:
@@ -44,7 +48,8 @@ class Ends:
             FeedEnd(
                 context, LinkLimits(), lambda session, n=n: self._tell("feed_is_here", session, n),
                 lambda session, nbytes, n=n: self._tell("feed_sent", session, n, nbytes),
-                lambda session, why: self._tell("feed_is_gone", session, why),
+                lambda session, why: self._tell("feed_is_gone", session, why), part_sizes=PART_SIZES,
+                came=lambda session, number, nbytes: self._tell("feed_has", session, number, nbytes),
             )
             for n in range(count)
         ]  # fmt: skip
@@ -65,6 +70,11 @@ class Ends:
 
     def hand(self, feed: int, connection: socket.socket) -> None:
         self.ends[feed].take(connection.dup())
+
+    def part(self, feed: int, link: Link, number: int) -> bytes | None:
+        """Of a spread message that was delivered, from the feed that has it."""
+        data = self.ends[feed].take_part(link.session, number)
+        return None if data is None else bytes(data)
 
     def send(self, link: Link, head: bytes, stripes: list[list[PlacedBytes]]) -> None:
         """`stripes`: of each feed."""
@@ -203,7 +213,160 @@ def test_stranger_that_shows_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) 
     run(story())
 
 
-def test_peer_that_sends_on_a_connection_that_only_receives_loses_its_link() -> None:
+class Spread(Recorder):
+    """A server whose feeds receive."""
+
+    def __init__(self) -> None:
+        super().__init__(echo=False)
+        self.spread: list[Elsewhere] = []
+
+    def opened(self, link: Link) -> None:
+        super().opened(link)
+        link.on_spread = self.arrived_elsewhere
+
+    def arrived_elsewhere(self, link: Link, head: bytes, part: Elsewhere) -> None:
+        self.heads.append(head)
+        self.spread.append(part)
+        self._notifier.notify_all()
+
+
+def test_spread_message_goes_to_the_feeds_and_keeps_its_turn() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Spread()
+        async with fed(there) as (ends, address):
+            link = await dialled(address, here)
+            large = random.Random(1).randbytes(3 << 20)
+            link.send(b"before")
+            link.send(b"whole", [b"of the link"])
+            link.send_spread(b"spread", [[large[:5], b"", large[5:]], [b"four"]])
+            link.send(b"between")
+            link.send_spread(b"one of them", [[], [b"more"]])
+            link.send(b"after", [b""])
+            await there.until(lambda: len(there.heads) == 6)
+            assert there.heads == [b"before", b"whole", b"spread", b"between", b"one of them", b"after"]
+            assert there.spread == [Elsewhere(1, len(large) + 4), Elsewhere(2, 4)]
+            theirs = there.links[0]
+            assert ends.part(0, theirs, 1) == large
+            assert ends.part(1, theirs, 1) == b"four" and ends.part(1, theirs, 2) == b"more"
+            assert theirs.bytes_received > len(large) and link.bytes_sent > len(large)
+            assert ends.part(0, theirs, 4) is None
+
+    run(story())
+
+
+def test_messages_that_may_overtake_do_not_wait_for_parts_and_others_do() -> None:
+    async def story() -> None:
+        there = Spread()
+        async with fed(there, count=2) as (_, address):
+            link = RawLink(address, credentials_of("a"))
+            await link.open_talk()
+            await link.open_bulk()
+            first, second = await link.open_bulk(feed=0), await link.open_bulk(feed=1)
+            await link.ready()
+            await first.write(chunk(0, 0, 4, b"four"))
+            await link.talk.write(pack(SPREAD, 0, 0, 8, (b"spread",)))
+            await link.talk.write(pack(CONTROL, 0, 0, 0, (b"overtakes",)))
+            await link.talk.write(pack(CONTROL, 1, 1, 0, (b"after",)))
+            await there.until(lambda: bool(there.heads))
+            await asyncio.sleep(0.2)
+            assert there.heads == [b"overtakes"], "the other part is missing"
+            await second.write(chunk(0, 0, 4, b"more"))
+            await there.until(lambda: len(there.heads) == 3)
+            assert there.heads == [b"overtakes", b"spread", b"after"]
+            await link.close()
+
+    run(story())
+
+
+def test_last_spread_message_counts_though_its_sender_has_said_goodbye() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Spread()
+        async with fed(there) as (_, address):
+            link = await dialled(address, here)
+            link.send_spread(b"spread", [[random.Random(1).randbytes(3 << 20)], [b"four"]])
+            await link.drain()
+            link.close("over", timeout=5.0)
+            await there.until(lambda: bool(there.reasons))
+            assert there.heads == [b"spread"] and "over" in there.reasons[0]
+
+    run(story())
+
+
+def test_peer_whose_parts_have_more_bytes_than_it_said_loses_its_link() -> None:
+    async def story() -> None:
+        there = Spread()
+        async with fed(there, count=2) as (_, address):
+            link = RawLink(address, credentials_of("a"))
+            await link.open_talk()
+            await link.open_bulk()
+            feeds = [await link.open_bulk(feed=0), await link.open_bulk(feed=1)]
+            await link.ready()
+            await link.talk.write(pack(SPREAD, 0, 0, 7, (b"spread",)))
+            for feed in feeds:
+                await feed.write(chunk(0, 0, 4, b"four"))
+            await there.until(lambda: bool(there.reasons))
+            assert "have more than 7 bytes" in there.reasons[0]
+            await link.close()
+
+    run(story())
+
+
+def test_peer_that_spreads_what_nobody_there_takes_loses_its_link() -> None:
+    async def story() -> None:
+        here, there = Recorder(), Recorder(echo=False)
+        async with fed(there) as (_, address):
+            link = await dialled(address, here)
+            link.send_spread(b"spread", [[b"four"], []])
+            await there.until(lambda: bool(there.reasons))
+            assert "does not belong here" in there.reasons[0]
+
+    run(story())
+
+
+@pytest.mark.parametrize("head_first", [True, False])
+def test_chunk_of_a_spread_message_on_another_connection_ends_the_link(head_first: bool) -> None:
+    async def story() -> None:
+        there = Spread()
+        async with fed(there, count=1) as (_, address):
+            link = RawLink(address, credentials_of("a"))
+            await link.open_talk()
+            own = await link.open_bulk()
+            await link.open_bulk(feed=0)
+            await link.ready()
+            if head_first:  # and a message before it has not come
+                await link.talk.write(pack(BULK, 0, 0, 4, (b"first",)))
+                await link.talk.write(pack(SPREAD, 1, 0, 4, (b"head",)))
+                await asyncio.sleep(0.2)
+                await own.write(chunk(1, 0, 4, b"four"))
+            else:
+                await own.write(chunk(0, 0, 4, b"four"))
+                await asyncio.sleep(0.2)
+                await link.talk.write(pack(SPREAD, 0, 0, 4, (b"head",)))
+            await there.until(lambda: bool(there.reasons))
+            assert "which is spread, came here" in there.reasons[0]
+            await link.close()
+
+    run(story())
+
+
+def test_spread_message_without_bytes_is_none() -> None:
+    async def story() -> None:
+        there = Spread()
+        async with fed(there, count=1) as (_, address):
+            link = RawLink(address, credentials_of("a"))
+            await link.open_talk()
+            await link.open_bulk()
+            await link.open_bulk(feed=0)
+            await link.ready()
+            await link.talk.write(pack(SPREAD, 0, 0, 0, (b"head",)))
+            await there.until(lambda: bool(there.reasons))
+            assert "does not belong here" in there.reasons[0]
+            await link.close()
+
+    run(story())
+
+
+def test_peer_that_sends_a_feed_a_part_of_no_size_there_is_loses_its_link() -> None:
     async def story() -> None:
         there = Recorder()
         async with fed(there, count=1) as (_, address):
@@ -214,7 +377,7 @@ def test_peer_that_sends_on_a_connection_that_only_receives_loses_its_link() -> 
             await link.ready()
             await feed.write(chunk(0, 0, 5, b"hello"))
             await there.until(lambda: bool(there.reasons))
-            assert "a connection that only receives sent a payload" in there.reasons[0]
+            assert "no part has 5 bytes" in there.reasons[0]
             await link.close()
 
     run(story())

@@ -117,7 +117,7 @@ class LiveLearner:
             metrics.links.link_of = lambda peer: self._link
         self._sender = Sender(self._failed)
         self._link_down = asyncio.Event()
-        self._queue: MessageQueue | None = None
+        self._queue: MessageQueue[memoryview] | None = None
         self._rng = random.Random(f"{placement.run} {placement.learner} {placement.incarnation}")
         self._peers = Peers(self, address, placement, self._rng, state_bytes_max, spool)
         self._spools = spool is not None
@@ -259,7 +259,11 @@ class LiveLearner:
             def job() -> None:
                 if held:
                     self._held.wait(held)
-                link.send(head, wire.to_buffers(payload) if payload is not None else None, may_overtake=overtakes)
+                parts = wire.to_stripes(payload, link.feeds) if payload is not None and link.feeds else None
+                if parts is not None:
+                    link.send_spread(head, parts)
+                else:
+                    link.send(head, wire.to_buffers(payload) if payload is not None else None, may_overtake=overtakes)
 
             waits = bool(held) or wire.waits_for_device(payload)
             self._sender.put(job, waits_for_device=waits, control=payload is None, overtakes=overtakes)

@@ -61,7 +61,7 @@ class Peers:
         self._server: Server | None = None
         self._keys: OrderedDict[int, tuple[LearnerId, str]] = OrderedDict()
         self._tickets: dict[LearnerId, tuple[str, int, str, Nanos]] = {}
-        self._links: dict[LearnerId, MessageQueue] = {}
+        self._links: dict[LearnerId, MessageQueue[memoryview]] = {}
         self._dialling: dict[LearnerId, asyncio.Task[None]] = {}
         self.advertised = address.advertise
 
@@ -178,7 +178,7 @@ class Peers:
         else:  # a state that arrived in full is used even if its sender is gone
             queue.finish(lambda: self._lost(queue, reason))
 
-    def _lost(self, queue: MessageQueue, reason: str) -> None:
+    def _lost(self, queue: MessageQueue[memoryview], reason: str) -> None:
         peer = int(queue.link.peer)
         if self._links.get(peer) is queue:
             del self._links[peer]

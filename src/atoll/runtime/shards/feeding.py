@@ -1,4 +1,8 @@
-"""What a shard on the syncer's machine sends to learners itself: its stripe of every announcement, over connections of its own.
+"""What a shard on the syncer's machine exchanges with learners itself, over connections of its own: it sends its stripe of every
+announcement, and receives its part of every contribution.
+
+A part is looked at where it is, and only what the coordinator decides by goes to it: whether it is sound, and the squares that
+the norm of the whole adds up. The part stays here until the coordinator accepts the contribution, or drops it.
 
 Learners dial the syncer, whose front door hands the shard the connections that begin with its number, through a Unix socket in a
 folder that only this user may enter. TLS begins in the shard, with the syncer's certificate. So all payloads use the syncer's
@@ -14,10 +18,14 @@ import socket
 import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from atoll.codecs import Packet
@@ -25,8 +33,21 @@ from atoll.config import Config
 from atoll.ids import FragmentId, OuterStep
 from atoll.runtime import payload as wire
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel, read_in_thread
-from atoll.runtime.shards.messages import ExpectLink, FeedLink, ForgetLink, LinkFed, LinkGone, LinkHere
+from atoll.runtime.shards.messages import (
+    DropPart,
+    ExpectLink,
+    FeedLink,
+    ForgetLink,
+    JudgePart,
+    LinkFed,
+    LinkGone,
+    LinkHere,
+    PartCame,
+    PartJudged,
+    named,
+)
 from atoll.tensors.layout import Fragment
+from atoll.tensors.norms import Array
 from atoll.tensors.stripes import stripes_of
 from atoll.transport import FeedEnd, LinkLimits, PlacedBytes, SharedBuffers, server_credentials
 from atoll.transport.keys import load_server
@@ -36,6 +57,9 @@ log = logging.getLogger("atoll.shard")
 KEPT: Final = 2
 """OwnStripes whose checksums are kept beside those of rounds in flight."""
 HAND_SECONDS: Final = 5.0
+MISSING: Final = "a shard has no part of it"
+LOOKING_THREADS: Final = 2
+"""That look at parts which arrived, outside the interpreter's lock."""
 
 
 class StoredStripes(Protocol):
@@ -44,6 +68,58 @@ class StoredStripes(Protocol):
     def packet(self, p: FragmentId, v: OuterStep) -> Packet | None: ...
     def announced(self, p: FragmentId, v: OuterStep) -> Tensor: ...
     def theta_at(self, p: FragmentId, v: OuterStep) -> tuple[Tensor, Tensor]: ...
+
+
+class Judge(Protocol):
+    """What of the merger is used here."""
+
+    def norm_leaves(self, packet: Packet, *, by_value: bool) -> Array | None: ...
+
+
+class HeldParts:
+    """One shard's parts of contributions that the coordinator knows of. Any thread may call any method."""
+
+    def __init__(self, config: Config, stripes: Sequence[Fragment], judge: Judge) -> None:
+        self._codec, self._stripes, self._judge = config.protocol.codec_up, stripes, judge
+        self._lock = threading.Lock()
+        self._held: dict[tuple[bytes, int], tuple[Packet, Tensor]] = {}
+        self._awaited: set[tuple[bytes, int]] = set()
+        """Asked for, and not looked at yet: one that is dropped meanwhile is not kept."""
+
+    def bytes_of(self, p: FragmentId) -> int:
+        return wire.bytes_of_part(self._codec, self._stripes[p].numel, self._stripes[p].buffer_numel)
+
+    def expect(self, session: bytes, number: int) -> None:
+        with self._lock:
+            self._awaited.add((session, number))
+
+    def look(self, note: JudgePart, data: memoryview) -> tuple[str, Array | None]:
+        """The flaw, or ""; and the squares that its norm adds up."""
+        stripe = self._stripes[note.fragment]
+        packet, buffers = wire.part_from_buffer(self._codec, stripe.numel, stripe.buffer_numel, data)
+        if not bool(torch.isfinite(buffers).all()):
+            return f"fragment {note.fragment} holds NaN or Inf", None
+        key = note.session, note.number
+        with self._lock:
+            if key in self._awaited:
+                self._awaited.remove(key)
+                self._held[key] = packet, buffers
+        return "", self._judge.norm_leaves(packet, by_value=note.by_value)
+
+    def look_again(self, note: JudgePart) -> tuple[str, Array | None]:
+        with self._lock:
+            packet, _ = self._held[note.session, note.number]
+        return "", self._judge.norm_leaves(packet, by_value=note.by_value)
+
+    def take(self, session: bytes, number: int) -> tuple[Packet, Tensor]:
+        """For the merge."""
+        with self._lock:
+            return self._held.pop((session, number))
+
+    def drop(self, session: bytes, number: int) -> None:
+        with self._lock:
+            self._held.pop((session, number), None)
+            self._awaited.discard((session, number))
 
 
 class _Part(NamedTuple):
@@ -84,19 +160,22 @@ class OwnStripes:
 class Feeding:
     """For one coordinator, which tells on `channel` what to send to whom."""
 
-    def __init__(self, channel: RankChannel, stripes: OwnStripes, keys: str | None) -> None:
+    def __init__(self, channel: RankChannel, stripes: OwnStripes, parts: HeldParts, keys: str | None, fragments: int) -> None:
         found = load_server(Path(keys)) if keys is not None else None
         tls = server_credentials(found.certificate, found.key, found.ca).bulk if found is not None else None
-        self._channel, self._stripes_of = channel, stripes
+        self._channel, self._stripes_of, self._parts = channel, stripes, parts
+        self._looking = ThreadPoolExecutor(LOOKING_THREADS, "parts")
         self.end = FeedEnd(
             tls, LinkLimits(), lambda session: self._tell(LinkHere(session)),
             lambda session, nbytes: self._tell(LinkFed(session, nbytes)), lambda session, why: self._tell(LinkGone(session, why)),
+            part_sizes={parts.bytes_of(p) for p in range(fragments)} - {0},
+            came=lambda session, number, nbytes: self._tell(PartCame(session, number, nbytes)),
         )  # fmt: skip
         read_in_thread(channel, self._take, self._closed, "feeds")
 
-    def _tell(self, note: LinkHere | LinkFed | LinkGone) -> None:
+    def _tell(self, note: LinkHere | LinkFed | LinkGone | PartCame | PartJudged, data: Sequence[Tensor] = ()) -> None:
         with contextlib.suppress(ChannelClosed):  # the coordinator is gone, and its links with it
-            self._channel.send(note)
+            self._channel.send(note, data)
 
     def _take(self, note: object, _: Tensor) -> None:
         match note:
@@ -112,8 +191,31 @@ class Feeding:
                     self._tell(LinkGone(session, f"a shard cannot read its files: {error}"[:300]))
                 else:
                     self.end.put(session, number, *part)
+            case JudgePart(by_value=True):
+                self._looking.submit(self._judged, note, partial(self._parts.look_again, note))
+            case JudgePart(wanted=False, session=session, number=number):
+                self.end.take_part(session, number)
+            case JudgePart(session=session, number=number):
+                found = self.end.take_part(session, number)
+                data = found if found is not None or self._parts.bytes_of(note.fragment) else memoryview(b"")
+                if data is None:
+                    gone = not self.end.knows(session)
+                    return self._tell(PartJudged(session, number, "" if gone else MISSING, gone))
+                self._parts.expect(session, number)
+                self._looking.submit(self._judged, note, partial(self._parts.look, note, data))
+            case DropPart(session=session, number=number):
+                self._parts.drop(session, number)
             case _:
                 raise ChannelClosed(f"{type(note).__name__} is no word about a link")
+        return None
+
+    def _judged(self, note: JudgePart, look: Callable[[], tuple[str, Array | None]]) -> None:
+        try:
+            flaw, leaves = look()
+        except Exception as error:  # a peer's bytes may end its connection, never the shard
+            flaw, leaves = f"bytes that cannot be used: {error}"[: wire.FLAW_MAX], None
+        rows, data = named({} if leaves is None else {"leaves": torch.from_numpy(np.ascontiguousarray(leaves))})
+        self._tell(PartJudged(note.session, note.number, flaw, tensors=rows), data)
 
     def _closed(self, error: BaseException) -> None:
         if not isinstance(error, ChannelClosed):
@@ -123,6 +225,7 @@ class Feeding:
     def close(self) -> None:
         self._channel.close()
         self.end.close()
+        self._looking.shutdown(wait=False)
 
 
 class HandedOver:

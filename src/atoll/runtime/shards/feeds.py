@@ -1,4 +1,4 @@
-"""The coordinator's side of what its shards send to learners: `Feeds` of the transport, one for each shard."""
+"""The coordinator's side of what its shards exchange with learners: `Feeds` of the transport, one for each shard."""
 
 from __future__ import annotations
 
@@ -6,21 +6,34 @@ import asyncio
 import contextlib
 import logging
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
 from torch import Tensor
 
-from atoll.executor.sharded import ShardLost
-from atoll.protocol.vocabulary import Announce
+from atoll.executor.sharded import Judged, OwnParts, ShardLost
+from atoll.protocol.vocabulary import Announce, Contribution
 from atoll.runtime import payload as wire
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel, read_in_thread
 from atoll.runtime.ranks.messages import Note
 from atoll.runtime.shards.feeding import at_door, hand_over
-from atoll.runtime.shards.messages import ExpectLink, FeedLink, ForgetLink, LinkFed, LinkGone, LinkHere
+from atoll.runtime.shards.messages import (
+    DropPart,
+    ExpectLink,
+    FeedLink,
+    ForgetLink,
+    JudgePart,
+    LinkFed,
+    LinkGone,
+    LinkHere,
+    PartCame,
+    PartJudged,
+    tensors_of_note,
+)
 from atoll.tensors.layout import Fragment
-from atoll.transport import Link, Server
+from atoll.transport import Elsewhere, Link, Server
 from atoll.transport.feed import FeedEvents
 
 log = logging.getLogger("atoll.syncer")
@@ -35,6 +48,15 @@ class FeedingShard(Protocol):
         ...
 
 
+class _Asked:
+    """All shards, about their parts of a contribution."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, Judged | None] = {}
+        """By shard. None: it has let its part go."""
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+
 class ShardFeeds:
     """A shard that takes no more words ends the syncer's life, as one that is killed does: nothing would be announced."""
 
@@ -44,6 +66,9 @@ class ShardFeeds:
         self._fragments = fragments
         self.announced_as: Callable[[Announce], str] = lambda body: ""
         """The codec of the packet that an announcement is; "": the announced vector itself."""
+        self._asked: dict[tuple[bytes, int], _Asked] = {}
+        self._used: set[bytes] = set()
+        """Sessions of links whose messages are processed."""
         self._doors: list[socket.socket] = []
         self._channels: list[RankChannel] = []
         self._closing = False
@@ -67,7 +92,7 @@ class ShardFeeds:
         self._loop, self._events, server.feeds, self._lost = asyncio.get_running_loop(), server, self, lost
         for error in self._gone:
             lost(error)
-        log.info("each of its %d shards sends learners its stripe of what is announced", self.count)
+        log.info("each of its %d shards exchanges its stripes with learners itself", self.count)
 
     def announce(self, link: Link, head: bytes, body: Announce) -> None:
         fragment, codec = self._fragments[body.fragment], self.announced_as(body)
@@ -75,13 +100,45 @@ class ShardFeeds:
         if number is not None:
             self._tell(FeedLink(link.session, number, body.fragment, body.outer_step, not codec))
 
+    def take_from(self, link: Link) -> None:
+        """The link's messages are processed from now on, until `let_go`."""
+        self._used.add(link.session)
+
+    def let_go(self, link: Link) -> None:
+        self._used.discard(link.session)
+        self._tell(ForgetLink(link.session))
+
+    async def judged(self, link: Link, part: Elsewhere, body: Contribution, *, by_value: bool = False) -> list[Judged] | None:
+        """What each shard says of its part. None: the link is over, and was let go."""
+        key = link.session, part.number
+        asked = self._asked[key] = _Asked()
+        self._tell(JudgePart(*key, body.fragment, by_value=by_value))
+        try:
+            await asked.done
+        finally:
+            del self._asked[key]
+        answers = [answer for _, answer in sorted(asked.answers.items()) if answer is not None]
+        return answers if len(answers) == self.count else None
+
+    def pass_over(self, link: Link, part: Elsewhere, body: Contribution) -> None:
+        """Nobody asked for this contribution."""
+        self._tell(JudgePart(link.session, part.number, body.fragment, wanted=False))
+
+    def own_parts(self, link: Link, part: Elsewhere) -> OwnParts:
+        """The shards keep theirs until it is gone: whether it was accepted or refused, nobody has to say so."""
+        held = OwnParts(link.session, part.number)
+        weakref.finalize(held, self._tell, DropPart(link.session, part.number)).atexit = False
+        return held
+
     # As `Feeds`
 
     def expect(self, session: bytes, key: bytes, certificate: str | None) -> None:
         self._tell(ExpectLink(session, key, certificate))
 
     def forget(self, session: bytes) -> None:
-        self._tell(ForgetLink(session))
+        """Where messages of the link are still to be processed, its parts stay until `let_go`."""
+        if session not in self._used:
+            self._tell(ForgetLink(session))
 
     def hand(self, feed: int, connection: socket.socket) -> None:
         try:
@@ -94,7 +151,7 @@ class ShardFeeds:
             with contextlib.suppress(ChannelClosed):
                 channel.send(note)
 
-    def _heard(self, shard: int, note: object, _: Tensor) -> None:
+    def _heard(self, shard: int, note: object, data: Tensor) -> None:
         """In the thread of a shard's channel."""
         match note:
             case LinkHere(session=session):
@@ -103,8 +160,21 @@ class ShardFeeds:
                 self._in_loop(lambda events: events.feed_sent(session, shard, nbytes))
             case LinkGone(session=session, reason=reason):
                 self._in_loop(lambda events: events.feed_is_gone(session, reason))
+            case PartCame(session=session, number=number, nbytes=nbytes):
+                self._in_loop(lambda events: events.feed_has(session, number, nbytes))
+            case PartJudged(session=session, number=number, flaw=flaw, gone=gone, tensors=rows):
+                leaves = tensors_of_note(rows, data).get("leaves")
+                said = None if gone else Judged(flaw, None if leaves is None else leaves.numpy())
+                self._in_loop(lambda _: self._said(shard, (session, number), said))
             case _:
                 raise ChannelClosed(f"{type(note).__name__} is no word about a link")
+
+    def _said(self, shard: int, key: tuple[bytes, int], said: Judged | None) -> None:
+        asked = self._asked.get(key)
+        if asked is not None:
+            asked.answers[shard] = said
+            if len(asked.answers) == self.count and not asked.done.done():
+                asked.done.set_result(None)
 
     def _ended(self, shard: int, error: BaseException) -> None:
         """In the thread of a shard's channel."""

@@ -125,6 +125,9 @@ class RemoteShard:
         rows, data = notes.named(notes.tensors_of_packet(packet) | {"buffers": buffers})
         self._ask(DoEffect(effect, rows, packet.codec), data)
 
+    def accept_own(self, effect: Accept, session: bytes, number: int) -> None:
+        self._ask(DoEffect(effect, session=session, number=number))
+
     def merge(self, effect: Merge, meeting: Meeting) -> StripeResult:
         (result,) = self._results(effect, meeting)
         return result

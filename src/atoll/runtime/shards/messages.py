@@ -98,6 +98,9 @@ class DoEffect(Note, frozen=True):
     codec: str = ""
     quietly: bool = False
     """Nobody here sends what is stored: the bytes stay in the shard."""
+    session: bytes = b""
+    """Of a contribution to accept that the shard has itself: the link it came on, and the number of its bulk message there."""
+    number: int = 0
 
 
 class EffectDone(Note, frozen=True):
@@ -164,6 +167,46 @@ class FeedLink(Note, frozen=True):
     """The announced vector, not the packet."""
 
 
+class PartCame(Note, frozen=True):
+    """The shard has its whole part of a contribution: so many bytes."""
+
+    session: bytes
+    number: int
+    """Of its bulk message."""
+    nbytes: int
+
+
+class JudgePart(Note, frozen=True):
+    """Look at this shard's part of a contribution that came on that link, and keep it until it is accepted or dropped."""
+
+    session: bytes
+    number: int
+    """Of its bulk message."""
+    fragment: FragmentId
+    wanted: bool = True
+    """Else nobody needs it."""
+    by_value: bool = False
+    """Asked again, for squares of what the codes decode to."""
+
+
+class DropPart(Note, frozen=True):
+    """It was accepted or refused, or its link is over."""
+
+    session: bytes
+    number: int
+
+
+class PartJudged(Note, frozen=True):
+    session: bytes
+    number: int
+    flaw: str = ""
+    """Why it cannot be used; "": it can."""
+    gone: bool = False
+    """The link is over, and its parts were let go."""
+    tensors: Named = ()
+    """`leaves`: what its norm adds up; none where only its values tell."""
+
+
 class LinkHere(Note, frozen=True):
     session: bytes
 
@@ -186,9 +229,11 @@ class ShardFailed(Note, frozen=True):
 
 ToShard: TypeAlias = (
     ShardHello | OpenShard | PutStripe | RetainVersions | DoEffect | SlotNormsFound | ReadStripe | LinkInto | KeepSnapshots
-    | ExpectLink | ForgetLink | FeedLink
+    | ExpectLink | ForgetLink | FeedLink | JudgePart | DropPart
 )  # fmt: skip
-ToCoordinator: TypeAlias = ShardReady | EffectDone | TellParts | StripeRead | ShardFailed | LinkHere | LinkFed | LinkGone
+ToCoordinator: TypeAlias = (
+    ShardReady | EffectDone | TellParts | StripeRead | ShardFailed | LinkHere | LinkFed | LinkGone | PartCame | PartJudged
+)
 
 
 # ---------------------------------------------------------------- tensors beside messages

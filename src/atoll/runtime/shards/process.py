@@ -30,7 +30,7 @@ from atoll.protocol.vocabulary import Accept, CopyVersions, Merge, Store
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards import messages as notes
 from atoll.runtime.shards.door import ShardDoor
-from atoll.runtime.shards.feeding import Feeding, HandedOver, OwnStripes
+from atoll.runtime.shards.feeding import Feeding, HandedOver, HeldParts, OwnStripes
 from atoll.runtime.shards.messages import (
     DoEffect,
     EffectDone,
@@ -88,6 +88,8 @@ class ShardStore:
         else:
             self.disk = DurableVersions.open(directory)
         self.syncer: ShardSyncer | None = None
+        self.parts: HeldParts | None = None
+        """Of contributions that this shard receives itself."""
 
     def _refuse_another_run(self) -> None:
         path, run = self._directory / RUN_FILE, self._opened.run
@@ -120,7 +122,9 @@ class ShardStore:
     def feeding(self, channel: RankChannel) -> Feeding:
         opened = self._opened
         stripes = OwnStripes(self._config, self._fragments, opened.shard, opened.shards, self.disk)
-        return Feeding(channel, stripes, opened.keys)
+        assert self.syncer is not None, "it sends and receives once it knows what to keep"
+        self.parts = HeldParts(self._config, [stripe.fragment for stripe in self._stripes], self.syncer.merger)
+        return Feeding(channel, stripes, self.parts, opened.keys, len(self._fragments))
 
     def _run_later(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -136,6 +140,10 @@ class ShardStore:
         assert syncer is not None, "a shard works once it knows what to keep"
         results = []
         match effect:
+            case Accept() if note.session:
+                assert self.parts is not None, "the coordinator accepts what this shard has looked at"
+                own = self.parts.take(note.session, note.number)
+                syncer.execute(effect, Payload("packet", own[0].nbytes, own))
             case Accept(fragment=p):
                 packet = notes.packet_of(tensors, note.codec, self._stripes[p].fragment.numel)
                 assert packet is not None

@@ -22,6 +22,11 @@ class Announced:
         if self._directory.feeds is not None:
             self._directory.feeds.begin(server, lost)
 
+    def let_go(self, link: Link) -> None:
+        """All messages of a link that is over were processed."""
+        if self._directory.feeds is not None:
+            self._directory.feeds.let_go(link)
+
     def send(self, link: Link, head: bytes, send: Send) -> None:
         """StorageFailed: nothing was sent."""
         body = send.envelope.body

@@ -31,7 +31,7 @@ from atoll.transport.revoked import Revoked, token_id
 peer_log = rate_limited("atoll.syncer.peers")
 """For lines that peers cause: rate limited."""
 
-PROTOCOL = 6
+PROTOCOL = 7
 """The version of the messages; both ends must have the same."""
 RESERVED_SECONDS = 15.0
 """A place stays reserved this long after it was given out, or after its process disconnected."""

@@ -11,16 +11,18 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 
 from atoll.config import Config
 from atoll.config.codecs import codec_digests, codec_spec
 from atoll.errors import UNDECODABLE, DataError, RunFailed, UserError
+from atoll.executor.sharded import ShardedSyncer
 from atoll.ids import SYNCER, LearnerId, nanos, worker_name
 from atoll.protocol.causality import may_overtake
-from atoll.protocol.interface import Finding, Observer, Payload
+from atoll.protocol.interface import CLEAN, Finding, Observer, Payload
 from atoll.protocol.membership import EXPELLED, LEFT, LOST
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.validity import objection
@@ -62,11 +64,12 @@ from atoll.runtime.syncer.stages import StageTimes
 from atoll.runtime.syncer.uploads import ModelUploads
 from atoll.store.tensor_files import StorageFailed
 from atoll.store.weights import THETA_FILE
-from atoll.transport import CERTIFICATE_KEY, Link, LinkLimits, Refused, Server, ServerCredentials
+from atoll.transport import CERTIFICATE_KEY, Elsewhere, Link, LinkLimits, Refused, Server, ServerCredentials
 
 log = logging.getLogger("atoll.syncer")
 rate_limited("grpc._cython.cygrpc")  # it logs a traceback for each write to a peer that does not read
 
+_Any = TypeVar("_Any")
 REVOKED_SECONDS = 2.0
 """Between two looks at the list of revoked keys, for the connections that are open; a new one is checked as it comes."""
 ROLLBACK_SECONDS = 1.0
@@ -290,13 +293,17 @@ class SyncerProcess:
         if before is not None:
             before.queue.cancel()
             before.link.close("replaced by a newer connection")
+            self._announced.let_go(before.link)
             self._driver.dispatch(ConnectionLost(peer.learner, "replaced by a newer connection"))
         self._links[peer.learner] = peer
+        if self._directory.feeds is not None:
+            self._directory.feeds.take_from(link)
+            link.on_spread = self.arrived
         self._directory.places.touch(peer.learner, self._loop.time())
         self._loop.run_in_executor(None, self._directory.hash_anchors)
         self._driver.dispatch(Connected(peer.learner))
 
-    def arrived(self, link: Link, head: bytes, data: memoryview | None) -> None:
+    def arrived(self, link: Link, head: bytes, data: memoryview | Elsewhere | None) -> None:
         peer = self._peer(link)
         if peer is not None:
             peer.queue.put(head, data)
@@ -312,6 +319,7 @@ class SyncerProcess:
             peer.queue.finish(lambda: self._connection_lost(peer, reason))
 
     def _connection_lost(self, peer: _Peer, reason: str) -> None:
+        self._announced.let_go(peer.link)
         if self._links.get(peer.learner) is not peer:
             return  # a newer connection replaced it
         del self._links[peer.learner]
@@ -325,7 +333,7 @@ class SyncerProcess:
         peer = self._links.get(int(link.peer.partition(".")[0]))
         return peer if peer is not None and peer.link is link else None
 
-    async def take(self, peer: _Peer, head: bytes, data: memoryview | None) -> None:
+    async def take(self, peer: _Peer, head: bytes, data: memoryview | Elsewhere | None) -> None:
         """Processes one message of one peer; a peer's messages are processed in order."""
         if peer.is_cut:
             return  # sent before the peer knew that its connection is cut
@@ -343,19 +351,53 @@ class SyncerProcess:
                 self._driver.dispatch(Received(envelope, 0))
             return
         body = envelope.body
-        read, quick = wire.packet_of_peer, data.nbytes <= wire.QUICK_BYTES and self._is_expected(peer.learner, body)
-        payload, flaw = read(body, data) if quick else await self._loop.run_in_executor(None, read, body, data)
-        found, inspected = Finding(flaw), False
-        while found.flaw is None and not inspected and (self._storage_blocked or self._is_expected(peer.learner, body)):
+        assert isinstance(body, Contribution)
+        if isinstance(data, Elsewhere):
+            taken = await self._take_parts(peer, body, data)
+            if taken is None:
+                return
+            payload, found = taken
+        else:
+            quick = data.nbytes <= wire.QUICK_BYTES and self._is_expected(peer.learner, body)
+            read = wire.packet_of_peer
+            payload, flaw = read(body, data) if quick else await self._loop.run_in_executor(None, read, body, data)
+            found = Finding(flaw)
+            if flaw is None and self._is_wanted(peer, body):
+                found = await self._inspected(peer, body, partial(self._inspect, body, payload))
+        if self._links.get(peer.learner) is peer:
+            self._driver.dispatch(Received(envelope, data.nbytes, *found), payload)
+
+    async def _take_parts(self, peer: _Peer, body: Contribution, part: Elsewhere) -> tuple[Payload, Finding] | None:
+        """A contribution that the shards have: they look at its parts, and keep them as long as the payload lives. None: the link
+        is over, and was let go."""
+        feeds, executor = self._directory.feeds, self._directory.executor
+        assert feeds is not None and isinstance(executor, ShardedSyncer)
+        payload = Payload("packet", part.nbytes, feeds.own_parts(peer.link, part))
+        if not self._is_wanted(peer, body):
+            feeds.pass_over(peer.link, part, body)
+            return payload, CLEAN
+        for by_value in (False, True):
+            judged = await feeds.judged(peer.link, part, body, by_value=by_value)
+            if judged is None:
+                return None
+            found = await self._inspected(peer, body, partial(executor.judge, body, judged))
+            if found is not None:
+                return payload, found
+        raise AssertionError("the squares of values always tell a norm")
+
+    async def _inspected(self, peer: _Peer, body: Contribution, inspect: Callable[[], _Any]) -> _Any | Finding:
+        while True:
             try:
-                found = await self._loop.run_in_executor(None, self._inspect, body, payload)
-                inspected = True
+                return await self._loop.run_in_executor(None, inspect)
             except StorageFailed as error:  # to inspect it, a version has to be read
                 self._block_on_storage(str(error))
                 await asyncio.sleep(RETRY_SECONDS)
                 self._unblock()
-        if self._links.get(peer.learner) is peer:
-            self._driver.dispatch(Received(envelope, data.nbytes, *found), payload)
+            if not self._is_wanted(peer, body):
+                return CLEAN
+
+    def _is_wanted(self, peer: _Peer, body: Contribution) -> bool:
+        return self._storage_blocked or self._is_expected(peer.learner, body)
 
     def _validated(self, peer: _Peer, head: bytes, has_payload: bool) -> Envelope:
         """Refuses a message that no honest learner sends, before the machine sees it."""
@@ -539,7 +581,9 @@ class _Peer:
         learner, _, incarnation = link.peer.partition(".")
         self.learner, self.incarnation = int(learner), int(incarnation)
         self.link = link
-        self.queue = MessageQueue(link, lambda _, head, data: process.take(self, head, data), process.fail, bytes_max=bytes_max)
+        self.queue: MessageQueue[memoryview | Elsewhere] = MessageQueue(
+            link, lambda _, head, data: process.take(self, head, data), process.fail, bytes_max=bytes_max
+        )
         self.is_cut = False
 
     def cut(self, reason: str) -> None:

@@ -3,28 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atoll.codecs import codec
-from atoll.codecs.parts import packet_part
+from atoll.codecs import Packet, codec
+from atoll.codecs.parts import joined, packet_part
+from atoll.config import load
+from atoll.errors import DataError
+from atoll.executor.merging import FragmentMerger
 from atoll.executor.sharded import ShardLost
+from atoll.kernels import fused
 from atoll.protocol.interface import Payload
 from atoll.runtime import payload as wire
 from atoll.runtime.ranks.channel import RankChannel
-from atoll.runtime.shards.feeding import HandedOver, at_door, hand_over
+from atoll.runtime.shards.feeding import HandedOver, HeldParts, at_door, hand_over
 from atoll.runtime.shards.feeds import ShardFeeds
-from atoll.runtime.shards.messages import ToCoordinator
+from atoll.runtime.shards.messages import JudgePart, ToCoordinator
+from atoll.tensors.layout import Fragment
+from atoll.tensors.norms import tree_sum
 from atoll.tensors.stripes import stripe_bounds
 from atoll.transport import LinkLimits, Server
 
 SIZES = st.integers(1, 9000)
+CODECS = st.sampled_from(["fp32", "bf16", "int8", "int4", "e3m0", "int2", "int1"])
+
+
+def same(a: Packet, b: Packet) -> bool:
+    scales = (a.scales is None and b.scales is None) or (
+        a.scales is not None and b.scales is not None and torch.equal(a.scales, b.scales)
+    )
+    return a.codec == b.codec and a.numel == b.numel and torch.equal(a.codes, b.codes) and scales
 
 
 @given(
@@ -42,6 +58,107 @@ def test_stripes_are_the_payload_in_pieces(numel: int, buffers: int, shards: int
             found[at : at + len(view)] = view
             written += len(view)
     assert found == whole and written == len(whole), "every byte once"
+
+
+@given(numel=SIZES, buffers=st.integers(0, 5), shards=st.integers(1, 5), name=CODECS)
+def test_parts_of_a_contribution_are_its_packet_cut_up(numel: int, buffers: int, shards: int, name: str) -> None:
+    packet = codec(name).encode(torch.randn(numel, generator=torch.Generator().manual_seed(numel)))
+    extra = torch.arange(float(buffers))
+    parts = wire.to_stripes(Payload("packet", 0, (packet, extra)), shards)
+    assert parts is not None and len(parts) == shards
+    found = []
+    for shard, (first, last) in enumerate(pairwise(stripe_bounds(numel, shards))):
+        data, own = memoryview(bytearray(b"".join(map(bytes, parts[shard])))), buffers if shard == 0 else 0
+        assert data.nbytes == wire.bytes_of_part(name, last - first, own)
+        part, theirs = wire.part_from_buffer(name, last - first, own, data)
+        assert torch.equal(theirs, extra[:own])
+        found.append(part)
+    assert same(joined(found), packet)
+
+
+def test_what_cannot_be_cut_goes_as_a_whole() -> None:
+    sparse, theta = codec("top_k:0.1").encode(torch.randn(5000)), torch.randn(5)
+    nothing = torch.empty(0)
+    for payload in (
+        Payload("packet", 0, None), Payload("packet", 0, (sparse, nothing)), Payload("state", 0, object()),
+        Payload("fragment", 0, (theta, nothing)),
+    ):  # fmt: skip
+        assert wire.to_stripes(payload, 2) is None
+
+
+def test_part_of_another_size_is_none() -> None:
+    with pytest.raises(DataError, match="a part of 9 bytes is none of 300 numbers by int4"):
+        wire.part_from_buffer("int4", 300, 0, memoryview(bytearray(9)))
+
+
+def stripe_fragments(shards: int) -> list[Fragment]:
+    return [Fragment(0, (), (), last - first, 2 if not first else 0) for first, last in pairwise(stripe_bounds(NUMEL, shards))]
+
+
+NUMEL = 70_001
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("size", [1e-3, 1e38])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "int8", "int4", "e3m0", "int2", "int1"])
+def test_squares_of_all_parts_are_those_of_the_norm(
+    name: str, size: float, kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, also where the codes do not tell a norm and the parts are asked for the values."""
+    monkeypatch.setattr(fused, "WORTHWHILE", 1 if kernels else 1 << 60)
+    config = load(preset_name="decoupled", overrides={"protocol": {"codec_up": name}})
+    merger = FragmentMerger(config, [Fragment(0, (), (), NUMEL, 2)], warm_up=False)
+    packet = codec(name).encode(torch.randn(NUMEL, generator=torch.Generator().manual_seed(1)).clamp(-3, 3) * size)
+    parts = wire.to_stripes(Payload("packet", 0, (packet, torch.ones(2))), 3)
+    assert parts is not None
+    answers = []
+    for shard, own in enumerate(stripe_fragments(3)):
+        held = HeldParts(config, [own], merger)
+        held.expect(b"s", shard)
+        data = memoryview(bytearray(b"".join(map(bytes, parts[shard]))))
+        flaw, leaves = held.look(JudgePart(b"s", shard, 0), data)
+        answers.append((leaves, held.look_again(JudgePart(b"s", shard, 0, by_value=True))[1]))
+        assert not flaw and held.take(b"s", shard)[0].numel == own.numel
+    leaves = [by_code if all(one[0] is not None for one in answers) else by_value for by_code, by_value in answers]
+    assert not any(each is None for each in leaves)
+    norm = merger.norm(packet)
+    assert math.sqrt(tree_sum(np.concatenate(leaves))) == norm and (math.isfinite(norm) or size > 1)
+
+
+def held_parts() -> HeldParts:
+    config = load(preset_name="decoupled", overrides={"protocol": {"codec_up": "fp32"}})
+    fragment = Fragment(0, (), (), 3, 1)
+    return HeldParts(config, [fragment], FragmentMerger(config, [fragment], warm_up=False))
+
+
+def part_of(*numbers: float) -> memoryview:
+    return memoryview(bytearray(torch.tensor(numbers).numpy().tobytes()))
+
+
+def test_part_is_held_until_it_is_taken_or_dropped_and_not_after_that() -> None:
+    held, note = held_parts(), JudgePart(b"s", 7, 0)
+    assert held.bytes_of(0) == 16
+    held.expect(b"s", 7)
+    assert held.look(note, part_of(9.0, 1.0, 2.0, 2.0))[0] == ""
+    packet, buffers = held.take(b"s", 7)
+    assert packet.codes.tolist() == [1.0, 2.0, 2.0] and buffers.tolist() == [9.0]
+    held.drop(b"s", 7)
+    with pytest.raises(KeyError):
+        held.take(b"s", 7)
+    held.expect(b"s", 8)
+    held.drop(b"s", 8)  # its link is over, and another thread looks at it
+    held.look(JudgePart(b"s", 8, 0), part_of(9.0, 1.0, 2.0, 2.0))
+    with pytest.raises(KeyError):
+        held.take(b"s", 8)
+
+
+def test_part_with_buffers_that_are_no_numbers_is_not_held() -> None:
+    held, note = held_parts(), JudgePart(b"s", 7, 0)
+    held.expect(b"s", 7)
+    flaw, leaves = held.look(note, part_of(math.inf, 1.0, 2.0, 2.0))
+    assert "NaN or Inf" in flaw and leaves is None
+    with pytest.raises(KeyError):
+        held.take(b"s", 7)
 
 
 class Taker:
