@@ -58,7 +58,9 @@ class Counter:
 
     def _write(self) -> None:
         while True:
-            self._path.write_text(str(self.count))
+            new = self._path.with_suffix(".new")
+            new.write_text(str(self.count))
+            new.replace(self._path)  # who reads it meanwhile must not find it empty
             time.sleep(0.25)
 
     def of_class(self, real: Callable[..., Any]) -> Callable[..., Any]:
