@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 import ssl
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -14,6 +15,7 @@ from atoll.transport.chunks import (
     CHUNK_HEADER_BYTES,
     PREFACE,
     SESSION_BYTES,
+    TALK_PREFACE,
     BulkHello,
     ChunkHeader,
     pack_chunk,
@@ -23,6 +25,7 @@ from atoll.transport.chunks import (
 from atoll.transport.frames import READY, WELCOME, frame_checksum, unpack
 from atoll.transport.keys import split_address
 from atoll.transport.server import COUNT_KEY, SESSION_KEY
+from atoll.transport.talk import TalkStream
 from atoll.transport.wire import Channel, GrpcStream, StreamBroken
 
 
@@ -74,14 +77,35 @@ class RawLink:
         self.number = secrets.token_bytes(SESSION_BYTES)
         self.key = b""
         self.bulks: list[RawBulk] = []
-        self.talk: GrpcStream
+        self.talks: list[TalkStream] = []
+        self.stream: GrpcStream
+        """With which the link is opened."""
+        self.talk: TalkStream
         self._address, self._metadata, self._credentials = address, metadata, credentials
         self._channel = Channel(address, LinkLimits(chunk_bytes=8 << 20), credentials)
 
-    async def open_talk(self, count: int = 1) -> None:
+    async def ask(self, count: int = 1) -> None:
         shown = {**self._metadata, SESSION_KEY: self.number.hex(), COUNT_KEY: str(count)}
-        self.talk = self._channel.open("Talk", shown)
+        self.stream = self._channel.open("Talk", shown)
         self.key = bytes(await self._hear(WELCOME))
+
+    async def open_talk(self, count: int = 1) -> None:
+        await self.ask(count)
+        await self.connect_talk()
+
+    async def connect_talk(self, **other: Any) -> None:
+        """`other`: parts of the hello that are not as they should be."""
+        loop, (host, port) = asyncio.get_running_loop(), split_address(self._address)
+        sock = socket.socket()
+        sock.setblocking(False)
+        await loop.sock_connect(sock, (host, port))
+        await loop.sock_sendall(sock, TALK_PREFACE)
+        if self._credentials is not None:
+            name = self._credentials.server_name
+            sock = self._credentials.bulk.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+        self.talk = TalkStream(sock, LinkLimits(chunk_bytes=8 << 20))
+        self.talks.append(self.talk)
+        await self.talk.greet(BulkHello(self.number, self.key, 0)._replace(**other))
 
     async def open_bulk(self, feed: int | None = None, **other: Any) -> RawBulk:
         """`other`: parts of the hello that are not as they should be."""
@@ -93,12 +117,14 @@ class RawLink:
         await self._hear(READY)
 
     async def _hear(self, kind: bytes) -> memoryview:
-        frame = unpack(await self.talk.read() or b"")
+        frame = unpack(await self.stream.read() or b"")
         if frame.kind != kind:
             raise StreamBroken("it was not let in")
         return frame.body
 
     async def close(self) -> None:
+        for talk in self.talks:
+            talk.close()
         for bulk in self.bulks:
             await bulk.close()
         await self._channel.close()
@@ -107,7 +133,7 @@ class RawLink:
 @asynccontextmanager
 async def raw_link(
     address: str, metadata: Mapping[str, str], connections: int = 1
-) -> AsyncIterator[tuple[GrpcStream, list[RawBulk]]]:
+) -> AsyncIterator[tuple[TalkStream, list[RawBulk]]]:
     """Admitted, with all of its connections."""
     link = RawLink(address, metadata)
     try:

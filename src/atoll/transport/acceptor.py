@@ -1,8 +1,9 @@
 """The front door: accepts every connection of a listening process, and sends each where it belongs.
 
-The first bytes tell. A bulk connection begins with a preface and goes to a thread that serves it; every other one is relayed to
-gRPC, which listens where nobody else can reach it (`private.py`). TLS passes through the relay as it is. The relay copies each
-byte once more, but what it carries is small: messages, joins, and the upload of a user's model.
+The first bytes tell. A talk connection begins with a preface and is served by the event loop (`talk.py`); a bulk connection
+begins with another one and goes to a thread that serves it; every other one is relayed to gRPC, which listens where nobody else
+can reach it (`private.py`). TLS passes through the relay as it is. The relay copies each byte once more, but what it carries is
+rare: joins, the first words of a link, and the upload of a user's model.
 
 A connection that says nothing costs a descriptor here and nothing at gRPC. Which connections are closed is decided by the table
 in `door.py`; this file knows how.
@@ -18,21 +19,33 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
 from atoll.errors import UserError
-from atoll.transport.chunks import PREFACE, feed_of, may_be_preface
+from atoll.transport.chunks import PREFACE, TALK_PREFACE, feed_of, may_be_preface
 from atoll.transport.door import Endpoint, endpoint_of
 from atoll.transport.keys import split_address
 from atoll.transport.private import PrivateAddress
-from atoll.transport.sockets import received_bytes
+from atoll.transport.sockets import limit_silence, received_bytes
 
 BACKLOG: Final = 1024
 ACCEPTS_A_TURN: Final = 64
 ACCEPT_AGAIN_SECONDS: Final = 0.2
 """After no descriptor was left for a connection."""
 
-Kind: TypeAlias = Literal["grpc", "bulk"]
-ONLY_GRPC: Final[frozenset[Kind]] = frozenset(("grpc",))
+Kind: TypeAlias = Literal["grpc", "talk", "bulk"]
+NO_BULK: Final[frozenset[Kind]] = frozenset(("grpc", "talk"))
 ONLY_BULK: Final[frozenset[Kind]] = frozenset(("bulk",))
-EVERY_KIND: Final = ONLY_GRPC | ONLY_BULK
+EVERY_KIND: Final = NO_BULK | ONLY_BULK
+Take: TypeAlias = Callable[[socket.socket, Endpoint, Callable[[], None]], tuple[socket.socket, Callable[[], None]] | None]
+"""Gets a connection whose preface was read, its client, and what to call when it is closed. Returns the socket, perhaps another
+one around it, and how to close it; None: the client is gone."""
+
+
+def kind_of(first: bytes) -> Kind | None:
+    """By the first bytes of a connection. None: more of them are needed."""
+    if not may_be_preface(first):
+        return "grpc"
+    if len(first) < len(PREFACE):
+        return None
+    return "talk" if first == TALK_PREFACE else "bulk"
 
 
 class _Side(asyncio.Protocol):
@@ -88,17 +101,14 @@ class Acceptor:
     """Used within one event loop."""
 
     def __init__(
-        self, connections_max: int, stall_seconds: float, private: PrivateAddress,
-        take_bulk: Callable[[socket.socket, Endpoint, Callable[[], None]], tuple[socket.socket, Callable[[], None]] | None],
+        self, connections_max: int, stall_seconds: float, private: PrivateAddress, take_talk: Take, take_bulk: Take,
         hand_over: Callable[[int, socket.socket], None] = lambda feed, sock: None,
     ) -> None:  # fmt: skip
-        """`take_bulk` gets a bulk connection whose preface was read, its client, and what to call when it is closed. It returns
-        the socket, perhaps another one around it, and how to close it. `hand_over` gets one that is for another process, and
-        does not keep it."""
+        """`hand_over` gets a bulk connection that is for another process, and does not keep it."""
         self._connections_max = connections_max
         self._stall_seconds = stall_seconds
         self._private = private
-        self._take_bulk = take_bulk
+        self._take_talk, self._take_bulk = take_talk, take_bulk
         self._to_feed = hand_over
         self._loop = asyncio.get_running_loop()
         self._listeners: list[socket.socket] = []
@@ -190,20 +200,21 @@ class Acceptor:
         except OSError:
             data = b""
         one.first += data
-        kind: Kind = "bulk" if may_be_preface(one.first) else "grpc"
-        is_bulk = kind == "bulk" and len(one.first) == len(PREFACE)
-        if not data or kind not in one.kinds:
+        kind = kind_of(one.first)
+        if not data or (kind is not None and kind not in one.kinds):
             self._close_unread(one)
-        elif is_bulk or kind == "grpc":
+        elif kind is not None:
             self._loop.remove_reader(one.sock)
-            if is_bulk:
-                self._hand_over(one)
-            else:
+            if kind == "grpc":
                 task = self._loop.create_task(self._relay(one))
                 self._relaying.add(task)
                 task.add_done_callback(self._relaying.discard)
+            elif kind == "talk":
+                self._hand_over(one, self._take_talk)
+            else:
+                self._hand_over_bulk(one)
 
-    def _hand_over(self, one: _Connection) -> None:
+    def _hand_over_bulk(self, one: _Connection) -> None:
         try:
             feed = feed_of(one.first)
         except ValueError:
@@ -211,7 +222,10 @@ class Acceptor:
         if feed is not None:
             self._to_feed(feed, one.sock)
             return self._close_unread(one)  # this process's own descriptor of it
-        taken = self._take_bulk(one.sock, one.endpoint, lambda: self._forget(one))
+        return self._hand_over(one, self._take_bulk)
+
+    def _hand_over(self, one: _Connection, take: Take) -> None:
+        taken = take(one.sock, one.endpoint, lambda: self._forget(one))
         if taken is None:
             one.sock.close()
             self._forget(one)
@@ -233,7 +247,7 @@ class Acceptor:
         try:
             inner, one.name = self._private.connect()
             self._endpoints[one.name] = one.endpoint
-            _limit_silence(one.sock, self._stall_seconds)
+            limit_silence(one.sock, self._stall_seconds)
             sides = [_Side(lambda: self._forget(one)), _Side(lambda: None)]
             await self._loop.connect_accepted_socket(lambda: sides[0], one.sock)
             await self._loop.create_unix_connection(lambda: sides[1], sock=inner)
@@ -251,13 +265,6 @@ class Acceptor:
         sides[1].join(outer)
         if outer.is_closing() or grpc.is_closing():  # one of them ended before they were joined
             close()
-
-
-def _limit_silence(sock: socket.socket, seconds: float) -> None:
-    """As gRPC does with its own sockets (`wire.keep_alive`): the system breaks a connection that acknowledges nothing."""
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        with contextlib.suppress(OSError):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
 
 
 def bind(address: str) -> list[socket.socket]:

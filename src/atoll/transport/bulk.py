@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from selectors import EVENT_READ, EVENT_WRITE
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
 from atoll.transport.chunks import (
     CHUNK_HEADER_BYTES,
@@ -33,7 +33,7 @@ from atoll.transport.chunks import (
 )
 from atoll.transport.frames import LinkLimits, Violation, frame_checksum
 from atoll.transport.outbox import Chunk
-from atoll.transport.sockets import keep_known, outstanding
+from atoll.transport.sockets import common_name, keep_known, outstanding
 from atoll.transport.wire import StreamBroken
 
 THREADS_MAX: Final = 8
@@ -199,7 +199,7 @@ class BulkSocket:
             if one._missing:
                 return wanted
             one._missing, one._stage = one._head, one._transfer
-            greeted(one, unpack_hello(hello), _common_name(one.sock))
+            greeted(one, unpack_hello(hello), common_name(one.sock))
             return one._transfer()
 
         one._start(read_hello)
@@ -407,12 +407,3 @@ class BulkSocket:
             self._thread.sending.add(self)
             self._outstanding_since = now
         return True
-
-
-def _common_name(sock: socket.socket) -> str | None:
-    """Of the client's certificate; None without TLS."""
-    if not isinstance(sock, ssl.SSLSocket):
-        return None
-    certificate: Any = sock.getpeercert() or {}
-    names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
-    return names[0] if names else None

@@ -1,7 +1,8 @@
 """What travels on a bulk connection: a preface, a hello, then chunks of payloads.
 
-    preface  8 bytes   in the clear, before TLS: it tells the front door (`acceptor.py`) a bulk connection from gRPC's, and
-                       whether it is for this process or for one of those that send in its place (`feed.py`)
+    preface  8 bytes   in the clear, before TLS: it tells the front door (`acceptor.py`) a bulk connection from a talk connection
+                       (`talk.py`) and from gRPC's, and whether it is for this process or for one of those that send in its
+                       place (`feed.py`)
     hello              session 16, key 32, place 1: which link this connection belongs to, and the proof
     chunk              a header, then a part of a payload
 
@@ -29,6 +30,7 @@ from atoll.transport.frames import CHUNK, Buffer, Violation, frame_checksum
 
 PREFACE: Final = b"ATOLL/1\n"
 """Neither TLS (its first byte is 22) nor HTTP/2 (it begins with "PRI") begins so."""
+TALK_PREFACE: Final = b"ATOLT/1\n"
 FEED_PREFACE: Final = b"ATOLF"
 """Then two hexadecimal digits, the number of the process that it is for, and a newline."""
 FEEDS_MAX: Final = 256
@@ -63,12 +65,13 @@ def preface_of(feed: int | None) -> bytes:
 
 
 def may_be_preface(first: bytes) -> bool:
-    known = len(FEED_PREFACE)
-    return PREFACE.startswith(first) or (first[:known] == FEED_PREFACE[: len(first)] and len(first) <= len(PREFACE))
+    if PREFACE.startswith(first) or TALK_PREFACE.startswith(first):
+        return True
+    return first[: len(FEED_PREFACE)] == FEED_PREFACE[: len(first)] and len(first) <= len(PREFACE)
 
 
 def feed_of(preface: bytes) -> int | None:
-    """Of a whole preface. Raises ValueError for one that nobody writes."""
+    """Of a whole preface, but that of a talk connection. Raises ValueError for one that nobody writes."""
     if preface == PREFACE:
         return None
     if len(preface) != len(PREFACE) or not preface.startswith(FEED_PREFACE) or not preface.endswith(b"\n"):

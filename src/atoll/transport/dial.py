@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, Final
 
 from atoll.transport.bulk import BulkSocket, IoThreads
-from atoll.transport.chunks import FEEDS_MAX, KEY_BYTES, SESSION_BYTES, BulkHello, preface_of
+from atoll.transport.chunks import FEEDS_MAX, KEY_BYTES, SESSION_BYTES, TALK_PREFACE, BulkHello, preface_of
 from atoll.transport.credentials import ClientCredentials
 from atoll.transport.frames import (
     CHUNK,
@@ -31,6 +31,7 @@ from atoll.transport.frames import (
 from atoll.transport.keys import split_address
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import COUNT_KEY, SESSION_KEY
+from atoll.transport.talk import TalkStream
 from atoll.transport.wire import CALL_SERVICE, Channel, GrpcStream, Metadata, RpcError, StreamBroken, failure
 
 BACKOFF_LEAST_SECONDS: Final = 0.05
@@ -81,6 +82,7 @@ class _Attempt:
 
     def __init__(self, address: str, limits: LinkLimits, credentials: ClientCredentials | None) -> None:
         self.limits = limits
+        self.talk: TalkStream | None = None
         self.bulks: list[BulkSocket] = []
         self.fed: list[BulkSocket] = []
         self._address = address
@@ -91,22 +93,23 @@ class _Attempt:
         self._broken: asyncio.Future[None] = self._loop.create_future()
         """Holds the error if a bulk connection ends before the link stands."""
 
-    async def open(self, metadata: Metadata) -> GrpcStream:
+    async def open(self, metadata: Metadata) -> TalkStream:
         number = secrets.token_bytes(SESSION_BYTES)
         session = {**metadata, SESSION_KEY: number.hex(), COUNT_KEY: str(self.limits.connections)}
-        talk = self._channel.open("Talk", session)
-        welcome = await _expect(talk, WELCOME)
+        stream = self._channel.open("Talk", session)
+        welcome = await _expect(stream, WELCOME)
         host, port = split_address(self._address)
-        port, key = welcome.number or port, bytes(welcome.body[:KEY_BYTES]).ljust(KEY_BYTES)
+        bulk_port, key = welcome.number or port, bytes(welcome.body[:KEY_BYTES]).ljust(KEY_BYTES)
+        talk = self.talk = await self._connect_talk(host, port, BulkHello(number, key, 0))
         for index in range(self.limits.connections):
-            self.bulks.append(await self._connect(host, port, BulkHello(number, key, index)))
+            self.bulks.append(await self._connect_bulk(host, bulk_port, BulkHello(number, key, index)))
         for feed in range(min(welcome.at, FEEDS_MAX)):
-            self.fed.append(await self._connect(host, port, BulkHello(number, key, feed), feed))
-        ready = asyncio.create_task(_expect(talk, READY))
+            self.fed.append(await self._connect_bulk(host, bulk_port, BulkHello(number, key, feed), feed))
+        ready = asyncio.create_task(_expect(stream, READY))
         try:
             either: set[asyncio.Future[Any]] = {ready, self._broken}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not ready.done():  # a server that refuses the session says why on the talk stream
+            if not ready.done():  # a server that refuses the session says why on the stream
                 await asyncio.wait({ready}, timeout=REASON_SECONDS)
             if not ready.done():
                 self._broken.result()
@@ -114,18 +117,44 @@ class _Attempt:
         finally:
             ready.cancel()
             await asyncio.gather(ready, return_exceptions=True)
+        await self._channel.close()
         return talk
 
-    async def _connect(self, host: str, port: int, hello: BulkHello, feed: int | None = None) -> BulkSocket:
+    async def _connect_talk(self, host: str, port: int, hello: BulkHello) -> TalkStream:
+        sock = await self._connect(host, port, TALK_PREFACE)
+        try:
+            if self._credentials is not None:
+                name = self._credentials.server_name
+                sock = self._credentials.bulk.wrap_socket(sock, server_hostname=name, do_handshake_on_connect=False)
+            talk = TalkStream(sock, self.limits)
+        except BaseException:
+            sock.close()
+            raise
+        try:
+            await talk.greet(hello)
+        except BaseException:
+            talk.close()
+            raise
+        return talk
+
+    async def _connect_bulk(self, host: str, port: int, hello: BulkHello, feed: int | None = None) -> BulkSocket:
+        sock = await self._connect(host, port, preface_of(feed))
+        context, name = (self._credentials.bulk, self._credentials.server_name) if self._credentials else (None, "")
+        try:
+            return BulkSocket.dialled(sock, context, name, hello, self._threads.next(), self.limits, self._ended)
+        except BaseException:
+            sock.close()
+            raise
+
+    async def _connect(self, host: str, port: int, preface: bytes) -> socket.socket:
         error: OSError = OSError(f"{host} has no address")
         for family, kind, proto, _, where in await self._loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             sock = socket.socket(family, kind, proto)
             try:
                 sock.setblocking(False)
                 await self._loop.sock_connect(sock, where)
-                await self._loop.sock_sendall(sock, preface_of(feed))
-                context, name = (self._credentials.bulk, self._credentials.server_name) if self._credentials else (None, "")
-                return BulkSocket.dialled(sock, context, name, hello, self._threads.next(), self.limits, self._ended)
+                await self._loop.sock_sendall(sock, preface)
+                return sock
             except OSError as failed:
                 sock.close()
                 error = failed
@@ -146,6 +175,8 @@ class _Attempt:
             self._loop.call_soon_threadsafe(tell)
 
     async def close(self) -> None:
+        if self.talk is not None:
+            self.talk.close()
         self._threads.stop()
         self._broken.cancel()
         await self._channel.close()

@@ -28,7 +28,7 @@ ADMISSION_SECONDS: Final = 10.0
 FILES_RESERVED: Final = 128
 """Descriptors for the tape, version files, snapshots, gRPC's own and those of Python. A syncer at work has about 40."""
 RELAYED_FILES: Final = 3
-"""Descriptors of a connection to gRPC: the client's, and both ends of the relay's own. A bulk connection has one."""
+"""Descriptors of a connection to gRPC: the client's, and both ends of the relay's own. The others have one."""
 UNADMITTED_MOST: Final = 1024
 """At 20 kB of memory each in gRPC, 50 kB while it negotiates TLS, and what they have sent."""
 EARLY_BYTES_MAX: Final = 64 << 10
@@ -55,10 +55,10 @@ class Caps:
 
     @staticmethod
     def from_open_files(limit: int, most: int = 1 << 16) -> Caps:
-        """From the limit of open files that the process has. A quarter may be outsiders, all at gRPC; of a learner's two
-        connections one is."""
+        """From the limit of open files that the process has. Half may be at gRPC at a time: outsiders, a quarter of all, and
+        learners that join or open a link."""
         files = max(limit // 2, limit - FILES_RESERVED)
-        connections = min(most, files * 4 // (RELAYED_FILES + 3 * (RELAYED_FILES + 1) // 2))
+        connections = min(most, 2 * files // (RELAYED_FILES + 1))
         unadmitted = max(2, min(connections // 4, UNADMITTED_MOST))
         return Caps(connections, unadmitted, unadmitted // 2)
 

@@ -1,8 +1,9 @@
-"""Accepts links. A link is complete when its talk stream was admitted and all of its bulk connections are there.
+"""Accepts links. A link is complete when it was admitted and all of its connections are there: one to talk, some for payloads.
 
-They are different connections. A random session number, drawn by the client for every attempt, matches them. The talk stream is
-admitted by what its metadata shows; the answer to it is a key, which only this client can read. A bulk connection belongs to the
-session if it shows that key, and the same certificate. Whatever else it shows, it is closed without an answer.
+A client opens a link with a gRPC stream, and is admitted by what its metadata shows. A random session number, drawn by the client
+for every attempt, matches the connections; the first answer on the stream is a key, which only this client can read. A connection
+belongs to the session if it shows that key, and the same certificate. Whatever else it shows, it is closed without an answer. The
+stream ends when the link stands.
 
 No message of a stream is read before its metadata was checked. A connection that is not admitted is closed by the door
 (`door.py`) after a few seconds, and earlier where there are too many of them.
@@ -18,13 +19,13 @@ import logging
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from atoll.errors import UserError
-from atoll.transport.acceptor import EVERY_KIND, ONLY_BULK, ONLY_GRPC, Acceptor
+from atoll.transport.acceptor import EVERY_KIND, NO_BULK, ONLY_BULK, Acceptor
 from atoll.transport.bulk import THREADS_MAX, BulkSocket, IoThreads
 from atoll.transport.chunks import KEY_BYTES, SESSION_BYTES, BulkHello
 from atoll.transport.credentials import ServerCredentials
@@ -34,6 +35,7 @@ from atoll.transport.frames import ANSWER, READY, REFUSAL, WELCOME, LinkLimits, 
 from atoll.transport.link import CLOSE_SECONDS, Handler, Link
 from atoll.transport.private import PrivateAddress
 from atoll.transport.sockets import open_files_limit
+from atoll.transport.talk import TalkStream
 from atoll.transport.uploads import UPLOAD_BYTES_PER_SECOND_LEAST, Sink, receive
 from atoll.transport.wire import CERTIFICATE_KEY, Context, GrpcStream, Listener, Metadata, StreamBroken, metadata_of, refuse
 
@@ -56,21 +58,32 @@ Answer: TypeAlias = Awaitable[bytes] | bytes
 
 @dataclass
 class _Session:
-    """A link whose bulk connections are not all there yet."""
+    """A link whose connections are not all there yet."""
 
     peer: str
     certificate: str | None
     count: int
     """Bulk connections that it is to have."""
     key: bytes = field(default_factory=lambda: secrets.token_bytes(KEY_BYTES))
+    talk: TalkStream | None = None
     bulks: dict[int, BulkSocket] = field(default_factory=dict)
     admitted: ExitStack = field(default_factory=ExitStack)
-    """Keeps the bulk connections open at the door."""
+    """Keeps these connections open at the door."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     is_replaced: bool = False
     link: Link | None = None
     feeds: set[int] = field(default_factory=set)
     """Those whose connection is there."""
+
+    def is_complete(self, feeds: int) -> bool:
+        return self.talk is not None and len(self.bulks) == self.count and len(self.feeds) == feeds
+
+    def close(self) -> None:
+        if self.talk is not None:
+            self.talk.close()
+        for bulk in self.bulks.values():
+            bulk.close()
+        self.admitted.close()
 
 
 class Server:
@@ -99,6 +112,8 @@ class Server:
         """Processes that send payloads in place of this one, to every link that begins from now on."""
         self._sessions: dict[bytes, _Session] = {}
         self._links: set[Link] = set()
+        self._holding: set[asyncio.Task[None]] = set()
+        """Links that stand, and talk connections that have not said yet which link they belong to."""
         self._calls: dict[str, tuple[Callable[[Metadata, bytes], Answer], Callable[[Metadata], object]]] = {}
         self._uploads: dict[str, Callable[[Metadata], Sink | bytes]] = {}
         self._listener: Listener | None = None
@@ -147,7 +162,7 @@ class Server:
         """Listens, and returns the address with the port that was bound."""
         caps, self._private = self._door.caps, PrivateAddress()
         acceptor = self._acceptor = Acceptor(
-            caps.connections, self._limits.stall_seconds, self._private, self._take_bulk, self._hand_to_feed
+            caps.connections, self._limits.stall_seconds, self._private, self._take_talk, self._take_bulk, self._hand_to_feed
         )
         self._listener = Listener(self._limits, caps.connections, caps.admission_seconds)
         calls = {name: self._caller(*call) for name, call in self._calls.items()}
@@ -159,7 +174,7 @@ class Server:
         try:
             if self.bulk_port is not None:
                 self.bulk_port = acceptor.listen(f"{host}:{self.bulk_port}", ONLY_BULK)
-            port = acceptor.listen(address, EVERY_KIND if self.bulk_port is None else ONLY_GRPC)
+            port = acceptor.listen(address, EVERY_KIND if self.bulk_port is None else NO_BULK)
         except UserError:
             await self.stop(0.0)
             raise
@@ -183,9 +198,10 @@ class Server:
         if self._private is not None:
             self._private.close()
         self._threads.stop()
-        if self._looking is not None:
-            self._looking.cancel()
-            ending.append(self._looking)
+        left = [*self._holding, *([self._looking] if self._looking is not None else [])]
+        for task in left:
+            task.cancel()
+        ending += left
         await asyncio.gather(*ending, return_exceptions=True)
 
     # The door
@@ -215,38 +231,56 @@ class Server:
         except Refused as refusal:
             self.refused["admit"] += 1
             await refuse(context, refusal)
+        stream, feeds = GrpcStream(context), self.feeds
         with self._admitted(context):
-            await self._talk_in(session, number, context)
+            try:
+                await self._gather(session, number, feeds, stream, context)
+            except BaseException as error:
+                self._forget(session, number, feeds)
+                if isinstance(error, StreamBroken):
+                    return  # it was no link yet, so no handler knows of it
+                raise
+            self._keep(self._hold(session, self._link_of(session, number), number, feeds))
+            with contextlib.suppress(StreamBroken):  # it is gone: its connections tell the link
+                await stream.write(pack(READY))
 
-    async def _talk_in(self, session: _Session, number: bytes, context: Context) -> None:
-        talk, feeds = GrpcStream(context), self.feeds
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._holding.add(task)
+        task.add_done_callback(self._holding.discard)
+
+    async def _gather(self, session: _Session, number: bytes, feeds: Feeds | None, stream: GrpcStream, context: Context) -> None:
+        """Until all connections of the session are there."""
         count = feeds.count if feeds is not None else 0
+        if feeds is not None:
+            feeds.expect(number, session.key, session.certificate)
+        await stream.write(pack(WELCOME, self.bulk_port or 0, count, body=(session.key,)))
         try:
-            if feeds is not None:
-                feeds.expect(number, session.key, session.certificate)
-            await talk.write(pack(WELCOME, self.bulk_port or 0, count, body=(session.key,)))
             async with asyncio.timeout(OPENING_SECONDS):
-                while (len(session.bulks) < session.count or len(session.feeds) < count) and not session.is_replaced:
+                while not session.is_complete(count) and not session.is_replaced:
                     session.changed.clear()
                     await session.changed.wait()
-            if session.is_replaced:
-                await refuse(context, Refused("replaced by a newer attempt of the same peer", retry=True))
-            link = Link(session.peer, self._handler, self._limits, self.refused)
-            link.session = number
-            await self._hold(session, link, talk)
         except TimeoutError:
             self.refused["session"] += 1
-            arrived = f"only {len(session.bulks) + len(session.feeds)} of {session.count + count} bulk connections arrived"
-            await refuse(context, Refused(arrived, retry=True))
-        except StreamBroken:
-            return  # it was no link yet, so no handler knows of it
-        finally:
-            del self._sessions[number]
-            if feeds is not None:
-                feeds.forget(number)
-            for bulk in session.bulks.values():
-                bulk.close()
-            session.admitted.close()
+            arrived = len(session.bulks) + len(session.feeds) + (session.talk is not None)
+            await refuse(context, Refused(f"only {arrived} of {1 + session.count + count} connections arrived", retry=True))
+        if session.is_replaced:
+            await refuse(context, Refused("replaced by a newer attempt of the same peer", retry=True))
+
+    def _link_of(self, session: _Session, number: bytes) -> Link:
+        link = session.link = Link(session.peer, self._handler, self._limits, self.refused)
+        link.session = number
+        link.payload_bytes_max, link.queue_bytes_max = self._payload_bytes_max, self._queue_bytes_max
+        self._links.add(link)  # before the client learns that it is ready, so that `stop` at that moment still closes it
+        return link
+
+    def _forget(self, session: _Session, number: bytes, feeds: Feeds | None) -> None:
+        del self._sessions[number]
+        if session.link is not None:
+            self._links.discard(session.link)
+        if feeds is not None:
+            feeds.forget(number)
+        session.close()
 
     def _new_session(self, metadata: dict[str, str]) -> tuple[bytes, _Session]:
         shown, count = metadata.get(SESSION_KEY, ""), metadata.get(COUNT_KEY, "")
@@ -266,19 +300,55 @@ class Server:
         session = self._sessions[number] = _Session(peer, metadata.get(CERTIFICATE_KEY), int(count))
         return number, session
 
-    async def _hold(self, session: _Session, link: Link, talk: GrpcStream) -> None:
-        """Registers the link before the client learns that it is ready, so that `stop` at that moment still closes it."""
-        link.payload_bytes_max, link.queue_bytes_max = self._payload_bytes_max, self._queue_bytes_max
-        session.link = link
-        self._links.add(link)
+    async def _hold(self, session: _Session, link: Link, number: bytes, feeds: Feeds | None) -> None:
+        assert session.talk is not None
         try:
-            await talk.write(pack(READY))
-            link.begin(talk, [session.bulks[index] for index in sorted(session.bulks)])
+            link.begin(session.talk, [session.bulks[index] for index in sorted(session.bulks)])
             await link.run_until_closed()
         finally:
-            self._links.discard(link)
+            self._forget(session, number, feeds)
 
-    # Bulk connections
+    # Their connections
+
+    def _take_talk(
+        self, sock: socket.socket, endpoint: Endpoint, closed: Callable[[], None]
+    ) -> tuple[socket.socket, Callable[[], None]] | None:
+        context = self._credentials.bulk if self._credentials is not None else None
+        try:
+            if context is not None:
+                sock = context.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+            talk = TalkStream(sock, self._limits, closed)
+        except OSError:  # the client is gone
+            return None
+        self._keep(self._greet(talk, endpoint))
+        return sock, talk.close
+
+    async def _greet(self, talk: TalkStream, endpoint: Endpoint) -> None:
+        try:
+            hello, certificate = await talk.greeted()
+        except BaseException as error:
+            talk.close()
+            if not isinstance(error, StreamBroken):
+                raise
+            return
+        session = self._session_of(hello, certificate)
+        if session is None or session.talk is not None or hello.place:
+            self.refused["session"] += 1
+            talk.close()
+            return
+        session.talk = talk
+        self._has_come(session, endpoint)
+
+    def _session_of(self, hello: BulkHello, certificate: str | None) -> _Session | None:
+        """That a connection proves to belong to. None: it proves nothing, or the link stands already."""
+        session = self._sessions.get(hello.session)
+        if session is None or session.link is not None or session.certificate != certificate:
+            return None
+        return session if hmac.compare_digest(session.key, hello.key) else None
+
+    def _has_come(self, session: _Session, endpoint: Endpoint) -> None:
+        session.admitted.enter_context(self._door.admitted(endpoint, asyncio.get_running_loop().time))
+        session.changed.set()
 
     def _take_bulk(
         self, sock: socket.socket, endpoint: Endpoint, closed: Callable[[], None]
@@ -300,15 +370,13 @@ class Server:
         return bulk.sock, bulk.close
 
     def _greeted(self, bulk: BulkSocket, hello: BulkHello, certificate: str | None, endpoint: Endpoint) -> None:
-        session = self._sessions.get(hello.session)
-        known = session is not None and hmac.compare_digest(session.key, hello.key) and session.certificate == certificate
-        if session is None or not known or session.link or hello.place >= session.count or hello.place in session.bulks:
+        session = self._session_of(hello, certificate)
+        if session is None or hello.place >= session.count or hello.place in session.bulks:
             self.refused["session"] += 1
             bulk.close()
             return
-        session.admitted.enter_context(self._door.admitted(endpoint, asyncio.get_running_loop().time))
         session.bulks[hello.place] = bulk
-        session.changed.set()
+        self._has_come(session, endpoint)
 
     # Connections to other processes
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import resource
 import socket
+import ssl
 import struct
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 RAISED_MOST: Final = 1 << 20
 """Some systems have a hard limit of a thousand million, and programs that close every possible descriptor."""
@@ -49,6 +50,23 @@ def keep_known(sock: socket.socket) -> None:
     for name in ("TCP_KEEPIDLE", "TCP_KEEPINTVL"):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), PROBE_SECONDS)
+
+
+def limit_silence(sock: socket.socket, seconds: float) -> None:
+    """The system breaks a connection that acknowledges nothing for so long. gRPC does so with its own sockets
+    (`wire.keep_alive`)."""
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        with suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(seconds * 1000))
+
+
+def common_name(sock: socket.socket) -> str | None:
+    """Of the client's certificate; None without TLS."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return None
+    certificate: Any = sock.getpeercert() or {}
+    names = [value for part in certificate.get("subject", ()) for key, value in part if key == "commonName"]
+    return names[0] if names else None
 
 
 def raise_open_files_limit() -> int:

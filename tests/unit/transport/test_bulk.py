@@ -24,7 +24,7 @@ from atoll.transport import (
     dial,
     server_credentials,
 )
-from atoll.transport.chunks import PREFACE, BulkHello
+from atoll.transport.chunks import PREFACE, TALK_PREFACE, BulkHello
 from atoll.transport.frames import BULK, pack
 from atoll.transport.keys import SYNCER_NAME, load_learner, load_server, make_keys, split_address
 
@@ -123,7 +123,11 @@ async def closed_without_an_answer(bulk: RawBulk) -> bool:
         return True
 
 
-@pytest.mark.parametrize("words", [b"", PREFACE[:5], PREFACE, PREFACE + b"hello"], ids=["silent", "half", "whole", "half-hello"])
+@pytest.mark.parametrize(
+    "words",
+    [b"", PREFACE[:5], PREFACE, PREFACE + b"hello", TALK_PREFACE, TALK_PREFACE + b"hello"],
+    ids=["silent", "half", "whole", "half-hello", "talk", "half-hello-of-talk"],
+)
 def test_half_open_bulk_connections_are_bounded_and_closed(words: bytes) -> None:
     """The honest client is from another address: of its own address's connections that have spoken the door closes any."""
     caps = Caps(connections=100, unadmitted=20, unadmitted_per_address=10, admission_seconds=3.0)

@@ -118,9 +118,9 @@ def test_bounds_hold_whatever_comes(found: list[tuple[int, int]], seed: int) -> 
 
 
 def test_caps_follow_from_the_limit_of_open_files_and_leave_some_for_files() -> None:
-    assert Caps.from_open_files(1024) == Caps(398, 99, 49)
+    assert Caps.from_open_files(1024) == Caps(448, 112, 56)
     assert Caps.from_open_files(1 << 20) == Caps(1 << 16, 1024, 512)
-    assert Caps.from_open_files(64).connections == 14
+    assert Caps.from_open_files(64).connections == 16
     assert Caps.from_open_files(1024, most=128) == Caps(128, 32, 16)
 
 

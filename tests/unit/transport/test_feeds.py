@@ -405,7 +405,7 @@ def test_peer_without_a_connection_to_every_feed_is_not_let_in(monkeypatch: pyte
             await link.open_talk()
             await link.open_bulk()
             await link.open_bulk(feed=0)
-            with pytest.raises(Exception, match="only 2 of 3 bulk connections arrived"):
+            with pytest.raises(Exception, match="only 3 of 4 connections arrived"):
                 await link.ready()
             assert not there.told
             await link.close()

@@ -14,7 +14,8 @@ from atoll.transport import LinkLimits, Refused, Server, dial
 from atoll.transport.chunks import CHUNK_HEADER_BYTES
 from atoll.transport.frames import BULK, BYE, CHUNK, CONTROL, PULSE, pack, unpack
 from atoll.transport.server import COUNT_KEY, SESSION_KEY
-from atoll.transport.wire import Channel, GrpcStream, StreamBroken, failure
+from atoll.transport.talk import TalkStream
+from atoll.transport.wire import Channel, StreamBroken, failure
 
 LIMITS = LinkLimits(head_bytes_max=1000, payload_bytes_max=1 << 20, chunk_bytes=1 << 16, queue_messages_max=50)
 T, B = "talk", "bulk"
@@ -61,11 +62,11 @@ FRAMES: dict[str, tuple[str, list[tuple[str, bytes]]]] = {
 }
 
 
-def hostile(address: str, connections: int = 1) -> AbstractAsyncContextManager[tuple[GrpcStream, list[RawBulk]]]:
+def hostile(address: str, connections: int = 1) -> AbstractAsyncContextManager[tuple[TalkStream, list[RawBulk]]]:
     return raw_link(address, credentials_of("hostile"), connections)
 
 
-async def last_words(talk: GrpcStream) -> str:
+async def last_words(talk: TalkStream) -> str:
     try:
         while (data := await talk.read()) is not None:
             frame = unpack(data)
@@ -151,7 +152,7 @@ def test_messages_held_back_are_bounded_by_reading_no_further() -> None:
     run(story())
 
 
-async def talk_flood(talk: GrpcStream) -> None:
+async def talk_flood(talk: TalkStream) -> None:
     for number in range(200):
         await talk.write(pack(CONTROL, number, 1, 0, [bytes(900)]))
 
