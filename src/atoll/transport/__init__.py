@@ -1,4 +1,4 @@
-"""Opaque messages between named peers, and their payloads, over sockets that gRPC admits. Nothing here knows what a message means.
+"""Opaque messages between named peers, and their payloads, over sockets. Nothing here knows what a message means.
 
 A link has two lanes each way: control messages, which are small, and bulk messages, which carry a payload of any size. A
 lane keeps its order. A bulk message is delivered after every control message sent before it. A control message is

@@ -228,7 +228,7 @@ def test_every_codec_and_merge_that_shards_take(protocol: dict[str, str], monkey
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_contributions_that_came_to_the_shards_are_merged_as_those_that_came_to_the_coordinator(count: int) -> None:
+def test_contributions_to_shards_are_merged_as_those_to_the_coordinator(count: int) -> None:
     both = Both(config(), count)
     for t in range(1, 5):
         both.round(t, own=True)

@@ -11,7 +11,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,10 +18,9 @@ import msgspec
 from atoll.config import Config
 from atoll.config.codecs import codec_digests, codec_spec
 from atoll.errors import UNDECODABLE, DataError, RunFailed, UserError
-from atoll.executor.sharded import ShardedSyncer
 from atoll.ids import SYNCER, LearnerId, nanos, worker_name
 from atoll.protocol.causality import may_overtake
-from atoll.protocol.interface import CLEAN, Finding, Observer, Payload
+from atoll.protocol.interface import Observer, Payload
 from atoll.protocol.membership import EXPELLED, LEFT, LOST
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.validity import objection
@@ -40,7 +38,6 @@ from atoll.protocol.vocabulary import (
     FixParticipants,
     Lane,
     Membership,
-    Message,
     Received,
     Refuse,
     Report,
@@ -56,6 +53,7 @@ from atoll.runtime.driver import Driver
 from atoll.runtime.log import rate_limited
 from atoll.runtime.loop import DailyWarnings, DeadlineTimer, MessageQueue
 from atoll.runtime.syncer.announced import Announced
+from atoll.runtime.syncer.contributions import RETRY_SECONDS, Contributions
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.runtime.syncer.places import PROTOCOL, Caller, JoinRequest, Placement, peer_log
 from atoll.runtime.syncer.progress import SyncerProgress, membership_line, refusals_line
@@ -74,8 +72,6 @@ REVOKED_SECONDS = 2.0
 """Between two looks at the list of revoked keys, for the connections that are open; a new one is checked as it comes."""
 ROLLBACK_SECONDS = 1.0
 """Between two looks for a request to roll back."""
-RETRY_SECONDS = 1.0
-"""Time between attempts to write to a full disk, or to listen."""
 LISTEN_SECONDS = 30.0
 """How long a syncer that comes back tries to listen where it listened before."""
 AWAY_SECONDS = 30.0
@@ -99,6 +95,7 @@ class SyncerProcess:
         self._shown: dict[LearnerId, dict[str, str]] = {}
         """What each learner showed when it connected last."""
         self._announced = Announced(directory)
+        self._contributions = Contributions(directory, lambda: self._storage_blocked, self._block_on_storage, self._unblock)
         self._disk_thread = ThreadPoolExecutor(1, thread_name_prefix="disk")
         self._stages = StageTimes()
         limits = LinkLimits(assembling_max=4 + 2 * self._config.protocol.overlap)
@@ -352,52 +349,10 @@ class SyncerProcess:
             return
         body = envelope.body
         assert isinstance(body, Contribution)
-        if isinstance(data, Elsewhere):
-            taken = await self._take_parts(peer, body, data)
-            if taken is None:
-                return
+        taken = await self._contributions.read(peer.link, peer.learner, body, data)
+        if taken is not None and self._links.get(peer.learner) is peer:
             payload, found = taken
-        else:
-            quick = data.nbytes <= wire.QUICK_BYTES and self._is_expected(peer.learner, body)
-            read = wire.packet_of_peer
-            payload, flaw = read(body, data) if quick else await self._loop.run_in_executor(None, read, body, data)
-            found = Finding(flaw)
-            if flaw is None and self._is_wanted(peer, body):
-                found = await self._inspected(peer, body, partial(self._inspect, body, payload))
-        if self._links.get(peer.learner) is peer:
             self._driver.dispatch(Received(envelope, data.nbytes, *found), payload)
-
-    async def _take_parts(self, peer: _Peer, body: Contribution, part: Elsewhere) -> tuple[Payload, Finding] | None:
-        """A contribution that the shards have: they look at its parts, and keep them as long as the payload lives. None: the link
-        is over, and was let go."""
-        feeds, executor = self._directory.feeds, self._directory.executor
-        assert feeds is not None and isinstance(executor, ShardedSyncer)
-        payload = Payload("packet", part.nbytes, feeds.own_parts(peer.link, part))
-        if not self._is_wanted(peer, body):
-            feeds.pass_over(peer.link, part, body)
-            return payload, CLEAN
-        for by_value in (False, True):
-            judged = await feeds.judged(peer.link, part, body, by_value=by_value)
-            if judged is None:
-                return None
-            found = await self._inspected(peer, body, partial(executor.judge, body, judged))
-            if found is not None:
-                return payload, found
-        raise AssertionError("the squares of values always tell a norm")
-
-    async def _inspected(self, peer: _Peer, body: Contribution, inspect: Callable[[], _Any]) -> _Any | Finding:
-        while True:
-            try:
-                return await self._loop.run_in_executor(None, inspect)
-            except StorageFailed as error:  # to inspect it, a version has to be read
-                self._block_on_storage(str(error))
-                await asyncio.sleep(RETRY_SECONDS)
-                self._unblock()
-            if not self._is_wanted(peer, body):
-                return CLEAN
-
-    def _is_wanted(self, peer: _Peer, body: Contribution) -> bool:
-        return self._storage_blocked or self._is_expected(peer.learner, body)
 
     def _validated(self, peer: _Peer, head: bytes, has_payload: bool) -> Envelope:
         """Refuses a message that no honest learner sends, before the machine sees it."""
@@ -413,22 +368,6 @@ class SyncerProcess:
         if impossible is not None:
             raise DataError(str(impossible))
         return envelope
-
-    def _is_expected(self, learner: LearnerId, body: Message) -> bool:
-        """Only requested contributions are inspected. The machine refuses all others whatever their bytes are, and a peer that
-        sends many must not cost the time of a norm each."""
-        assert isinstance(body, Contribution)
-        round_ = self._directory.machine.rounds.get(body.outer_step)
-        return round_ is not None and round_.objection(learner, body) is None
-
-    def _inspect(self, body: Message, payload: Payload) -> Finding:
-        assert self._directory.executor is not None
-        try:
-            return self._directory.executor.inspect(body, payload)
-        except StorageFailed:
-            raise
-        except Exception as error:  # a peer's bytes may end its connection, never the syncer
-            return Finding(Reason(Why.POISONED, f"bytes that cannot be used: {error!r}"[: wire.FLAW_MAX]))
 
     # ------------------------------------------------------------ effects
 
