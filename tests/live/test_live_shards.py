@@ -175,6 +175,19 @@ def learner_argv(directory: Path, address: str, learner: int) -> list[str]:
     return ["learner", "--syncer", address, "--id", str(learner), "--out", out]
 
 
+def contribution_sizes(tape: Path) -> set[int]:
+    received = [r.event for r in Tape(tape).records() if isinstance(r.event, Received)]
+    found = {e.payload_bytes for e in received if isinstance(e.envelope.body, Contribution)}
+    assert found
+    return found
+
+
+def part_sizes(config: Config) -> set[int]:
+    """Of contributions that come in parts, all parts together."""
+    numels = [fragment.numel for fragment in language_task(config).layout.fragments]
+    return {bytes_of_part(config.protocol.codec_up, numel, 0) for numel in numels}
+
+
 def stored_on(tape: Path) -> int:
     if not tape.exists():
         return 0
@@ -198,22 +211,19 @@ def test_shards_beside_their_syncer_send_learners_what_is_announced_over_tls(tmp
     finally:
         there.server.close()
     assert log.count("each of its 2 shards exchanges its stripes with learners") == 2, "in either life"
-    received = [r.event for r in Tape(tmp_path / "syncer" / "run.tape").records() if isinstance(r.event, Received)]
-    sizes = {e.payload_bytes for e in received if isinstance(e.envelope.body, Contribution)}
-    numels = [fragment.numel for fragment in language_task(config).layout.fragments]
-    in_parts = {bytes_of_part(config.protocol.codec_up, numel, 0) for numel in numels}
-    assert sizes and sizes <= in_parts, "all contributions came in parts, to the shards"
+    assert contribution_sizes(tape) <= part_sizes(config), "all contributions came in parts, to the shards"
     judge(tmp_path, config)
     retrain(tmp_path)
 
 
-def test_shards_on_machines_of_their_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hidden", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["dialled", "hidden"])
+def test_shards_on_machines_of_their_own(hidden: bool, tmp_path: Path) -> None:
     """Over TLS. One is killed and started again; what it stores is not on the syncer's machine until somebody copies it."""
     config = small(2, total_steps=120, limits=PATIENT | {"snapshots_kept": 1}, protocol={"snapshot_interval": 20})
     there, tape, pause = Elsewhere(tmp_path, config, 2), tmp_path / "syncer" / "run.tape", threading.Event()
     try:
         shards = [there.shard(0), there.shard(1)]
-        others = [there.syncer(), there.learner(0), there.learner(1)]
+        others = [there.syncer(*(["--hide-shards"] if hidden else [])), there.learner(0), there.learner(1)]
         while stored_on(tape) < 40:
             assert all(child.poll() is None for child in others), there.log("syncer").read_text()
             pause.wait(0.05)
@@ -222,10 +232,16 @@ def test_shards_on_machines_of_their_own(tmp_path: Path) -> None:
         shards[1] = there.shard(1)
         for child in others:
             child.wait(120)
-        assert [child.poll() for child in others] == [0, 0, 0], there.log("syncer").read_text()
+        log = there.log("syncer").read_text()
+        assert [child.poll() for child in others] == [0, 0, 0], log
         assert [child.poll() for child in shards] == [None, None], "they wait for the next syncer"
     finally:
         there.server.close()
+    if hidden:
+        assert "exchanges its stripes with learners" not in log
+    else:
+        assert log.count("each of its 2 shards exchanges its stripes with learners") == 2, "in either life"
+        assert contribution_sizes(tape) <= part_sizes(config), "all contributions came in parts, to the shards"
     judge(tmp_path, config)
     retrain(tmp_path, whole=False)
     with pytest.raises(DataError, match="copy them"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import pytest
 from rank_loops import Ranks, each, gradient_loop, prescribed_loop, several
 from thread_syncer import Syncer, exact, syncers
 
+from atoll.executor.sharded import PartFound, ShardedSyncer
 from atoll.executor.syncer import TensorSyncer
 from atoll.protocol.vocabulary import Contribution, FixParticipants, Stored
 
@@ -28,9 +29,14 @@ CODECS = {
 class Watched(Syncer):
     seen: ClassVar[dict[int, list[tuple[int, int, str]]]] = {}
     """By the syncer's executor every contribution: outer step, fragment, and a digest of all its bytes."""
+    squares: ClassVar[dict[int, list[tuple[int, int, str]]]] = {}
+    """The same with a digest of the squares that its norm adds up, which is all that a syncer with shards sees."""
 
     def contributions(self) -> list[tuple[int, int, str]]:
         return sorted(self.seen.pop(id(self.home.executor)))
+
+    def squares_seen(self) -> list[tuple[int, int, str]]:
+        return sorted(self.squares.pop(id(self.home.executor)))
 
     def digests(self) -> list[tuple[int, str]]:
         return [(r.event.outer_step, r.event.digest) for r in self.tape() if isinstance(r.event, Stored)]
@@ -43,16 +49,28 @@ class Watched(Syncer):
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Watched]]:
-    inspect = TensorSyncer.inspect
+    inspect, judge = TensorSyncer.inspect, ShardedSyncer.judge
+
+    def squares(executor: Any, body: Contribution, leaves: Sequence[Any]) -> None:
+        told = hashlib.sha256(b"".join(each.tobytes() for each in leaves)).hexdigest()
+        Watched.squares.setdefault(id(executor), []).append((body.outer_step, body.fragment, told))
 
     def inspected(executor: TensorSyncer, body: Any, payload: Any) -> Any:
         if isinstance(body, Contribution):
             packet, buffers = payload.content
             told = hashlib.sha256(packet.to_bytes() + buffers.numpy().tobytes()).hexdigest()
             Watched.seen.setdefault(id(executor), []).append((body.outer_step, body.fragment, told))
+            leaves = executor.merger.norm_leaves(packet, by_value=False)
+            if leaves is not None:
+                squares(executor, body, [leaves])
         return inspect(executor, body, payload)
 
+    def judged(executor: ShardedSyncer, body: Contribution, parts: Sequence[PartFound]) -> Any:
+        squares(executor, body, [part.leaves for part in parts])
+        return judge(executor, body, parts)
+
     monkeypatch.setattr(TensorSyncer, "inspect", inspected)
+    monkeypatch.setattr(ShardedSyncer, "judge", judged)
     with syncers(tmp_path, Watched) as make:
         yield make
 
@@ -73,6 +91,7 @@ def of_one_rank(codec: str, known: dict[str, Any], start: Callable[..., Watched]
         prescribed_loop(0, 1, *run_of(one, "one"))
         one.end()
         known[codec] = one.contributions(), one.digests()
+        known[f"squares of {codec}"] = one.squares_seen() if id(one.home.executor) in one.squares else []
         assert len(known[codec][0]) >= 10 and len(known[codec][1]) == 10
     return known[codec]
 
@@ -105,12 +124,14 @@ def test_ranks_and_shards_together_store_the_bytes_of_one_rank_and_one_syncer(
     start: Callable[..., Watched], known: dict[str, Any], shards: int
 ) -> None:
     contributions, digests = of_one_rank("feedback", known, start)
+    squares = known["squares of feedback"]
+    assert len(squares) == len(contributions) == len({told for _, _, told in squares})
     syncer = start(exact(protocol=CODECS["feedback"]), shards=shards)
     results = Ranks(2, prescribed_loop, *run_of(syncer, "fsdp2")).end()
     assert all(isinstance(result, dict) for result in results), results
     syncer.end()
     assert syncer.home.shards == shards
-    assert syncer.contributions() == contributions and syncer.digests() == digests
+    assert syncer.squares_seen() == squares and syncer.digests() == digests
 
 
 FLEET = (("one", 1), ("tp", 2), ("fsdp2", 3), ("hsdp", 4))

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 def run_syncer(
     settings: Config, directory: Path, listen: str, keys: Path | None, allowed: list[str],
     resume: Path | None, threads: int, obey_stdin: bool, metrics: MetricsAt | None, bulk_port: int | None = None,
-    shards: int | None = None, kernel_threads: int = 0, shard_at: Sequence[str] = (),
+    shards: int | None = None, kernel_threads: int = 0, shard_at: Sequence[str] = (), hide_shards: bool = False,
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
@@ -61,7 +61,7 @@ def run_syncer(
         found = load_server(keys)
         credentials = server_credentials(found.certificate, found.key, found.ca)
         dials = client_credentials(found.ca, found.certificate, found.key, SHARD_NAME)
-        others = ShardsElsewhere(tuple(shard_at), dials.bulk)
+        others = ShardsElsewhere(tuple(shard_at), dials.bulk, hide_shards)
     if resume is not None and not (directory / TAPE_FILE).exists():  # started again it goes on from its tape, not from there
         _refuse_nothing_left(settings, resume, read_manifest(resume).snapshot)
         load_resumable_state(resume, settings)
@@ -121,9 +121,14 @@ def syncer(
         list[str] | None,
         typer.Option(
             "--shard-at", metavar="HOST:PORT",
-            help="A shard that `atoll shard` runs on another machine; needs --keys. Repeatable: in the order of the shards.",
+            help="A shard that `atoll shard` runs on another machine, where learners dial it too; needs --keys. Repeatable: in "
+            "the order of the shards.",
         ),
     ] = None,
+    hide_shards: Annotated[
+        bool,
+        typer.Option("--hide-shards", help="Learners cannot reach the shards of --shard-at: the syncer passes everything on."),
+    ] = False,
     kernel_threads: Annotated[
         int,
         typer.Option("--kernel-threads", min=0, max=1024, help="Threads that merge, in each shard. 0: its share of the cores."),
@@ -144,17 +149,17 @@ def syncer(
     log_to_stderr(verbose=not quiet)
     settings = settings_from(recipe, preset, learners, seed, set_, init)
     _refuse_early(directory, listen, bulk_port, keys, insecure)
-    _refuse_shards(shard_at or [], shards, keys)
+    _refuse_shards(shard_at or [], shards, keys, listen, hide_shards)
     at = _metrics_of(metrics, metrics_token, keys)
     logging.getLogger("atoll.syncer").info("loading data and model")
     run_syncer(
         settings, directory, listen, keys, allow_model or [], resume, threads, obey_stdin, at, bulk_port, shards, kernel_threads,
-        shard_at or [],
+        shard_at or [], hide_shards,
     )  # fmt: skip
 
 
-def _refuse_shards(shard_at: Sequence[str], shards: int | None, keys: Path | None) -> None:
-    from atoll.transport.keys import split_address
+def _refuse_shards(shard_at: Sequence[str], shards: int | None, keys: Path | None, listen: str, hidden: bool) -> None:
+    from atoll.transport.keys import is_loopback, split_address
 
     if shard_at and keys is None:
         raise UserError("--shard-at: shards on other machines show certificates; give --keys DIR (see `atoll keys --shards`)")
@@ -165,6 +170,9 @@ def _refuse_shards(shard_at: Sequence[str], shards: int | None, keys: Path | Non
             split_address(address)
         except UserError as error:
             raise UserError(f"--shard-at: {error}") from None
+        if is_loopback(address) and not is_loopback(listen) and not hidden:
+            remedy = "give an address that they reach, or --hide-shards"
+            raise UserError(f"--shard-at {address}: learners on other machines cannot dial it; {remedy}")
     if len(set(shard_at)) < len(shard_at):
         raise UserError("--shard-at: names a shard twice; each needs a process and a folder of its own")
 

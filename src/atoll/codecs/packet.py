@@ -14,6 +14,7 @@ payload, and any other size is refused.
 
 from __future__ import annotations
 
+import math
 import struct
 import sys
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ _PREFIX: Final = struct.Struct("<4sBB")
 _NUMEL: Final = struct.Struct("<Q")
 NUMEL_MAX: Final = 2**40
 """4 TiB of fp32. A hostile numel must not cause large sizes in the arithmetic."""
+SMALL: Final = 1 << 14
 
 # Tensors are copied byte by byte from memory. A big-endian host would write other bytes for the same packet.
 assert sys.byteorder == "little", "Atoll's packets are written on little-endian machines only"
@@ -117,9 +119,21 @@ def _tensor(view: memoryview, at: int, dtype: torch.dtype, count: int, *, owned:
     part = numpy.frombuffer(view, dtype=numpy.uint8, count=count * dtype.itemsize, offset=at)
     # A header of odd size leaves the payload misaligned, and torch wants to be able to write. numpy copies without the
     # interpreter's lock, which a learner's training thread needs meanwhile.
-    if not owned or not part.flags.writeable or part.ctypes.data % dtype.itemsize:
+    if not owned or not part.flags.writeable:
         part = part.copy()
-    return torch.from_numpy(part).view(dtype)
+    found = torch.from_numpy(part)
+    if found.data_ptr() % dtype.itemsize:
+        found = torch.from_numpy(part.copy())
+    return found.view(dtype)
+
+
+def _extremes(part: Tensor) -> tuple[float, float]:
+    """The least and the greatest value, or NaN if there is one."""
+    if part.dtype is torch.float32 and part.numel() <= SMALL:  # a call of torch costs more than the few values
+        numbers = part.numpy()
+        return float(numbers.min()), float(numbers.max())
+    low, high = torch.aminmax(part)
+    return float(low), float(high)
 
 
 def _refuse_bad_content(name: str, numel: int, codes: Tensor, scales: Tensor | None) -> None:
@@ -127,8 +141,8 @@ def _refuse_bad_content(name: str, numel: int, codes: Tensor, scales: Tensor | N
     still decodes to Inf where an honest packet has no such code: whoever decodes a peer's packet looks at the result."""
     for part in (codes, scales):
         if part is not None and part.is_floating_point() and part.numel():
-            low, high = torch.aminmax(part)
-            if not (torch.isfinite(low) and torch.isfinite(high)):
+            low, high = _extremes(part)
+            if not (math.isfinite(low) and math.isfinite(high)):
                 raise DataError(f"packet of {name} holds NaN or Inf")
     if codec_spec(name).kind == "chunks" and not indices_rise(name, numel, codes):
         raise DataError(f"packet of {name} holds indices that are not rising inside their chunks")

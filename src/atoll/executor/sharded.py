@@ -71,7 +71,7 @@ class OwnParts:
         self.session, self.number = session, number
 
 
-class Judged(NamedTuple):
+class PartFound(NamedTuple):
     """What a shard says of its part of a contribution."""
 
     flaw: str
@@ -339,7 +339,7 @@ class ShardedSyncer(TensorSyncer):
             packet, buffers = content
             self._all(lambda shard: self._accept_stripe(shard, effect, packet, buffers))
 
-    def judge(self, body: Contribution, parts: Sequence[Judged]) -> Finding | None:
+    def judge(self, body: Contribution, parts: Sequence[PartFound]) -> Finding | None:
         """`inspect` of a contribution that the shards have. None: they must be asked again, for the squares of its values."""
         flaw = next((part.flaw for part in parts if part.flaw), None)
         if flaw is not None:

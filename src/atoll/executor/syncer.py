@@ -16,6 +16,7 @@ from torch import Tensor
 
 from atoll.codecs import Packet, codec
 from atoll.config import Config
+from atoll.errors import DataError
 from atoll.executor.merging import FragmentMerger, Merged
 from atoll.ids import FragmentId, LearnerId, OuterStep
 from atoll.protocol.interface import CLEAN, Finding, Payload
@@ -152,7 +153,7 @@ class TensorSyncer:
             return known
         try:
             weights = self.disk.announced(p, version)
-        except (KeyError, OSError):
+        except (KeyError, OSError, DataError):
             return 0.0  # the machine refuses a difference to a version that is not kept
         norm = self.merger.norm(Packet("fp32", weights.numel(), weights, None))
         self._know_norm(p, version, norm)

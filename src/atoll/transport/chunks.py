@@ -23,7 +23,9 @@ so a payload that goes to many peers is hashed once.
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from atoll.transport.frames import CHUNK, Buffer, Violation, frame_checksum
@@ -37,6 +39,7 @@ FEEDS_MAX: Final = 256
 SESSION_BYTES: Final = 16
 KEY_BYTES: Final = 32
 
+_FEED: Final = re.compile(FEED_PREFACE + b"([0-9a-f]{2})\n")
 _HELLO: Final = struct.Struct(f"<{SESSION_BYTES}s{KEY_BYTES}sB")
 _FIELDS: Final = struct.Struct("<4sIQQQI")
 _CHECK: Final = struct.Struct("<I")
@@ -74,9 +77,25 @@ def feed_of(preface: bytes) -> int | None:
     """Of a whole preface, but that of a talk connection. Raises ValueError for one that nobody writes."""
     if preface == PREFACE:
         return None
-    if len(preface) != len(PREFACE) or not preface.startswith(FEED_PREFACE) or not preface.endswith(b"\n"):
+    found = _FEED.fullmatch(preface)
+    if found is None:
         raise ValueError("this is no preface")
-    return int(preface[len(FEED_PREFACE) : -1].decode("ascii"), 16)
+    return int(found[1], 16)
+
+
+def pack_key(key: bytes, addresses: Sequence[str]) -> bytes:
+    """What the one who opens a link is told: the key of its connections, and where to dial the processes that exchange payloads
+    in the server's place, if not at the server's port."""
+    return key + "\n".join(addresses).encode("ascii")
+
+
+def unpack_key(data: Buffer, processes: int) -> tuple[bytes, list[str]]:
+    """Raises ValueError."""
+    told = bytes(data[KEY_BYTES:]).decode("ascii")
+    addresses = told.split("\n") if told else []
+    if len(data) < KEY_BYTES or (addresses and len(addresses) != processes):
+        raise ValueError(f"{len(addresses)} addresses for {processes} processes")
+    return bytes(data[:KEY_BYTES]), addresses
 
 
 def pack_hello(hello: BulkHello) -> bytes:

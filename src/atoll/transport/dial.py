@@ -7,11 +7,11 @@ import contextlib
 import random
 import secrets
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Final
 
 from atoll.transport.bulk import BulkSocket, IoThreads
-from atoll.transport.chunks import FEEDS_MAX, KEY_BYTES, SESSION_BYTES, TALK_PREFACE, BulkHello, preface_of
+from atoll.transport.chunks import FEEDS_MAX, SESSION_BYTES, TALK_PREFACE, BulkHello, preface_of, unpack_key
 from atoll.transport.credentials import ClientCredentials
 from atoll.transport.frames import (
     CHUNK,
@@ -28,7 +28,7 @@ from atoll.transport.frames import (
     pack,
     unpack,
 )
-from atoll.transport.keys import split_address
+from atoll.transport.keys import SHARD_NAME, split_address
 from atoll.transport.link import Handler, Link
 from atoll.transport.server import COUNT_KEY, SESSION_KEY
 from atoll.transport.talk import TalkStream
@@ -99,12 +99,16 @@ class _Attempt:
         stream = self._channel.open("Talk", session)
         welcome = await _expect(stream, WELCOME)
         host, port = split_address(self._address)
-        bulk_port, key = welcome.number or port, bytes(welcome.body[:KEY_BYTES]).ljust(KEY_BYTES)
+        bulk_port, feeds = welcome.number or port, min(welcome.at, FEEDS_MAX)
+        try:
+            key, addresses = unpack_key(welcome.body, feeds)
+        except ValueError as error:
+            raise StreamBroken(f"it does not speak this protocol ({error})") from None
         talk = self.talk = await self._connect_talk(host, port, BulkHello(number, key, 0))
         for index in range(self.limits.connections):
             self.bulks.append(await self._connect_bulk(host, bulk_port, BulkHello(number, key, index)))
-        for feed in range(min(welcome.at, FEEDS_MAX)):
-            self.fed.append(await self._connect_bulk(host, bulk_port, BulkHello(number, key, feed), feed))
+        for feed in range(feeds):
+            self.fed.append(await self._connect_feed(feed, BulkHello(number, key, feed), host, bulk_port, addresses))
         ready = asyncio.create_task(_expect(stream, READY))
         try:
             either: set[asyncio.Future[Any]] = {ready, self._broken}
@@ -137,9 +141,22 @@ class _Attempt:
             raise
         return talk
 
-    async def _connect_bulk(self, host: str, port: int, hello: BulkHello, feed: int | None = None) -> BulkSocket:
+    async def _connect_feed(self, feed: int, hello: BulkHello, host: str, port: int, addresses: Sequence[str]) -> BulkSocket:
+        if not addresses:
+            return await self._connect_bulk(host, port, hello, feed)
+        if self._credentials is None:
+            raise StreamBroken("shards on other machines want certificates, and this process has none")
+        try:
+            return await self._connect_bulk(*split_address(addresses[feed]), hello, feed, SHARD_NAME)
+        except OSError as error:
+            raise LinkFailed(f"shard {feed} cannot be reached at {addresses[feed]} ({error.strerror or error})") from None
+
+    async def _connect_bulk(
+        self, host: str, port: int, hello: BulkHello, feed: int | None = None, role: str | None = None
+    ) -> BulkSocket:
+        """`role`: what the other side's certificate must say that it is; None: a server of this link."""
         sock = await self._connect(host, port, preface_of(feed))
-        context, name = (self._credentials.bulk, self._credentials.server_name) if self._credentials else (None, "")
+        context, name = (self._credentials.bulk, role or self._credentials.server_name) if self._credentials else (None, "")
         try:
             return BulkSocket.dialled(sock, context, name, hello, self._threads.next(), self.limits, self._ended)
         except BaseException:

@@ -13,6 +13,7 @@ that this connection must show.
 from __future__ import annotations
 
 import hmac
+import random
 import socket
 import ssl
 import threading
@@ -29,7 +30,8 @@ from atoll.transport.parts import PartInbox
 
 FEED_THREADS: Final = 4
 STRANGERS_MAX: Final = 256
-"""Connections that have not shown a session and its key; of more than so many the oldest is closed."""
+"""Connections that have not shown a session and its key; of more than so many any one is closed. If it were the oldest, whoever
+opens enough of them would end every handshake that takes longer; so each has a chance (`door.py`)."""
 STRANGER_SECONDS: Final = 10.0
 TOLD_SECONDS: Final = 0.5
 """How often the server hears how much was sent while a payload is."""
@@ -39,6 +41,8 @@ class Feeds(Protocol):
     """The processes that send in a server's place, as the server sees them. May be called in its loop only."""
 
     count: int
+    addresses: Sequence[str]
+    """Where peers dial them, one each. Empty: at the server's port, by their preface."""
 
     def expect(self, session: bytes, key: bytes, certificate: str | None) -> None: ...
 
@@ -83,6 +87,8 @@ class Feed:
         self._lock = threading.Lock()
         self._queue: deque[tuple[Transfer, int, int]] = deque()
         """With the place of its first byte, and the size of the whole payload."""
+        self._queued = 0
+        """Bytes of it, and of the chunk that is being sent."""
         self._nbytes = 0
         self._told_at = 0.0
         self._over = False
@@ -98,8 +104,14 @@ class Feed:
         with self._lock:
             if self._over:
                 return
-            self._queue.extend((Transfer(number, 0, b"", stripe.data), stripe.at, total) for stripe in stripes)
-        self.bulk.wake()
+            added = [(Transfer(number, 0, b"", stripe.data), stripe.at, total) for stripe in stripes]
+            self._queue.extend(added)
+            self._queued += sum(transfer.total for transfer, _, _ in added)
+            full = self._queued > self._limits.queue_bytes_max
+        if full:  # it says that it has what it was sent, and does not read
+            self._gone(f"the send queue is full: {self._limits.queue_bytes_max} bytes wait")
+        else:
+            self.bulk.wake()
 
     # For the connection
 
@@ -118,6 +130,8 @@ class Feed:
 
     def chunk_sent(self, chunk: Chunk, now: float) -> None:
         self._nbytes += chunk.size
+        with self._lock:
+            self._queued -= chunk.size
         if not self._queue or now >= self._told_at + TOLD_SECONDS:
             self._told_at = now
             self._sent(self._nbytes)
@@ -176,10 +190,12 @@ class FeedEnd:
         with self._lock:
             if not any(one.bulk is bulk for one in self._strangers) and not any(f.bulk is bulk for f in self._feeds.values()):
                 self._strangers.append(_Stranger(bulk, time.monotonic()))
-            surplus, self._strangers = self._strangers[:-STRANGERS_MAX], self._strangers[-STRANGERS_MAX:]
+            surplus = None
+            if len(self._strangers) > STRANGERS_MAX:
+                surplus = self._strangers.pop(random.randrange(len(self._strangers)))
             self._look_later()
-        for one in surplus:
-            one.bulk.close()
+        if surplus is not None:
+            surplus.bulk.close()
         return None
 
     def _look_later(self) -> None:

@@ -2,8 +2,8 @@
 
 A part has its own chunks, which count from its own first byte. Which message it belongs to, and what it must look like, only the
 server knows: it has the message's head, hears from each feed which part is there, and delivers the message when all are. A
-connection carries the parts in the order of their messages, and the oldest that is not whole never waits for room: so what is
-delivered next always arrives.
+connection carries the parts in the order of their messages, each from its first byte to its last, and one that no other is held
+before never waits for room: so what is delivered next always arrives.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class PartInbox:
         self._assemblies: dict[int, Assembly] = {}
         self._first = 0
         """The oldest message whose part may still come."""
+        self._newest = -1
+        """The message of the part that began last."""
         self._claimed = 0
         self._waits = False
 
@@ -44,8 +46,7 @@ class PartInbox:
             assembly = self._assemblies.get(chunk.number)
             if assembly is None:
                 assembly = self._assemblies[chunk.number] = Assembly(chunk.total, now)
-            elif assembly.total != chunk.total or assembly.complete:
-                raise Violation("total_disagrees", f"a part of bulk message {chunk.number} has {assembly.total} bytes, no more")
+                self._newest = chunk.number
             place = assembly.claim(chunk.at, chunk.size)
             self._claimed += chunk.size
             return place
@@ -61,6 +62,13 @@ class PartInbox:
             raise Violation("payload_too_big", f"no part has {chunk.total} bytes")
         if chunk.number < self._first:
             raise Violation("unknown_transfer", f"a chunk belongs to bulk message {chunk.number}, which is over")
+        newest, own = self._assemblies.get(self._newest), self._assemblies.get(chunk.number)
+        if chunk.number < self._newest or (own is None and newest is not None and not newest.complete):
+            raise Violation("order", f"a part of bulk message {chunk.number} came before the end of {self._newest}")
+        if own is not None and (own.total != chunk.total or own.complete):
+            raise Violation("total_disagrees", f"a part of bulk message {chunk.number} has {own.total} bytes, no more")
+        if chunk.at != (own.received if own is not None else 0):
+            raise Violation("order", f"a chunk at {chunk.at} of bulk message {chunk.number} does not follow the one before")
 
     def received(self, chunk: ChunkHeader) -> None:
         with self._lock:

@@ -27,7 +27,7 @@ from typing import Any, Final, TypeAlias
 from atoll.errors import UserError
 from atoll.transport.acceptor import EVERY_KIND, NO_BULK, ONLY_BULK, Acceptor
 from atoll.transport.bulk import THREADS_MAX, BulkSocket, IoThreads
-from atoll.transport.chunks import KEY_BYTES, SESSION_BYTES, BulkHello
+from atoll.transport.chunks import KEY_BYTES, SESSION_BYTES, BulkHello, pack_key
 from atoll.transport.credentials import ServerCredentials
 from atoll.transport.door import Caps, Door, Endpoint
 from atoll.transport.feed import Feeds
@@ -254,7 +254,8 @@ class Server:
         count = feeds.count if feeds is not None else 0
         if feeds is not None:
             feeds.expect(number, session.key, session.certificate)
-        await stream.write(pack(WELCOME, self.bulk_port or 0, count, body=(session.key,)))
+        addresses = feeds.addresses if feeds is not None else ()
+        await stream.write(pack(WELCOME, self.bulk_port or 0, count, body=(pack_key(session.key, addresses),)))
         try:
             async with asyncio.timeout(OPENING_SECONDS):
                 while not session.is_complete(count) and not session.is_replaced:
@@ -381,7 +382,9 @@ class Server:
     # Connections to other processes
 
     def _hand_to_feed(self, feed: int, sock: socket.socket) -> None:
-        if self.feeds is not None and feed < self.feeds.count:
+        """Only while somebody opens a link: the process has less to tell an outsider by than this one's door."""
+        opening = any(session.link is None for session in self._sessions.values())
+        if self.feeds is not None and feed < self.feeds.count and opening:
             self.feeds.hand(feed, sock)
 
     def feed_is_here(self, session: bytes, feed: int) -> None:

@@ -22,7 +22,7 @@ from selectors import EVENT_READ, EVENT_WRITE
 from typing import Final
 
 from atoll.transport.chunks import HELLO_BYTES, BulkHello, pack_hello, unpack_hello
-from atoll.transport.frames import LinkLimits, Violation, frame_checksum
+from atoll.transport.frames import HEADER_BYTES, LinkLimits, Violation, frame_checksum
 from atoll.transport.sockets import common_name, keep_known, limit_silence
 from atoll.transport.wire import StreamBroken
 
@@ -209,8 +209,8 @@ class TalkStream:
             (size,), (check,) = _LENGTH.unpack_from(data, at), _LENGTH.unpack_from(data, at + _LENGTH.size)
             if check != frame_checksum(data[at : at + _LENGTH.size]):
                 raise Violation("checksum", "the length of a frame does not match its checksum")
-            if size > self._frame_bytes_max:
-                raise Violation("malformed", f"a frame of {size} bytes is longer than {self._frame_bytes_max}")
+            if not HEADER_BYTES <= size <= self._frame_bytes_max:
+                raise Violation("malformed", f"a frame of {size} bytes: it has {HEADER_BYTES} to {self._frame_bytes_max}")
             begin = at + 2 * _LENGTH.size
             if len(data) < begin + size:
                 break

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from atoll.codecs.parts import joined, packet_part
 from atoll.config import Config, load
 from atoll.errors import UserError
 from atoll.executor.shard import ShardSyncer, StripeResult
-from atoll.executor.sharded import Announcement, Judged, OwnParts, ShardedSyncer, ShardedVersions
+from atoll.executor.sharded import Announcement, OwnParts, PartFound, ShardedSyncer, ShardedVersions
 from atoll.executor.syncer import TensorSyncer
 from atoll.ids import FragmentId, OuterStep
 from atoll.kernels import fused
@@ -237,18 +238,24 @@ def test_contributions_to_shards_are_merged_as_those_to_the_coordinator(count: i
 def test_shards_judge_a_contribution_as_a_syncer_does() -> None:
     both, body = Both(config(), 3), Contribution(1, 0, 4, 0, 4, 64, 4, 64)
     packet, buffers = codec("int4").encode(numbers(3, 1e-3)), numbers(4, 1.0, BUFFERS)
-    whole = both.whole.inspect(body, Payload("packet", packet.nbytes, (packet, buffers)))
+    payload = Payload("packet", packet.nbytes, (packet, buffers))
+    whole = both.whole.inspect(body, payload)
     bounds = stripe_bounds(NUMEL, 3)
     parts = [packet_part(packet, *bounds[k : k + 2]) for k in range(3)]
     leaves = [both.whole.merger.norm_leaves(part, by_value=False) for part in parts]
     by_value = [both.whole.merger.norm_leaves(part, by_value=True) for part in parts]
     shards = both.shards
-    assert shards.judge(body, [Judged("", each) for each in leaves]) == whole and whole.measure is not None
-    assert shards.judge(body, [Judged("", leaves[0]), Judged("", None), Judged("", leaves[2])]) is None, "of values, please"
-    assert (again := shards.judge(body, [Judged("", each) for each in by_value])) is not None and again.measure is not None
-    flaw = shards.judge(body, [Judged("", leaves[0]), Judged("it is no part", None), Judged("", leaves[2])])
+    assert shards.judge(body, [PartFound("", each) for each in leaves]) == whole and whole.measure is not None
+    unknown = [PartFound("", leaves[0]), PartFound("", None), PartFound("", leaves[2])]
+    assert shards.judge(body, unknown) is None, "of values, please"
+    assert (again := shards.judge(body, [PartFound("", each) for each in by_value])) is not None and again.measure is not None
+    flaw = shards.judge(body, [PartFound("", leaves[0]), PartFound("it is no part", None), PartFound("", leaves[2])])
     assert flaw is not None and str(flaw.flaw) == str(Reason(Why.POISONED, "it is no part"))
-    poisoned = shards.judge(body, [Judged("", leaves[0]), Judged("", leaves[1] * math.inf), Judged("", leaves[2])])
+    gone = msgspec.structs.replace(body, anchor=10**9)
+    for finding in (shards.judge(gone, [PartFound("", each) for each in leaves]), both.whole.inspect(gone, payload)):
+        assert finding is not None and finding.flaw is None and finding.measure is not None, "the machine refuses it, mildly"
+        assert finding.measure.norm == whole.measure.norm and finding.measure.weights == 0.0
+    poisoned = shards.judge(body, [PartFound("", leaves[0]), PartFound("", leaves[1] * math.inf), PartFound("", leaves[2])])
     assert poisoned is not None and "NaN or Inf" in str(poisoned.flaw)
 
 

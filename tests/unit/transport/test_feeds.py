@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +19,7 @@ from atoll.transport import (
     Elsewhere,
     FeedEnd,
     Link,
+    LinkFailed,
     LinkLimits,
     PlacedBytes,
     Server,
@@ -27,9 +30,9 @@ from atoll.transport import (
     server_credentials,
 )
 from atoll.transport import feed as feeds_of_transport
-from atoll.transport.chunks import BulkHello, feed_of, may_be_preface, preface_of
+from atoll.transport.chunks import BulkHello, feed_of, may_be_preface, pack_key, preface_of, unpack_key
 from atoll.transport.frames import BULK, CONTROL, SPREAD, pack
-from atoll.transport.keys import SYNCER_NAME, load_learner, load_server, make_keys
+from atoll.transport.keys import SYNCER_NAME, load_learner, load_server, load_shard, make_keys
 
 PART_SIZES = (4, 3 << 20)
 
@@ -39,6 +42,7 @@ class Ends:
 
     def __init__(self, count: int, credentials: ServerCredentials | None = None) -> None:
         self.count = count
+        self.addresses: list[str] = []
         self._loop = asyncio.get_running_loop()
         self.server: Server
         self.late = False
@@ -87,10 +91,10 @@ class Ends:
 
 @asynccontextmanager
 async def fed(
-    there: Recorder, count: int = 2, credentials: ServerCredentials | None = None
+    there: Recorder, count: int = 2, credentials: ServerCredentials | None = None, of_feeds: ServerCredentials | None = None
 ) -> AsyncIterator[tuple[Ends, str]]:
     server = Server(there, admit, LinkLimits(), credentials)
-    ends = Ends(count, credentials)
+    ends = Ends(count, of_feeds or credentials)
     ends.server, server.feeds = server, ends
     async with started(server) as address:
         try:
@@ -106,6 +110,75 @@ def stripe(at: int, data: bytes) -> PlacedBytes:
 
 async def dialled(address: str, here: Recorder, name: str = "a") -> Link:
     return await dial(address, here, peer="syncer", metadata=credentials_of(name))
+
+
+@asynccontextmanager
+async def ports(ends: Ends) -> AsyncIterator[None]:
+    """The feeds take connections at ports of their own, as processes of other machines."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in ends.ends]
+
+    def accept(listener: socket.socket, end: FeedEnd) -> None:
+        with contextlib.suppress(OSError):  # it is closed
+            while True:
+                connection, _ = listener.accept()
+                assert feed_of(connection.recv(8, socket.MSG_WAITALL)) is not None
+                end.take(connection)
+
+    for pair in zip(listeners, ends.ends, strict=True):
+        threading.Thread(target=accept, args=pair, daemon=True).start()
+    ends.addresses = [f"127.0.0.1:{listener.getsockname()[1]}" for listener in listeners]
+    try:
+        yield
+    finally:
+        for listener in listeners:
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+
+
+def shards_credentials(keys: Path) -> ServerCredentials:
+    found = load_shard(keys)
+    return server_credentials(found.certificate, found.key, found.ca)
+
+
+def test_feeds_at_addresses_of_their_own_are_dialled_there_and_show_who_they_are(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", learners=1, shards=1)
+    ours, theirs = load_server(tmp_path / "keys"), load_learner(tmp_path / "keys", 0)
+    shown = client_credentials(theirs.ca, theirs.certificate, theirs.key, SYNCER_NAME)
+    own = server_credentials(ours.certificate, ours.key, ours.ca)
+
+    async def story() -> None:
+        here, there = Recorder(), Recorder()
+        async with fed(there, credentials=own, of_feeds=shards_credentials(tmp_path / "keys")) as (ends, address), ports(ends):
+            peer = await dial(address, here, peer="syncer", metadata=credentials_of("a"), credentials=shown)
+            (link,) = there.links
+            ends.send(link, b"striped", [[stripe(0, b"ab")], [stripe(2, b"cd")]])
+            await here.until(lambda: bool(here.heads))
+            assert here.payloads == [b"abcd"] and peer.feeds == 2
+
+    run(story())
+
+
+def test_no_learner_talks_to_a_feed_that_is_no_shard_or_is_not_there(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", learners=1, shards=1)
+    ours, theirs = load_server(tmp_path / "keys"), load_learner(tmp_path / "keys", 0)
+    shown = client_credentials(theirs.ca, theirs.certificate, theirs.key, SYNCER_NAME)
+    own = server_credentials(ours.certificate, ours.key, ours.ca)
+
+    async def refused(of_feeds: ServerCredentials, there: Recorder, *, away: bool, match: str) -> None:
+        async with fed(there, credentials=own, of_feeds=of_feeds) as (ends, address), ports(ends):
+            if away:
+                with socket.create_server(("127.0.0.1", 0)) as unused:
+                    ends.addresses[1] = f"127.0.0.1:{unused.getsockname()[1]}"
+            with pytest.raises(LinkFailed, match=match):
+                await dial(address, Recorder(), peer="syncer", metadata=credentials_of("a"), credentials=shown)
+
+    async def story() -> None:
+        there = Recorder()
+        await refused(own, there, away=False, match="certificate verify failed")
+        await refused(shards_credentials(tmp_path / "keys"), there, away=True, match="shard 1 cannot be reached at 127")
+        assert not there.told
+
+    run(story())
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -423,10 +496,59 @@ def test_server_without_feeds_closes_a_connection_for_one() -> None:
     run(story())
 
 
+def test_peer_that_does_not_read_from_a_feed_loses_its_link() -> None:
+    async def story() -> None:
+        there = Recorder()
+        async with fed(there) as (ends, address):
+            ends.ends[1]._limits = LinkLimits(queue_bytes_max=40 << 20)
+            link = RawLink(address, credentials_of("a"))
+            await link.open_talk()
+            await link.open_bulk()
+            for feed in range(2):
+                await link.open_bulk(feed=feed, place=feed)
+            await link.ready()
+            await there.until(lambda: bool(there.links))
+            for _ in range(4):
+                ends.send(there.links[0], b"theta", [[stripe(0, b"x")], [stripe(1, bytes(16 << 20))]])
+            await there.until(lambda: bool(there.reasons))
+            assert "the send queue is full: 41943040 bytes wait" in there.reasons[0]
+            await link.close()
+
+    run(story())
+
+
+def test_nobody_is_handed_to_a_feed_while_nobody_opens_a_link() -> None:
+    async def story() -> None:
+        there = Recorder()
+        async with fed(there) as (ends, address):
+            stranger = await RawBulk.connect(address, preface=preface_of(0))
+            assert await stranger.is_closed() and not ends.ends[0]._strangers
+            link = RawLink(address, credentials_of("a"))
+            await link.ask()
+            other = await RawBulk.connect(address, preface=preface_of(0))
+            await until(lambda: len(ends.ends[0]._strangers) == 1)
+            for one in (stranger, other, link):
+                await one.close()
+
+    run(story())
+
+
+def test_key_tells_where_the_feeds_are() -> None:
+    key = bytes(range(32))
+    assert unpack_key(pack_key(key, []), 3) == (key, [])
+    assert unpack_key(pack_key(key, ["a:1", "[::1]:2"]), 2) == (key, ["a:1", "[::1]:2"])
+    for data, count in ((key[:31], 0), (pack_key(key, ["a:1"]), 2), (key + b"\xff", 1)):
+        with pytest.raises(ValueError):
+            unpack_key(data, count)
+
+
 def test_prefaces() -> None:
     assert [feed_of(preface_of(n)) for n in (None, 0, 7, 255)] == [None, 0, 7, 255]
     for whole in (preface_of(None), preface_of(31)):
         assert all(may_be_preface(whole[:n]) for n in range(9))
+    for wrong in (b"ATOLF-1\n", b"ATOLF-f\n", b"ATOLF+1\n", b"ATOLF 1\n", b"ATOLFAA\n", b"ATOLF001"):
+        with pytest.raises(ValueError):
+            feed_of(wrong)
     assert not may_be_preface(b"PRI") and not may_be_preface(b"\x16\x03") and not may_be_preface(b"ATOLX")
     for nobodys in (b"ATOLFzz\n", b"ATOLF001", b"ATOLF0\n"):
         with pytest.raises(ValueError):

@@ -69,11 +69,8 @@ def test_every_part_arrives_whole_though_each_is_taken_as_late_as_may_be(parts: 
 
 def test_no_more_is_held_than_two_of_the_largest_and_the_oldest_never_waits() -> None:
     there = Arrivals()
-    assert there.chunk(0, 0, b"....", 20), "not whole"
-    assert there.chunk(1, 0, b"....", 4) and there.chunk(2, 0, b"....", 4)
+    assert all(there.chunk(number, 0, b"....", 4) for number in range(3))
     assert not there.chunk(3, 0, b"....", 4), "three are there"
-    for at in range(4, 20, CHUNK):
-        assert there.chunk(0, at, b"....", 20)
     assert there.take(0) and there.woken == 1 and there.chunk(3, 0, b"....", 4)
     many = Arrivals()
     for number in range(2):
@@ -104,15 +101,31 @@ def test_part_that_the_server_went_on_without_makes_room() -> None:
         (ChunkHeader(1, 0, 20, 0, 0), "is none of 20"),
         (ChunkHeader(1, 18, 20, 4, 0), "is none of 20"),
         (ChunkHeader(0, 0, 4, 4, 0), "which is over"),
-        (ChunkHeader(2, 0, 9, 4, 0), "has 20 bytes, no more"),
-        (ChunkHeader(2, 2, 20, 4, 0), "overlaps"),
-        (ChunkHeader(3, 0, 4, 4, 0), "has 4 bytes, no more"),
+        (ChunkHeader(2, 0, 4, 4, 0), "came before the end of 3"),
+        (ChunkHeader(1, 0, 4, 4, 0), "came before the end of 3"),
+        (ChunkHeader(4, 0, 4, 4, 0), "came before the end of 3"),
+        (ChunkHeader(3, 4, 9, 4, 0), "has 20 bytes, no more"),
+        (ChunkHeader(3, 2, 20, 4, 0), "does not follow the one before"),
+        (ChunkHeader(3, 8, 20, 4, 0), "does not follow the one before"),
     ],
 )
 def test_chunks_that_no_honest_peer_sends(chunk: ChunkHeader, says: str) -> None:
     there = Arrivals()
     assert there.take(0) is None
-    assert there.chunk(2, 0, b"....", 20) and there.chunk(3, 0, b"....", 4)
+    assert there.chunk(2, 0, b"....", 4) and there.chunk(3, 0, b"....", 20)
     with pytest.raises(Violation, match=says):
         there.inbox.claim(chunk, 0.0)
     assert there.inbox._claimed == 8, "nothing is kept of it"
+
+
+def test_part_begins_with_its_first_byte() -> None:
+    with pytest.raises(Violation, match="does not follow"):
+        Arrivals().chunk(5, 4, b"....", 20)
+
+
+def test_whole_part_takes_no_more_bytes() -> None:
+    there = Arrivals()
+    assert there.chunk(2, 0, b"....", 4)
+    for _ in range(2):
+        with pytest.raises(Violation, match="has 4 bytes, no more"):
+            there.chunk(2, 0, b"....", 4)

@@ -17,12 +17,13 @@ from transport_peers import Recorder, admit, credentials_of, run, serving, start
 from atoll.transport import ClientCredentials, LinkLimits, Server, client_credentials, dial, server_credentials
 from atoll.transport.acceptor import kind_of
 from atoll.transport.chunks import PREFACE, TALK_PREFACE, BulkHello, preface_of
-from atoll.transport.frames import CONTROL, PULSE, Violation, frame_checksum, pack
+from atoll.transport.frames import CONTROL, HEADER_BYTES, PULSE, Violation, frame_checksum, pack
 from atoll.transport.keys import SYNCER_NAME, load_learner, load_server, make_keys
 from atoll.transport.talk import AHEAD_BYTES, TalkStream
 from atoll.transport.wire import StreamBroken
 
 LIMITS = LinkLimits(head_bytes_max=1 << 16, chunk_bytes=1 << 16)
+LAST = b"the last frame, of some forty bytes or so"
 HELLO = BulkHello(b"s" * 16, b"k" * 32, 0)
 
 
@@ -77,7 +78,7 @@ def framed(frame: bytes) -> bytes:
 @pytest.mark.parametrize("secret", [False, True], ids=["plain", "tls"])
 def test_frames_of_any_size_arrive_whole_and_in_order(secret: bool, keys: Path) -> None:
     rng = random.Random(7)
-    frames = [rng.randbytes(rng.choice((0, 1, 32, 500, 16_000, 60_000))) for _ in range(300)]
+    frames = [rng.randbytes(rng.choice((HEADER_BYTES, 33, 500, 16_000, 60_000))) for _ in range(300)]
 
     async def story() -> None:
         async with talking(keys if secret else None) as (here, there):
@@ -89,8 +90,8 @@ def test_frames_of_any_size_arrive_whole_and_in_order(secret: bool, keys: Path) 
             sending = asyncio.create_task(send())
             assert [await here.read() for _ in frames] == frames
             await sending
-            await here.write(b"and back")
-            assert await there.read() == b"and back"
+            await here.write(LAST)
+            assert await there.read() == LAST
             there.close()
             assert await here.read() is None
 
@@ -98,7 +99,7 @@ def test_frames_of_any_size_arrive_whole_and_in_order(secret: bool, keys: Path) 
 
 
 def test_frames_are_cut_wherever_the_bytes_break() -> None:
-    frames = [b"", b"x", bytes(range(256)) * 9]
+    frames = [bytes(HEADER_BYTES), b"x" * 33, bytes(range(256)) * 9]
     data = b"".join(map(framed, frames))
 
     async def story() -> None:
@@ -114,9 +115,9 @@ def test_frames_are_cut_wherever_the_bytes_break() -> None:
         sending = asyncio.create_task(trickle())
         assert [await here.read() for _ in frames] == frames
         await sending
-        await loop.sock_sendall(theirs, framed(b"last") + framed(b"half")[:-1])
+        await loop.sock_sendall(theirs, framed(LAST) + framed(LAST)[:-1])
         theirs.close()
-        assert await here.read() == b"last"
+        assert await here.read() == LAST
         assert await here.read() is None, "half a frame is none"
         here.close()
 
@@ -128,15 +129,17 @@ def test_frames_are_cut_wherever_the_bytes_break() -> None:
     [
         (framed(b"x" * 40)[:3] + b"\x01" + framed(b"x" * 40)[4:], "checksum"),
         (framed(bytes(LIMITS.frame_bytes_max + 1))[:8], "malformed"),
+        (framed(bytes(HEADER_BYTES - 1))[:8], "malformed"),
+        (framed(b""), "malformed"),
     ],
-    ids=["damaged length", "too long"],
+    ids=["damaged length", "too long", "too short", "nothing"],
 )  # fmt: skip
 def test_length_is_checked_before_a_byte_of_the_frame_is_awaited(data: bytes, kind: str) -> None:
     async def story() -> None:
         ours, theirs = await connected()
         here = TalkStream(ours, LIMITS)
-        await asyncio.get_running_loop().sock_sendall(theirs, framed(b"first") + data)
-        assert await here.read() == b"first"
+        await asyncio.get_running_loop().sock_sendall(theirs, framed(LAST) + data)
+        assert await here.read() == LAST
         for _ in range(2):
             with pytest.raises(Violation) as violation:
                 await here.read()
@@ -150,8 +153,8 @@ def test_length_is_checked_before_a_byte_of_the_frame_is_awaited(data: bytes, ki
 def test_what_nobody_reads_stays_with_its_sender() -> None:
     async def story() -> None:
         async with talking() as (here, there):
-            await there.write(b"first")
-            assert await here.read() == b"first"  # it listens from now on
+            await there.write(LAST)
+            assert await here.read() == LAST  # it listens from now on
 
             async def flood() -> None:
                 for _ in range(1000):
@@ -311,10 +314,10 @@ def test_talk_connection_does_not_use_the_port_of_payloads() -> None:
 def test_end_without_a_last_word_of_tls_is_an_end_like_any_other(keys: Path) -> None:
     async def story() -> None:
         async with talking(keys) as (here, there):
-            await there.write(b"last")
+            await there.write(LAST)
             assert isinstance(there.sock, ssl.SSLSocket)
             there.sock.shutdown(socket.SHUT_RDWR)
-            assert await here.read() == b"last"
+            assert await here.read() == LAST
             assert await here.read() is None
 
     run(story())

@@ -1,7 +1,10 @@
-"""How a coordinator and a shard find each other: sockets of this machine with a key, or TLS with certificates of their roles.
+"""How others find a shard: its coordinator by sockets of this machine with a key, or by TLS with certificates of their roles.
 
 A coordinator has two connections to a shard, which name the same `session`, and a third one where the shard sends to learners
 itself. A shard takes the newest coordinator that shows what it must: the older one's syncer was killed, or its machine is gone.
+
+On a machine of its own a shard is dialled by learners too: their connections begin with a preface (`transport/chunks.py`), those
+of a coordinator with TLS.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ from typing import Any, Final, NamedTuple
 
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards.messages import ShardHello, ToCoordinator, ToShard
+from atoll.transport.chunks import PREFACE, feed_of
 from atoll.transport.keys import SHARD_NAME, SYNCER_NAME
 
 log = logging.getLogger("atoll.shard")
 
 HELLO_SECONDS: Final = 10.0
 HELLO_BYTES_MAX: Final = 4096
-STRANGERS_MAX: Final = 32
-"""Connections that have not shown yet who they are; a further one is closed."""
+STRANGERS_MAX: Final = 64
+"""Connections that have not shown yet who they are. For a further one the oldest is closed: an honest one shows it at once."""
 _PROBES: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """A machine that is gone is noticed within half a minute."""
 
@@ -43,15 +47,31 @@ class _Half(NamedTuple):
     met: threading.Event
 
 
+class _Stranger:
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def hang_up(self) -> None:
+        """Its own thread closes it. Not as a TLS connection would: that thread may be inside OpenSSL."""
+        with suppress(OSError):
+            socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
+
+
 class ShardDoor:
     """A shard's listener."""
 
-    def __init__(self, listener: socket.socket, key: str, tls: ssl.SSLContext | None) -> None:
-        """With `tls` the certificate says who may be the coordinator, else the key does."""
+    def __init__(
+        self, listener: socket.socket, key: str, tls: ssl.SSLContext | None,
+        take_learner: Callable[[socket.socket], None] = socket.socket.close,
+    ) -> None:  # fmt: skip
+        """With `tls` the certificate says who may be the coordinator, else the key does. `take_learner` gets a connection whose
+        preface was read, in any thread."""
         self._listener, self._key, self._tls = listener, key, tls
+        self._take_learner = take_learner
         self._closed = False
         self._lock = threading.Lock()
-        self._strangers = threading.Semaphore(STRANGERS_MAX)
+        self._strangers: list[_Stranger] = []
+        """The oldest first."""
         self._waiting: dict[str, _Half] = {}
         """By session: the half that is here."""
         self._inside: tuple[RankChannel, RankChannel] | None = None
@@ -85,16 +105,25 @@ class ShardDoor:
                 log.warning("a connection could not be taken: %s", error)
                 threading.Event().wait(1.0)  # out of descriptors: the shard goes on with those it has
                 continue
-            if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._admit, args=(connection,), name="hello", daemon=True).start()
-            else:
-                connection.close()
+            stranger = _Stranger(connection)
+            with self._lock:
+                self._strangers.append(stranger)
+                surplus = self._strangers[:-STRANGERS_MAX]
+                del self._strangers[: len(surplus)]
+            for one in surplus:
+                one.hang_up()
+            threading.Thread(target=self._admit, args=(stranger,), name="hello", daemon=True).start()
 
-    def _admit(self, connection: socket.socket) -> None:
+    def _admit(self, stranger: _Stranger) -> None:
+        connection = stranger.connection
         try:
             connection.settimeout(HELLO_SECONDS)
             if self._tls is not None:
-                connection = self._tls.wrap_socket(connection, server_side=True)
+                if self._is_learner(connection):
+                    return self._take_learner(connection)
+                secret = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+                stranger.connection = connection = secret
+                secret.do_handshake()
             channel = RankChannel(connection, ToShard)
             connection.settimeout(HELLO_SECONDS)
             hello, _ = channel.receive(HELLO_BYTES_MAX)
@@ -102,6 +131,7 @@ class ShardDoor:
             if why is not None:
                 log.warning("a connection is refused: %s", why)
                 return channel.close()
+            self._is_known(stranger)
             connection.settimeout(None)
             watch(connection)
             self._take(hello, channel)
@@ -109,7 +139,28 @@ class ShardDoor:
             log.info("a connection ended before it showed who it is: %s", error)
             connection.close()
         finally:
-            self._strangers.release()
+            self._is_known(stranger)
+
+    def _is_known(self, stranger: _Stranger) -> None:
+        """Or gone: no further one takes its place."""
+        with self._lock:
+            if stranger in self._strangers:
+                self._strangers.remove(stranger)
+
+    @staticmethod
+    def _is_learner(connection: socket.socket) -> bool:
+        """Whether it begins with a learner's preface, which is read then. ChannelClosed: with something that nobody writes."""
+        if connection.recv(1, socket.MSG_PEEK) != PREFACE[:1]:
+            return False
+        preface = b""
+        while (missing := len(PREFACE) - len(preface)) and (data := connection.recv(missing)):
+            preface += data
+        try:
+            if feed_of(preface) is not None:
+                return True
+        except ValueError:
+            pass
+        raise ChannelClosed("it is neither a coordinator's nor a learner's")
 
     def _objection(self, connection: socket.socket, hello: Any) -> str | None:
         if not isinstance(hello, ShardHello):

@@ -1,12 +1,13 @@
-"""What a shard on the syncer's machine exchanges with learners itself, over connections of its own: it sends its stripe of every
-announcement, and receives its part of every contribution.
+"""What a shard exchanges with learners itself, over connections of its own: it sends its stripe of every announcement, and
+receives its part of every contribution.
 
 A part is looked at where it is, and only what the coordinator decides by goes to it: whether it is sound, and the squares that
 the norm of the whole adds up. The part stays here until the coordinator accepts the contribution, or drops it.
 
-Learners dial the syncer, whose front door hands the shard the connections that begin with its number, through a Unix socket in a
-folder that only this user may enter. TLS begins in the shard, with the syncer's certificate. So all payloads use the syncer's
-one port, and each shard encrypts with cores and an interpreter's lock of its own.
+Where a shard is on the syncer's machine, learners dial the syncer, whose front door hands the shard the connections that begin
+with its number, through a Unix socket in a folder that only this user may enter. TLS begins in the shard, with the syncer's
+certificate. So all payloads use the syncer's one port, and each shard encrypts with cores and an interpreter's lock of its own. A
+shard on another machine they dial there, where it shows a certificate of its own.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import logging
 import shutil
 import socket
+import ssl
 import tempfile
 import threading
 from collections import OrderedDict
@@ -70,7 +72,7 @@ class StoredStripes(Protocol):
     def theta_at(self, p: FragmentId, v: OuterStep) -> tuple[Tensor, Tensor]: ...
 
 
-class Judge(Protocol):
+class PartNorms(Protocol):
     """What of the merger is used here."""
 
     def norm_leaves(self, packet: Packet, *, by_value: bool) -> Array | None: ...
@@ -79,7 +81,7 @@ class Judge(Protocol):
 class HeldParts:
     """One shard's parts of contributions that the coordinator knows of. Any thread may call any method."""
 
-    def __init__(self, config: Config, stripes: Sequence[Fragment], judge: Judge) -> None:
+    def __init__(self, config: Config, stripes: Sequence[Fragment], judge: PartNorms) -> None:
         self._codec, self._stripes, self._judge = config.protocol.codec_up, stripes, judge
         self._lock = threading.Lock()
         self._held: dict[tuple[bytes, int], tuple[Packet, Tensor]] = {}
@@ -111,10 +113,10 @@ class HeldParts:
             packet, _ = self._held[note.session, note.number]
         return "", self._judge.norm_leaves(packet, by_value=note.by_value)
 
-    def take(self, session: bytes, number: int) -> tuple[Packet, Tensor]:
-        """For the merge."""
+    def of(self, session: bytes, number: int) -> tuple[Packet, Tensor]:
+        """For the merge, which may be tried again: it stays until it is dropped."""
         with self._lock:
-            return self._held.pop((session, number))
+            return self._held[session, number]
 
     def drop(self, session: bytes, number: int) -> None:
         with self._lock:
@@ -160,13 +162,14 @@ class OwnStripes:
 class Feeding:
     """For one coordinator, which tells on `channel` what to send to whom."""
 
-    def __init__(self, channel: RankChannel, stripes: OwnStripes, parts: HeldParts, keys: str | None, fragments: int) -> None:
-        found = load_server(Path(keys)) if keys is not None else None
-        tls = server_credentials(found.certificate, found.key, found.ca).bulk if found is not None else None
+    def __init__(
+        self, channel: RankChannel, stripes: OwnStripes, parts: HeldParts, tls: ssl.SSLContext | None, fragments: int,
+        limits: LinkLimits = LinkLimits(),  # noqa: B008 (it is frozen)
+    ) -> None:  # fmt: skip
         self._channel, self._stripes_of, self._parts = channel, stripes, parts
         self._looking = ThreadPoolExecutor(LOOKING_THREADS, "parts")
         self.end = FeedEnd(
-            tls, LinkLimits(), lambda session: self._tell(LinkHere(session)),
+            tls, limits, lambda session: self._tell(LinkHere(session)),
             lambda session, nbytes: self._tell(LinkFed(session, nbytes)), lambda session, why: self._tell(LinkGone(session, why)),
             part_sizes={parts.bytes_of(p) for p in range(fragments)} - {0},
             came=lambda session, number, nbytes: self._tell(PartCame(session, number, nbytes)),
@@ -228,8 +231,33 @@ class Feeding:
         self._looking.shutdown(wait=False)
 
 
-class HandedOver:
-    """Where one coordinator hands connections of learners to this process. The socket's file is gone once it has connected."""
+def syncers_context(keys: str | None) -> ssl.SSLContext | None:
+    """From the folder with the syncer's own certificate. None: the run has none."""
+    found = load_server(Path(keys)) if keys is not None else None
+    return server_credentials(found.certificate, found.key, found.ca).bulk if found is not None else None
+
+
+class LearnerConnections:
+    """Their connections with this process, as long as one coordinator is inside."""
+
+    path = ""
+    feeding: Feeding | None = None
+
+    def take(self, connection: socket.socket) -> None:
+        """One whose preface was read."""
+        if self.feeding is None:
+            connection.close()
+        else:
+            self.feeding.end.take(connection)
+
+    def close(self) -> None:
+        if self.feeding is not None:
+            self.feeding.close()
+            self.feeding = None
+
+
+class HandedOver(LearnerConnections):
+    """Where one coordinator hands them to this process. The socket's file is gone once it has connected."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="atoll-"))
@@ -237,7 +265,6 @@ class HandedOver:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen(1)
-        self.feeding: Feeding | None = None
         threading.Thread(target=self._take, name="handed over", daemon=True).start()
 
     def _take(self) -> None:
@@ -248,15 +275,9 @@ class HandedOver:
                 while True:
                     said, descriptors, _, _ = socket.recv_fds(giver, 1, 1)
                     for descriptor in descriptors:
-                        self._taken(socket.socket(fileno=descriptor))
+                        self.take(socket.socket(fileno=descriptor))
                     if not said:
                         return
-
-    def _taken(self, connection: socket.socket) -> None:
-        if self.feeding is None:
-            connection.close()
-        else:
-            self.feeding.end.take(connection)
 
     def _remove(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -266,9 +287,7 @@ class HandedOver:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._remove()
-        if self.feeding is not None:
-            self.feeding.close()
-            self.feeding = None
+        super().close()
 
 
 def at_door(path: str) -> socket.socket:

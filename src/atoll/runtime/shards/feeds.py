@@ -9,13 +9,14 @@ import socket
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from torch import Tensor
 
-from atoll.executor.sharded import Judged, OwnParts, ShardLost
+from atoll.executor.sharded import OwnParts, PartFound, ShardLost
 from atoll.protocol.vocabulary import Announce, Contribution
 from atoll.runtime import payload as wire
+from atoll.runtime.log import PacedLog
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel, read_in_thread
 from atoll.runtime.ranks.messages import Note
 from atoll.runtime.shards.feeding import at_door, hand_over
@@ -38,6 +39,8 @@ from atoll.transport.feed import FeedEvents
 
 log = logging.getLogger("atoll.syncer")
 
+LINE_SECONDS: Final = 10.0
+
 
 class FeedingShard(Protocol):
     door: str
@@ -52,7 +55,7 @@ class _Asked:
     """All shards, about their parts of a contribution."""
 
     def __init__(self) -> None:
-        self.answers: dict[int, Judged | None] = {}
+        self.answers: dict[int, PartFound | None] = {}
         """By shard. None: it has let its part go."""
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -60,18 +63,24 @@ class _Asked:
 class ShardFeeds:
     """A shard that takes no more words ends the syncer's life, as one that is killed does: nothing would be announced."""
 
-    def __init__(self, shards: Sequence[FeedingShard], fragments: Sequence[Fragment]) -> None:
-        """OSError or ChannelClosed: one of them is gone."""
+    def __init__(
+        self, shards: Sequence[FeedingShard], fragments: Sequence[Fragment], addresses: Sequence[str] = ()
+    ) -> None:  # fmt: skip
+        """`addresses`: where learners dial shards on other machines. OSError or ChannelClosed: one of them is gone."""
         self.count = len(shards)
+        self.addresses = addresses
         self._fragments = fragments
         self.announced_as: Callable[[Announce], str] = lambda body: ""
         """The codec of the packet that an announcement is; "": the announced vector itself."""
         self._asked: dict[tuple[bytes, int], _Asked] = {}
         self._used: set[bytes] = set()
         """Sessions of links whose messages are processed."""
+        self._forgotten: set[bytes] = set()
+        """Those of them whose link is over."""
         self._doors: list[socket.socket] = []
         self._channels: list[RankChannel] = []
         self._closing = False
+        self._line = PacedLog(LINE_SECONDS)
         self._gone: list[Exception] = []
         """What the loop has not heard yet."""
         self._lost: Callable[[Exception], None] = self._gone.append
@@ -79,7 +88,8 @@ class ShardFeeds:
         self._events: FeedEvents | None = None
         try:
             for number, shard in enumerate(shards):
-                self._doors.append(at_door(shard.door))
+                if not addresses:
+                    self._doors.append(at_door(shard.door))
                 self._channels.append(shard.feeds())
                 heard = partial(self._heard, number)
                 read_in_thread(self._channels[-1], heard, partial(self._ended, number), f"feed {number}")
@@ -105,10 +115,14 @@ class ShardFeeds:
         self._used.add(link.session)
 
     def let_go(self, link: Link) -> None:
+        """Of a link that still has to tell the peer why it is closed, the shards' connections stay until `forget`: a broken one
+        would reach the peer before the reason."""
         self._used.discard(link.session)
-        self._tell(ForgetLink(link.session))
+        if link.session in self._forgotten:
+            self._forgotten.remove(link.session)
+            self._tell(ForgetLink(link.session))
 
-    async def judged(self, link: Link, part: Elsewhere, body: Contribution, *, by_value: bool = False) -> list[Judged] | None:
+    async def judged(self, link: Link, part: Elsewhere, body: Contribution, *, by_value: bool = False) -> list[PartFound] | None:
         """What each shard says of its part. None: the link is over, and was let go."""
         key = link.session, part.number
         asked = self._asked[key] = _Asked()
@@ -125,10 +139,15 @@ class ShardFeeds:
         self._tell(JudgePart(link.session, part.number, body.fragment, wanted=False))
 
     def own_parts(self, link: Link, part: Elsewhere) -> OwnParts:
-        """The shards keep theirs until it is gone: whether it was accepted or refused, nobody has to say so."""
+        """The shards keep theirs until it is gone: whether it was accepted or refused, nobody has to say so. It may go in any
+        thread, in the middle of anything, so the loop is asked to say it."""
         held = OwnParts(link.session, part.number)
-        weakref.finalize(held, self._tell, DropPart(link.session, part.number)).atexit = False
+        note = DropPart(link.session, part.number)
+        weakref.finalize(held, self._in_loop, lambda _: self._tell(note)).atexit = False
         return held
+
+    def drop(self, link: Link, part: Elsewhere) -> None:
+        self._tell(DropPart(link.session, part.number))
 
     # As `Feeds`
 
@@ -137,14 +156,20 @@ class ShardFeeds:
 
     def forget(self, session: bytes) -> None:
         """Where messages of the link are still to be processed, its parts stay until `let_go`."""
-        if session not in self._used:
+        if session in self._used:
+            self._forgotten.add(session)
+        else:
             self._tell(ForgetLink(session))
 
     def hand(self, feed: int, connection: socket.socket) -> None:
+        """Of a shard on this machine; learners dial the others."""
+        if self.addresses:
+            return
         try:
             hand_over(self._doors[feed], connection)
         except OSError as error:
-            log.warning("shard %d takes no connection of a learner: %s", feed, error)
+            if self._line.due():
+                log.warning("shard %d takes no connection of a learner: %s", feed, error)
 
     def _tell(self, note: Note) -> None:
         for channel in self._channels:
@@ -164,12 +189,12 @@ class ShardFeeds:
                 self._in_loop(lambda events: events.feed_has(session, number, nbytes))
             case PartJudged(session=session, number=number, flaw=flaw, gone=gone, tensors=rows):
                 leaves = tensors_of_note(rows, data).get("leaves")
-                said = None if gone else Judged(flaw, None if leaves is None else leaves.numpy())
+                said = None if gone else PartFound(flaw, None if leaves is None else leaves.numpy())
                 self._in_loop(lambda _: self._said(shard, (session, number), said))
             case _:
                 raise ChannelClosed(f"{type(note).__name__} is no word about a link")
 
-    def _said(self, shard: int, key: tuple[bytes, int], said: Judged | None) -> None:
+    def _said(self, shard: int, key: tuple[bytes, int], said: PartFound | None) -> None:
         asked = self._asked.get(key)
         if asked is not None:
             asked.answers[shard] = said

@@ -239,6 +239,8 @@ class ShardsElsewhere(NamedTuple):
     addresses: tuple[str, ...]
     tls: ssl.SSLContext | None
     """The syncer's own certificate, and what it requires of theirs."""
+    hidden: bool = False
+    """Learners cannot reach them."""
 
 
 class ShardGroup:
@@ -254,7 +256,7 @@ class ShardGroup:
         self._others = others
         self._keys = str(keys.absolute()) if keys is not None else None
         self.feeds: ShardFeeds | None = None
-        """Where the shards are on this machine."""
+        """Unless learners cannot reach the shards."""
         self._processes: list[Child] = []
         self.shards: list[RemoteShard] = []
         self.kernels = ""
@@ -343,9 +345,10 @@ class ShardGroup:
                 self._each(lambda s, p=p, v=v, of=version, cut=stripes: s.put(p, v, stripe_of_version(of, cut[s.number])))  # type: ignore[misc]
         ready = self._each(lambda shard: shard.retain(kept))
         self.kernels = f"{self._count} shards, each by {ready[0].kernels}"
-        if all(shard.door for shard in self.shards):
+        others = self._others
+        if others is None or not others.hidden:
             try:
-                self.feeds = ShardFeeds(self.shards, fragments)
+                self.feeds = ShardFeeds(self.shards, fragments, others.addresses if others is not None else ())
             except (OSError, ChannelClosed) as error:
                 raise ShardLost(f"a shard is gone before it takes connections of learners: {error}") from None
 

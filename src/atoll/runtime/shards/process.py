@@ -30,7 +30,7 @@ from atoll.protocol.vocabulary import Accept, CopyVersions, Merge, Store
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards import messages as notes
 from atoll.runtime.shards.door import ShardDoor
-from atoll.runtime.shards.feeding import Feeding, HandedOver, HeldParts, OwnStripes
+from atoll.runtime.shards.feeding import Feeding, HandedOver, HeldParts, LearnerConnections, OwnStripes, syncers_context
 from atoll.runtime.shards.messages import (
     DoEffect,
     EffectDone,
@@ -54,6 +54,7 @@ from atoll.store.version_file import FOLDER
 from atoll.store.version_folder import scan, shard_folder
 from atoll.tensors.norms import PartSquares
 from atoll.tensors.stripes import stripes_of
+from atoll.transport import LinkLimits
 
 log = logging.getLogger("atoll.shard")
 
@@ -64,6 +65,9 @@ RUN_FILE: Final = "run"
 SNAPSHOTS: Final = "snapshots"
 START: Final = "start"
 LOCK_SECONDS: Final = 20.0
+WHOLES_QUEUED: Final = 2
+"""Of each stripe, in full, that may wait for a learner; as a syncer without shards has it."""
+QUEUED_BYTES_LEAST: Final = 4096
 
 
 class ShardStore:
@@ -119,12 +123,15 @@ class ShardStore:
                 raise DataError(f"directory {self._directory}: its stripe of fragment {p} has another size")
         return ShardReady(self.syncer.merger.kernels, self.syncer.merger.warm_seconds, door)
 
-    def feeding(self, channel: RankChannel) -> Feeding:
+    def feeding(self, channel: RankChannel, own: ssl.SSLContext | None) -> Feeding:
+        """`own`: with the certificate of a shard on a machine of its own; others show the syncer's."""
         opened = self._opened
         stripes = OwnStripes(self._config, self._fragments, opened.shard, opened.shards, self.disk)
         assert self.syncer is not None, "it sends and receives once it knows what to keep"
         self.parts = HeldParts(self._config, [stripe.fragment for stripe in self._stripes], self.syncer.merger)
-        return Feeding(channel, stripes, self.parts, opened.keys, len(self._fragments))
+        wholes = [stripe.fragment.numel + stripe.fragment.buffer_numel for stripe in self._stripes]
+        limits = LinkLimits(queue_bytes_max=sum(WHOLES_QUEUED * 4 * numel + QUEUED_BYTES_LEAST for numel in wholes))
+        return Feeding(channel, stripes, self.parts, own or syncers_context(opened.keys), len(self._fragments), limits)
 
     def _run_later(self, work: Callable[[], None]) -> None:
         def run() -> None:
@@ -142,7 +149,7 @@ class ShardStore:
         match effect:
             case Accept() if note.session:
                 assert self.parts is not None, "the coordinator accepts what this shard has looked at"
-                own = self.parts.take(note.session, note.number)
+                own = self.parts.of(note.session, note.number)
                 syncer.execute(effect, Payload("packet", own[0].nbytes, own))
             case Accept(fragment=p):
                 packet = notes.packet_of(tensors, note.codec, self._stripes[p].fragment.numel)
@@ -246,9 +253,10 @@ class ShardServer:
             listener = socket.create_server(listen)
         except OSError as error:
             raise UserError(f"--listen {listen[0]}:{listen[1]}: cannot listen there: {error.strerror}") from None
-        self._door = ShardDoor(listener, key, tls)
-        self._handed: HandedOver | None = None
-        """Connections of learners, where the syncer's front door is on this machine: of the coordinator that is inside."""
+        self._tls = tls
+        self._learners = LearnerConnections()
+        """Of the coordinator that is inside."""
+        self._door = ShardDoor(listener, key, tls, lambda connection: self._learners.take(connection))
         self.address = f"{listen[0]}:{listener.getsockname()[1]}"
         write_file(directory / ADDRESS_FILE, [self.address.encode()])
 
@@ -270,7 +278,7 @@ class ShardServer:
             work, reads = self._door.next()
             log.info("a coordinator is here")
             store: list[ShardStore] = []
-            self._handed = None if self._alone else HandedOver()
+            self._learners = LearnerConnections() if self._alone else HandedOver()
             self._door.on_feeds = lambda channel, store=store: self._feed(channel, store)  # type: ignore[misc]
             reader = threading.Thread(target=self._read_for, args=(reads, store), name="reads", daemon=True)
             reader.start()
@@ -280,8 +288,7 @@ class ShardServer:
                 log.info("the coordinator is gone: %s", closed)
             finally:
                 self._door.on_feeds = RankChannel.close
-                if self._handed is not None:
-                    self._handed.close()
+                self._learners.close()
                 work.close()
                 reads.close()
                 reader.join()
@@ -290,10 +297,11 @@ class ShardServer:
 
     def _feed(self, channel: RankChannel, store: list[ShardStore]) -> None:
         """The coordinator that is inside tells from now on what to send to whom."""
-        if self._handed is None or not store or self._handed.feeding is not None:
+        learners = self._learners
+        if not store or learners.feeding is not None:
             return channel.close()
         try:
-            self._handed.feeding = store[0].feeding(channel)
+            learners.feeding = store[0].feeding(channel, self._tls)
         except (AtollError, OSError) as error:  # of the keys; the coordinator ends its life when this channel ends
             log.error("this shard cannot send to learners: %s", error)
             channel.close()
@@ -323,7 +331,7 @@ class ShardServer:
             case PutStripe():
                 store[0].put(note, notes.tensors_of_note(note.tensors, data))
             case RetainVersions(kept=kept):
-                return store[0].retain(kept, self._handed.path if self._handed is not None else ""), []
+                return store[0].retain(kept, self._learners.path), []
             case DoEffect():
                 return store[0].do(note, notes.tensors_of_note(note.tensors, data), _Asking(channel))
             case LinkInto(directory=directory):

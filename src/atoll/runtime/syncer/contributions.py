@@ -11,12 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final, TypeVar
 
-from atoll.executor.sharded import ShardedSyncer
+from atoll.executor.sharded import ShardedSyncer, ShardLost
 from atoll.ids import LearnerId
 from atoll.protocol.interface import CLEAN, Finding, Payload
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import Contribution
 from atoll.runtime import payload as wire
+from atoll.runtime.shards.feeds import ShardFeeds
 from atoll.runtime.syncer.directory import SyncerDirectory
 from atoll.store.tensor_files import StorageFailed
 from atoll.transport import Elsewhere, Link
@@ -58,11 +59,21 @@ class Contributions:
         if not self._is_wanted(learner, body):
             feeds.pass_over(link, parts, body)
             return payload, CLEAN
+        try:
+            return await self._judged(feeds, executor, link, learner, body, parts, payload)
+        except BaseException:  # a cancelled task may keep the payload for long
+            feeds.drop(link, parts)
+            raise
+
+    async def _judged(
+        self, feeds: ShardFeeds, executor: ShardedSyncer, link: Link, learner: LearnerId, body: Contribution, parts: Elsewhere,
+        payload: Payload,
+    ) -> tuple[Payload, Finding] | None:  # fmt: skip
         for by_value in (False, True):
             judged = await feeds.judged(link, parts, body, by_value=by_value)
             if judged is None:
                 return None
-            found = await self._inspected(learner, body, partial(executor.judge, body, judged))
+            found = await self._inspected(learner, body, partial(_guarded, partial(executor.judge, body, judged)))
             if found is not None:
                 return payload, found
         raise AssertionError("the squares of values always tell a norm")
@@ -87,9 +98,13 @@ class Contributions:
 
     def _inspect(self, body: Contribution, payload: Payload) -> Finding:
         assert self._directory.executor is not None
-        try:
-            return self._directory.executor.inspect(body, payload)
-        except StorageFailed:
-            raise
-        except Exception as error:  # a peer's bytes may end its connection, never the syncer
-            return Finding(Reason(Why.POISONED, f"bytes that cannot be used: {error!r}"[: wire.FLAW_MAX]))
+        return _guarded(partial(self._directory.executor.inspect, body, payload))
+
+
+def _guarded(inspect: Callable[[], _Found]) -> _Found | Finding:
+    try:
+        return inspect()
+    except (StorageFailed, ShardLost):
+        raise
+    except Exception as error:  # a peer's bytes may end its connection, never the syncer
+        return Finding(Reason(Why.POISONED, f"bytes that cannot be used: {error!r}"[: wire.FLAW_MAX]))

@@ -90,7 +90,7 @@ class SyncerDirectory:
         self.disk: DurableVersions | ShardedVersions
         self._others = others if others is not None and others.addresses else None
         self._keys = keys
-        self._tls = others.tls if others is not None else None
+        self._tls, self._hidden = (others.tls, others.hidden) if others is not None else (None, False)
         self.shards = len(self._others.addresses) if self._others is not None else shards or 1
         self._threads = threads
         self._group: ShardGroup | None = None
@@ -115,6 +115,8 @@ class SyncerDirectory:
                 if self._has_shards:
                     refuse_unsharded(config, "--shard-at" if self._others is not None else f"--shards {self.shards}")
                 self._create(resume, list(plan))
+            if self._hidden and self._others is None:
+                raise UserError("--hide-shards: is for shards on other machines (--shard-at), and this run has none")
         except BaseException:
             self._close_shards()
             self._locks.close()
@@ -261,7 +263,7 @@ class SyncerDirectory:
         if there and self._tls is None:
             raise UserError(f"directory {self.directory}: its shards are on other machines ({', '.join(there)}); give --keys")
         if there and self._others is None:
-            self._others = ShardsElsewhere(there, self._tls)
+            self._others = ShardsElsewhere(there, self._tls, self._hidden)
         self.shards = len(folders) or 1
 
     @property

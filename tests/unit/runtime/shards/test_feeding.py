@@ -118,7 +118,7 @@ def test_squares_of_all_parts_are_those_of_the_norm(
         data = memoryview(bytearray(b"".join(map(bytes, parts[shard]))))
         flaw, leaves = held.look(JudgePart(b"s", shard, 0), data)
         answers.append((leaves, held.look_again(JudgePart(b"s", shard, 0, by_value=True))[1]))
-        assert not flaw and held.take(b"s", shard)[0].numel == own.numel
+        assert not flaw and held.of(b"s", shard)[0].numel == own.numel
     leaves = [by_code if all(one[0] is not None for one in answers) else by_value for by_code, by_value in answers]
     assert not any(each is None for each in leaves)
     norm = merger.norm(packet)
@@ -135,21 +135,22 @@ def part_of(*numbers: float) -> memoryview:
     return memoryview(bytearray(torch.tensor(numbers).numpy().tobytes()))
 
 
-def test_part_is_held_until_it_is_taken_or_dropped_and_not_after_that() -> None:
+def test_part_is_held_until_it_is_dropped_and_not_after_that() -> None:
     held, note = held_parts(), JudgePart(b"s", 7, 0)
     assert held.bytes_of(0) == 16
     held.expect(b"s", 7)
     assert held.look(note, part_of(9.0, 1.0, 2.0, 2.0))[0] == ""
-    packet, buffers = held.take(b"s", 7)
+    packet, buffers = held.of(b"s", 7)
     assert packet.codes.tolist() == [1.0, 2.0, 2.0] and buffers.tolist() == [9.0]
+    assert held.of(b"s", 7)[0] is packet, "to accept it may fail, and is tried again"
     held.drop(b"s", 7)
     with pytest.raises(KeyError):
-        held.take(b"s", 7)
+        held.of(b"s", 7)
     held.expect(b"s", 8)
     held.drop(b"s", 8)  # its link is over, and another thread looks at it
     held.look(JudgePart(b"s", 8, 0), part_of(9.0, 1.0, 2.0, 2.0))
     with pytest.raises(KeyError):
-        held.take(b"s", 8)
+        held.of(b"s", 8)
 
 
 def test_part_with_buffers_that_are_no_numbers_is_not_held() -> None:
@@ -158,7 +159,7 @@ def test_part_with_buffers_that_are_no_numbers_is_not_held() -> None:
     flaw, leaves = held.look(note, part_of(math.inf, 1.0, 2.0, 2.0))
     assert "NaN or Inf" in flaw and leaves is None
     with pytest.raises(KeyError):
-        held.take(b"s", 7)
+        held.of(b"s", 7)
 
 
 class Taker:

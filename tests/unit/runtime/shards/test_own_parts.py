@@ -162,6 +162,23 @@ def test_part_that_nobody_wants_or_that_is_no_good_is_not_held() -> None:
     run(story())
 
 
+def test_link_that_is_closed_here_tells_why_before_the_shards_let_it_go() -> None:
+    async def story() -> None:
+        for turn in range(6):
+            async with coordinated() as (there, _, link):
+                (theirs,) = there.links
+                for _ in range(8):
+                    theirs.send(bytes(1 << 19))
+                theirs.close(f"reason {turn}", timeout=5.0)
+                there.feeds.let_go(theirs)  # as a syncer does, which processes no more of its messages
+                async with asyncio.timeout(30.0):
+                    await link.wait_closed()
+                assert f"the peer closed: reason {turn}" in repr(link)
+                await until(lambda: not there.feeds._used and not there.feeds._forgotten)
+
+    run(story())
+
+
 def test_whole_parts_of_a_link_that_is_over_count_until_it_is_let_go() -> None:
     async def story() -> None:
         async with coordinated() as (there, shards, link):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import queue
 import socket
 import ssl
 import struct
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -13,9 +15,10 @@ import pytest
 
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards import door as door_module
-from atoll.runtime.shards.door import STRANGERS_MAX, ShardDoor, knock
+from atoll.runtime.shards.door import HELLO_SECONDS, STRANGERS_MAX, ShardDoor, knock
 from atoll.runtime.shards.messages import EffectDone, LinkInto, ShardHello
 from atoll.transport import client_credentials, server_credentials
+from atoll.transport.chunks import PREFACE, TALK_PREFACE, preface_of
 from atoll.transport.keys import SHARD_NAME, Credentials, load_learner, load_server, load_shard, make_keys
 
 Address = tuple[str, int]
@@ -35,8 +38,11 @@ class Street:
         self.address: Address = self._listener.getsockname()
         self._ends = ExitStack()
 
-    def door(self, key: str = "key", tls: ssl.SSLContext | None = None) -> ShardDoor:
-        door = ShardDoor(self._listener, key, tls)
+    def door(
+        self, key: str = "key", tls: ssl.SSLContext | None = None,
+        take_learner: Callable[[socket.socket], None] = socket.socket.close,
+    ) -> ShardDoor:  # fmt: skip
+        door = ShardDoor(self._listener, key, tls, take_learner)
         self._ends.callback(door.close)
         return door
 
@@ -120,13 +126,50 @@ def _garbage(stranger: socket.socket) -> None:
     stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 8)
 
 
+def _half_a_handshake(stranger: socket.socket) -> None:
+    stranger.sendall(b"\x16\x03\x01\x02\x00\x01\x00")
+
+
+def _half_a_preface(stranger: socket.socket) -> None:
+    stranger.sendall(preface_of(0)[:5])
+
+
 @pytest.mark.parametrize("does", [_nothing, _huge, _garbage])
 def test_strangers_keep_no_coordinator_out(does: Callable[[socket.socket], None], street: Street) -> None:
     door = street.door()
-    for _ in range(STRANGERS_MAX // 2):
+    for _ in range(3 * STRANGERS_MAX):
         does(street.stranger())
     work, _ = street.pair("b")
     exchange(door, work)
+
+
+@pytest.mark.parametrize("does", [_nothing, _garbage, _half_a_handshake, _half_a_preface])
+def test_strangers_keep_nobody_out_of_a_shard_on_its_own_machine(
+    does: Callable[[socket.socket], None], street: Street, keys: Path
+) -> None:
+    taken: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    before = threading.active_count()
+    door = street.door(tls=own_of(load_shard(keys)), take_learner=taken.put)
+    strangers = [street.stranger() for _ in range(2 * STRANGERS_MAX)]
+    for stranger in strangers:
+        does(stranger)
+    work, _ = street.pair("b", tls=dialled_by(load_server(keys)))
+    exchange(door, work)
+    learner = street.stranger()
+    learner.sendall(preface_of(1) + b"hello")
+    with taken.get(timeout=HELLO_SECONDS) as connection:
+        assert connection.recv(5) == b"hello", "what follows the preface is not read here"
+    assert threading.active_count() - before <= STRANGERS_MAX + 8
+
+
+@pytest.mark.parametrize("words", [PREFACE, TALK_PREFACE, b"ATOLFzz\n", b"ATTACKER"])
+def test_shard_takes_nobody_with_another_preface(words: bytes, street: Street, keys: Path) -> None:
+    taken: list[socket.socket] = []
+    street.door(tls=own_of(load_shard(keys)), take_learner=taken.append)
+    stranger = street.stranger()
+    stranger.sendall(words)
+    stranger.settimeout(HELLO_SECONDS)
+    assert stranger.recv(1) == b"" and not taken
 
 
 def test_newer_coordinator_takes_the_place_of_one_whose_machine_is_gone(street: Street) -> None:
