@@ -230,8 +230,8 @@ def _simulation_only(questions: Sequence[Question]) -> list[str]:
     found = []
     shards = next((q.star for q in questions if q.method.startswith("decoupled") and q.star.simulation_only), None)
     if shards is not None:
-        live = "those of `atoll syncer --shards` are processes of one machine"
-        found.append(f"simulation only: {shards.shards} shards of a syncer in as many datacentres, a {shards.topology}; {live}")
+        live = "live learners sum for nobody, and exchange with every shard"
+        found.append(f"simulation only: a ring of {shards.shards} shards of a syncer in as many datacentres; {live}")
     late = next((q.link for q in questions if q.method == "async_diloco" and q.link.overlap not in (None, q.link.interval)), None)
     if late is not None:
         live = f"a live one applies a round {late.interval} steps later"

@@ -99,12 +99,12 @@ Learners = Annotated[
 ]  # fmt: skip
 PerDatacentre = Annotated[int, _star("--learners-per-datacentre", "learners that share a datacentre's link.")]
 Shards = Annotated[
-    int, _star("--shards", "parts of the syncer, one in each of so many datacentres. More than 1 is simulation only.")
+    int, _star("--shards", "parts of the syncer, one in each of so many datacentres (`atoll syncer --shard-at`).")
 ]
 ShardTopology = Annotated[
     str,
     _star("--shard-topology", "star: every learner exchanges with every shard. ring: the learners of a datacentre are summed, "
-          "and the sums go round; one shard in each datacentre, as many bytes as a star if each has one learner."),
+          "and the sums go round; one shard in each datacentre, the bytes of a star if each has one learner. Simulation only."),
 ]  # fmt: skip
 Quorum = Annotated[
     int | None,

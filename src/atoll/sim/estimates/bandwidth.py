@@ -98,8 +98,8 @@ class Star:
 
     @property
     def simulation_only(self) -> bool:
-        """A live syncer's shards are processes of one machine, behind one link."""
-        return self.shards > 1
+        """No live learner sums for others. A star of shards is `atoll syncer --shard-at`."""
+        return self.shards > 1 and self.topology == "ring"
 
 
 @dataclass(frozen=True)
