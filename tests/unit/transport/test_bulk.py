@@ -130,7 +130,7 @@ async def closed_without_an_answer(bulk: RawBulk) -> bool:
 )
 def test_half_open_bulk_connections_are_bounded_and_closed(words: bytes) -> None:
     """The honest client is from another address: of its own address's connections that have spoken the door closes any."""
-    caps = Caps(connections=100, unadmitted=20, unadmitted_per_address=10, admission_seconds=3.0)
+    caps = Caps(connections=100, unadmitted=20, unadmitted_per_address=10, admission_seconds=1.5)
 
     def half_open(address: str) -> socket.socket:
         return socket.create_connection(split_address(address), source_address=("127.0.0.2", 0))
