@@ -149,6 +149,8 @@ def syncer(
     log_to_stderr(verbose=not quiet)
     settings = settings_from(recipe, preset, learners, seed, set_, init)
     _refuse_early(directory, listen, bulk_port, keys, insecure)
+    if hide_shards and not shard_at and (shards is not None or not (directory / TAPE_FILE).exists()):
+        raise UserError("--hide-shards: is for shards on other machines (--shard-at), and this run has none")
     _refuse_shards(shard_at or [], shards, keys, listen, hide_shards)
     at = _metrics_of(metrics, metrics_token, keys)
     logging.getLogger("atoll.syncer").info("loading data and model")
@@ -167,9 +169,11 @@ def _refuse_shards(shard_at: Sequence[str], shards: int | None, keys: Path | Non
         raise UserError(f"--shards {shards}: there are {len(shard_at)} of --shard-at; leave --shards out")
     for address in shard_at:
         try:
-            split_address(address)
+            _, port = split_address(address)
         except UserError as error:
             raise UserError(f"--shard-at: {error}") from None
+        if not port:
+            raise UserError(f"--shard-at {address}: give the port that `atoll shard` says it listens on")
         if is_loopback(address) and not is_loopback(listen) and not hidden:
             remedy = "give an address that they reach, or --hide-shards"
             raise UserError(f"--shard-at {address}: learners on other machines cannot dial it; {remedy}")

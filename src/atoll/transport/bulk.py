@@ -238,6 +238,10 @@ class BulkSocket:
 
     # For its link, in any thread
 
+    @property
+    def is_closed(self) -> bool:
+        return self._is_closed
+
     def begin(self, traffic: Traffic, reader: int) -> None:
         def begun() -> None:
             self._traffic, self._reader = traffic, reader

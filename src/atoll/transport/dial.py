@@ -67,7 +67,7 @@ async def dial(
         held = True
         return link
     except TimeoutError as error:
-        raise LinkFailed(f"{address} did not answer within {timeout} s") from error
+        raise LinkFailed(f"{attempt.waits_for} did not answer within {timeout} s") from error
     except (StreamBroken, Violation) as error:
         raise failure(error, address) from error
     except OSError as error:
@@ -85,7 +85,8 @@ class _Attempt:
         self.talk: TalkStream | None = None
         self.bulks: list[BulkSocket] = []
         self.fed: list[BulkSocket] = []
-        self._address = address
+        self._address = self.waits_for = address
+        """The second: whoever is to answer now, in words."""
         self._credentials = credentials
         self._channel = Channel(address, limits, credentials)
         self._threads = IoThreads(limits.connections + 1)
@@ -109,6 +110,7 @@ class _Attempt:
             self.bulks.append(await self._connect_bulk(host, bulk_port, BulkHello(number, key, index)))
         for feed in range(feeds):
             self.fed.append(await self._connect_feed(feed, BulkHello(number, key, feed), host, bulk_port, addresses))
+        self.waits_for = f"{self._address}, or one of its shards," if feeds else self._address
         ready = asyncio.create_task(_expect(stream, READY))
         try:
             either: set[asyncio.Future[Any]] = {ready, self._broken}
@@ -146,6 +148,7 @@ class _Attempt:
             return await self._connect_bulk(host, port, hello, feed)
         if self._credentials is None:
             raise StreamBroken("shards on other machines want certificates, and this process has none")
+        self.waits_for = f"shard {feed} at {addresses[feed]}"
         try:
             return await self._connect_bulk(*split_address(addresses[feed]), hello, feed, SHARD_NAME)
         except OSError as error:

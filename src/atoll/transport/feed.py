@@ -183,12 +183,15 @@ class FeedEnd:
 
     def take(self, sock: socket.socket) -> None:
         """A connection whose preface was read."""
+        with self._lock:
+            thread = self._threads.next()
         try:
-            bulk = BulkSocket.accepted(sock, self._context, self._threads.next(), self._limits, self._greeted, lambda _: None)
+            bulk = BulkSocket.accepted(sock, self._context, thread, self._limits, self._greeted, lambda _: self._sweep())
         except OSError:  # the peer is gone
             return sock.close()
         with self._lock:
-            if not any(one.bulk is bulk for one in self._strangers) and not any(f.bulk is bulk for f in self._feeds.values()):
+            known = any(one.bulk is bulk for one in self._strangers) or any(f.bulk is bulk for f in self._feeds.values())
+            if not known and not bulk.is_closed:
                 self._strangers.append(_Stranger(bulk, time.monotonic()))
             surplus = None
             if len(self._strangers) > STRANGERS_MAX:
@@ -197,6 +200,11 @@ class FeedEnd:
         if surplus is not None:
             surplus.bulk.close()
         return None
+
+    def _sweep(self) -> None:
+        """One has closed: if it was a stranger, nobody has to make room for it any more."""
+        with self._lock:
+            self._strangers = [one for one in self._strangers if not one.bulk.is_closed]
 
     def _look_later(self) -> None:
         """With the lock held."""

@@ -522,6 +522,38 @@ def test_peer_that_does_not_read_from_a_feed_loses_its_link() -> None:
     run(story())
 
 
+def test_strangers_that_are_gone_take_nobodys_place() -> None:
+    async def story() -> None:
+        async with fed(Recorder()) as (ends, _), ports(ends):
+            host, port = ends.addresses[0].split(":")
+            for _ in range(20):
+                with socket.create_connection((host, int(port))) as stranger:
+                    stranger.sendall(preface_of(0))
+            await until(lambda: not ends.ends[0]._strangers)
+            stays = await RawBulk.connect(ends.addresses[0], preface=preface_of(0))
+            await until(lambda: len(ends.ends[0]._strangers) == 1)
+            await stays.close()
+
+    run(story())
+
+
+def test_who_does_not_answer_is_named(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", learners=1, shards=1)
+    ours, theirs = load_server(tmp_path / "keys"), load_learner(tmp_path / "keys", 0)
+    shown = client_credentials(theirs.ca, theirs.certificate, theirs.key, SYNCER_NAME)
+    own = server_credentials(ours.certificate, ours.key, ours.ca)
+
+    async def story() -> None:
+        async with fed(Recorder(), credentials=own) as (ends, address):
+            with socket.create_server(("127.0.0.1", 0)) as hangs:
+                ends.addresses = [f"127.0.0.1:{hangs.getsockname()[1]}"] * 2
+                here = {"peer": "syncer", "metadata": credentials_of("a"), "credentials": shown}
+                with pytest.raises(LinkFailed, match=f"^{address}, or one of its shards, did not answer within 1.5 s"):
+                    await dial(address, Recorder(), timeout=1.5, **here)  # type: ignore[arg-type]
+
+    run(story())
+
+
 def test_nobody_is_handed_to_a_feed_while_nobody_opens_a_link() -> None:
     async def story() -> None:
         there = Recorder()

@@ -121,7 +121,8 @@ async def request_place(address: Address, wants: int, rng: random.Random, kept: 
             why = str(error)
         waited = time.monotonic() - began
         if waited > address.join_timeout_seconds:
-            raise UserError(f"syncer {address.syncer}: cannot be joined: {why}")
+            hint = "; if its run has certificates, give --keys" if address.credentials is None else ""
+            raise UserError(f"syncer {address.syncer}: cannot be joined: {why}{hint}")
         if line.due():
             limit = address.join_timeout_seconds
             log.warning("waiting for a place at %s, %.0f of at most %.0f s: %s", address.syncer, waited, limit, why)

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+from atoll.runtime.log import PacedLog
 from atoll.runtime.ranks.channel import ChannelClosed, RankChannel
 from atoll.runtime.shards.messages import ShardHello, ToCoordinator, ToShard
 from atoll.transport.chunks import PREFACE, feed_of
@@ -28,6 +29,8 @@ log = logging.getLogger("atoll.shard")
 
 HELLO_SECONDS: Final = 10.0
 HELLO_BYTES_MAX: Final = 4096
+LINE_SECONDS: Final = 10.0
+LINE_MAX: Final = 300
 STRANGERS_MAX: Final = 64
 """Connections that have not shown yet who they are. For a further one the oldest is closed: an honest one shows it at once."""
 _PROBES: Final = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
@@ -69,6 +72,7 @@ class ShardDoor:
         self._listener, self._key, self._tls = listener, key, tls
         self._take_learner = take_learner
         self._closed = False
+        self._line, self._unsaid = PacedLog(LINE_SECONDS), 0
         self._lock = threading.Lock()
         self._strangers: list[_Stranger] = []
         """The oldest first."""
@@ -129,17 +133,26 @@ class ShardDoor:
             hello, _ = channel.receive(HELLO_BYTES_MAX)
             why = self._objection(connection, hello)
             if why is not None:
-                log.warning("a connection is refused: %s", why)
+                self._say(f"a connection is refused: {why}")
                 return channel.close()
             self._is_known(stranger)
             connection.settimeout(None)
             watch(connection)
             self._take(hello, channel)
         except (OSError, ChannelClosed) as error:
-            log.info("a connection ended before it showed who it is: %s", error)
+            self._say(f"a connection ended before it showed who it is: {error}")
             connection.close()
         finally:
             self._is_known(stranger)
+
+    def _say(self, sentence: str) -> None:
+        """Strangers do not decide how often."""
+        with self._lock:
+            self._unsaid += 1
+            if not self._line.due():
+                return
+            count, self._unsaid = self._unsaid, 0
+        log.warning("%s%s", sentence[:LINE_MAX], f" ({count} since the last such line)" if count > 1 else "")
 
     def _is_known(self, stranger: _Stranger) -> None:
         """Or gone: no further one takes its place."""

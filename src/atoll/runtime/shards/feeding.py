@@ -244,16 +244,17 @@ class LearnerConnections:
     feeding: Feeding | None = None
 
     def take(self, connection: socket.socket) -> None:
-        """One whose preface was read."""
-        if self.feeding is None:
+        """One whose preface was read. In any thread."""
+        feeding = self.feeding
+        if feeding is None:
             connection.close()
         else:
-            self.feeding.end.take(connection)
+            feeding.end.take(connection)
 
     def close(self) -> None:
-        if self.feeding is not None:
-            self.feeding.close()
-            self.feeding = None
+        feeding, self.feeding = self.feeding, None
+        if feeding is not None:
+            feeding.close()
 
 
 class HandedOver(LearnerConnections):

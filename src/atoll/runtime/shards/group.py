@@ -63,6 +63,8 @@ AWAY_SECONDS: Final = 3600.0
 """How long a run that goes on waits for a shard on another machine; as long as learners dial a syncer that is away."""
 DIAL_SECONDS: Final = 1.0
 LINE_SECONDS: Final = 30.0
+SLOW_SECONDS: Final = 10.0
+"""An answer takes less, but for a merge on a slow disk."""
 END_SECONDS: Final = 10.0
 POLL_SECONDS: Final = 0.05
 
@@ -92,6 +94,8 @@ class RemoteShard:
         self._working, self._reading = threading.Lock(), threading.Lock()
         self._numels: list[int] = []
         """Of its stripe of each fragment."""
+        self.asked_at: float | None = None
+        """Since when it owes an answer about its work."""
 
     def _knock(self, *, reads: bool, feeds: bool = False) -> RankChannel:
         where, key, tls = self.address
@@ -191,7 +195,11 @@ class RemoteShard:
 
     def _ask(self, note: Any, data: Sequence[Tensor] = (), meeting: Meeting | None = None) -> tuple[Any, Tensor]:
         with self._working:
-            return self._exchange(self._work, note, data, meeting)
+            self.asked_at = time.monotonic()
+            try:
+                return self._exchange(self._work, note, data, meeting)
+            finally:
+                self.asked_at = None
 
     def _exchange(
         self, channel: RankChannel, note: Any, data: Sequence[Tensor], meeting: Meeting | None = None
@@ -257,6 +265,7 @@ class ShardGroup:
         self._keys = str(keys.absolute()) if keys is not None else None
         self.feeds: ShardFeeds | None = None
         """Unless learners cannot reach the shards."""
+        self._closed = threading.Event()
         self._processes: list[Child] = []
         self.shards: list[RemoteShard] = []
         self.kernels = ""
@@ -345,6 +354,7 @@ class ShardGroup:
                 self._each(lambda s, p=p, v=v, of=version, cut=stripes: s.put(p, v, stripe_of_version(of, cut[s.number])))  # type: ignore[misc]
         ready = self._each(lambda shard: shard.retain(kept))
         self.kernels = f"{self._count} shards, each by {ready[0].kernels}"
+        threading.Thread(target=self._watch, name="watch shards", daemon=True).start()
         others = self._others
         if others is None or not others.hidden:
             try:
@@ -352,11 +362,22 @@ class ShardGroup:
             except (OSError, ChannelClosed) as error:
                 raise ShardLost(f"a shard is gone before it takes connections of learners: {error}") from None
 
+    def _watch(self) -> None:
+        """A process that hangs keeps its connections, and rounds wait for it: somebody has to hear of that."""
+        line = PacedLog(LINE_SECONDS)
+        while not self._closed.wait(DIAL_SECONDS):
+            now = time.monotonic()
+            for shard in self.shards:
+                waits = now - (shard.asked_at or now)
+                if waits > SLOW_SECONDS and line.due():
+                    log.warning("shard %d has not answered for %.0f s; rounds wait, learners train on", shard.number, waits)
+
     def _each(self, work: Callable[[RemoteShard], Any]) -> list[Any]:
         with ThreadPoolExecutor(self._count, "shards") as pool:
             return list(pool.map(work, self.shards))
 
     def close(self) -> None:
+        self._closed.set()
         if self.feeds is not None:
             self.feeds.close()
         for shard in self.shards:

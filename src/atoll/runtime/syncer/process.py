@@ -18,6 +18,7 @@ import msgspec
 from atoll.config import Config
 from atoll.config.codecs import codec_digests, codec_spec
 from atoll.errors import UNDECODABLE, DataError, RunFailed, UserError
+from atoll.executor.sharded import ShardLost
 from atoll.ids import SYNCER, LearnerId, nanos, worker_name
 from atoll.protocol.causality import may_overtake
 from atoll.protocol.interface import Observer, Payload
@@ -181,8 +182,9 @@ class SyncerProcess:
         if complete and self._directory.layout is not None:
             log.info("trained weights: %s", self._directory.directory / THETA_FILE)
         elif not complete:
-            reached, again = self._directory.machine.outer_step, "the same command goes on from here"
-            log.info("stopped at step %d of %d; %s", reached, self._config.total_steps, again)
+            lost = self._over.done() and not self._over.cancelled() and isinstance(self._over.exception(), ShardLost)
+            again = "it begins again by itself" if lost else "the same command goes on from here"
+            log.info("stopped at step %d of %d; %s", self._directory.machine.outer_step, self._config.total_steps, again)
 
     def stop(self) -> None:
         """For SIGTERM: everything is on disk already, and a syncer started in this directory goes on."""

@@ -7,6 +7,7 @@ import socket
 import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -160,6 +161,19 @@ def test_strangers_keep_nobody_out_of_a_shard_on_its_own_machine(
     with taken.get(timeout=HELLO_SECONDS) as connection:
         assert connection.recv(5) == b"hello", "what follows the preface is not read here"
     assert threading.active_count() - before <= STRANGERS_MAX + 8
+
+
+def test_strangers_do_not_decide_how_much_is_logged(street: Street, caplog: pytest.LogCaptureFixture) -> None:
+    door = street.door()
+    for _ in range(50):
+        _garbage(street.stranger())
+    work, _ = street.pair("b")
+    exchange(door, work)
+    until = time.monotonic() + HELLO_SECONDS
+    while door._unsaid + len(caplog.records) < 50 and time.monotonic() < until:
+        time.sleep(0.01)
+    (line,) = [record for record in caplog.records if record.name == "atoll.shard"]
+    assert "ended before it showed who it is" in line.message and door._unsaid == 49
 
 
 @pytest.mark.parametrize("words", [PREFACE, TALK_PREFACE, b"ATOLFzz\n", b"ATTACKER"])
