@@ -65,7 +65,7 @@ class Strikes:
 
 
 def test_killed_shards_and_a_killed_syncer_stall_rounds_and_no_learner(tmp_path: Path) -> None:
-    config, strikes = small(3, total_steps=120, limits=PATIENT), Strikes(tmp_path)
+    config, strikes = small(3, total_steps=70, limits=PATIENT), Strikes(tmp_path)
     run(tmp_path, config, watch=strikes, syncer_words=["--shards", "2"])
     assert strikes.done == ["shard 1", "shard 0", "syncer"]
     judge(tmp_path, config)
@@ -219,12 +219,12 @@ def test_shards_beside_their_syncer_send_learners_what_is_announced_over_tls(tmp
 @pytest.mark.parametrize("hidden", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["dialled", "hidden"])
 def test_shards_on_machines_of_their_own(hidden: bool, tmp_path: Path) -> None:
     """Over TLS. One is killed and started again; what it stores is not on the syncer's machine until somebody copies it."""
-    config = small(2, total_steps=120, limits=PATIENT | {"snapshots_kept": 1}, protocol={"snapshot_interval": 20})
+    config = small(2, total_steps=80, limits=PATIENT | {"snapshots_kept": 1}, protocol={"snapshot_interval": 20})
     there, tape, pause = Elsewhere(tmp_path, config, 2), tmp_path / "syncer" / "run.tape", threading.Event()
     try:
         shards = [there.shard(0), there.shard(1)]
         others = [there.syncer(*(["--hide-shards"] if hidden else [])), there.learner(0), there.learner(1)]
-        while stored_on(tape) < 40:
+        while stored_on(tape) < 25:
             assert all(child.poll() is None for child in others), there.log("syncer").read_text()
             pause.wait(0.05)
         shards[1].signal(signal.SIGKILL)
