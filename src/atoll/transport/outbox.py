@@ -98,14 +98,10 @@ class Outbox:
 
     def put(self, head: bytes, payload: Buffers | None, may_overtake: bool) -> str | None:
         """None, or the reason why the message does not fit."""
-        limits = self._limits
-        if len(head) > limits.head_bytes_max:
-            return f"a head of {len(head)} bytes is longer than {limits.head_bytes_max}"
         with self._lock:
+            if (flaw := self._misfit(head)) is not None:
+                return flaw
             controls, bulks = self.put_count
-            waiting = len(self._controls) + len(self._bulks)
-            if waiting >= limits.queue_messages_max:
-                return f"the send queue is full: {waiting} messages"
             if payload is None:
                 self._controls.append(Control(head, 0 if may_overtake else bulks))
                 self.put_count = (controls + 1, bulks)
@@ -121,14 +117,10 @@ class Outbox:
 
     def put_spread(self, head: bytes, parts: Sequence[Buffers]) -> str | None:
         """A bulk message with a part for each feed, of which some may be empty. None, or the reason why it does not fit."""
-        limits = self._limits
-        if len(head) > limits.head_bytes_max:
-            return f"a head of {len(head)} bytes is longer than {limits.head_bytes_max}"
         with self._lock:
+            if (flaw := self._misfit(head)) is not None:
+                return flaw
             controls, bulks = self.put_count
-            waiting = len(self._controls) + len(self._bulks)
-            if waiting >= limits.queue_messages_max:
-                return f"the send queue is full: {waiting} messages"
             whole = Transfer(bulks, controls, head, [])
             given = {feed: Transfer(bulks, 0, b"", part, whole) for feed, part in enumerate(parts)}
             own = {feed: part for feed, part in given.items() if part.total}
@@ -148,13 +140,20 @@ class Outbox:
         """A bulk message whose payload another process sends. Its number, or None if the queue is full."""
         with self._lock:
             controls, bulks = self.put_count
-            if len(self._controls) + len(self._bulks) >= self._limits.queue_messages_max:
+            if self._misfit(head) is not None:
                 return None
             transfer = Transfer(bulks, controls, head, [])
             transfer.total, transfer.is_sent = total, True
             self._bulks.append(transfer)
             self.put_count = (controls, bulks + 1)
             return bulks
+
+    def _misfit(self, head: bytes) -> str | None:
+        """With the lock held: why no message with this head fits now, whatever its payload."""
+        if len(head) > self._limits.head_bytes_max:
+            return f"a head of {len(head)} bytes is longer than {self._limits.head_bytes_max}"
+        waiting = len(self._controls) + len(self._bulks)
+        return f"the send queue is full: {waiting} messages" if waiting >= self._limits.queue_messages_max else None
 
     def next_message(self) -> bytes | None:
         """The next frame for the talk stream, if one may go. The caller writes it before it asks for another."""

@@ -164,7 +164,7 @@ class Feeding:
 
     def __init__(
         self, channel: RankChannel, stripes: OwnStripes, parts: HeldParts, tls: ssl.SSLContext | None, fragments: int,
-        limits: LinkLimits = LinkLimits(),  # noqa: B008 (it is frozen)
+        limits: LinkLimits,
     ) -> None:  # fmt: skip
         self._channel, self._stripes_of, self._parts = channel, stripes, parts
         self._looking = ThreadPoolExecutor(LOOKING_THREADS, "parts")

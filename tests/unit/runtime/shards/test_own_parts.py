@@ -57,7 +57,7 @@ class Shard:
             ours = socket.create_connection(listener.getsockname())
             theirs = RankChannel(listener.accept()[0], ToShard)
         nothing = OwnStripes(CONFIG, WHOLE, self._number, 2, MemoryVersions([]))
-        self.handed.feeding = Feeding(theirs, nothing, self.parts, None, len(WHOLE))
+        self.handed.feeding = Feeding(theirs, nothing, self.parts, None, len(WHOLE), LinkLimits())
         return RankChannel(ours, ToCoordinator)
 
     @property
