@@ -88,7 +88,7 @@ def test_many_learners_of_small_fragments_cost_their_messages() -> None:
     assert need.cores == pytest.approx(load.cores, rel=0.05)
 
 
-def test_shards_share_what_is_per_parameter_and_not_what_the_coordinator_passes_on() -> None:
+def test_shards_share_everything_but_the_messages() -> None:
     one, four = (syncer_of(8, 4, 4e8, 4, 10.0, shards=shards) for shards in (1, 4))
     spent = measured.round_cost(1e8, 8, measured.UP_BITS, measured.DOWN_BITS)
     assert one.cores * 10.0 == pytest.approx(spent.total)

@@ -171,8 +171,8 @@ def test_a_model_that_fits_nowhere_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"chip_memory_gb = 0\.5: a learner of 16 chips needs 1 GB per chip"):
         search(two_sites(chip_memory_gb=0.5))
     fixed = site.Fixed(preset="streaming", interval=5, overlap=4)
-    busy = msgspec.structs.replace(two_sites(), fixed=fixed, syncer=site.Syncer(cores=4.0))
-    with pytest.raises(ConfigError, match=r"syncer\.cores = 4: streaming with 2 learners and H 5 needs \d"):
+    busy = msgspec.structs.replace(two_sites(), fixed=fixed, syncer=site.Syncer(cores=2.0))
+    with pytest.raises(ConfigError, match=r"syncer\.cores = 2: streaming with 2 learners and H 5 needs \d"):
         search(busy)
     many: list[dict[str, object]] = [{"name": "s", "chips": 1, "count": 1000, "step_seconds": 0.1}]
     huge = cluster_of(many, link={"gbit": 400.0}, fixed={"interval": 20})

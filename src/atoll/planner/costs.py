@@ -64,6 +64,7 @@ class SyncerNeed:
     disk_mb_per_s: float
     disk_gb: float
     gbit: float
+    """Of all shards together."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def syncer_need(c: Candidate, judge: Judge) -> SyncerNeed | None:
         rounds_per_second * (spent.coordinator + spent.shards / shards),
         merged_per_second * stored / 1e6,
         Limits().versions_max * stored * n / shards / GB,
-        remote * shards * merged_per_second * max(up, down) * 8 / GB,  # all of it goes through the coordinator
+        remote * shards * merged_per_second * max(up, down) * 8 / GB,  # of all shards together, as [syncer] gbit is
     )  # fmt: skip
 
 

@@ -21,15 +21,17 @@ def lines(name: str, commit: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("row", measured.ROUNDS, ids=[f"{r.commit} {r.learners} {r.shards}" for r in measured.ROUNDS])
 def test_a_round_is_a_line_of_its_bench(row: measured.MeasuredRound) -> None:
-    wanted = (row.shards, row.threads, measured.FRAGMENT, row.cores, "aarch64")
+    wanted = (row.shards, row.threads, measured.FRAGMENT, row.cores, "x86_64")
     found = [
         line for line in lines("syncer_round", row.commit)
         if (line.get("shards", 1), line.get("threads", 0), line["numel"], line["cores"], line["machine"]) == wanted
+        and str(row.learners) in line
     ]  # fmt: skip
     assert found
     for line in found:
         told = line[str(row.learners)]
         assert (told["cpu_ms"], told["commit_ms"]) == pytest.approx((1e3 * row.cpu_seconds, 1e3 * row.commit_seconds))
+        assert told.get("shards_cpu_ms") == (None if row.shards_seconds is None else pytest.approx(1e3 * row.shards_seconds))
         assert told["verified"] and told["participants"] == row.learners
 
 
@@ -52,6 +54,14 @@ def test_payloads_load_and_ranks_are_lines_of_their_benches() -> None:
 
 def test_bits_are_those_of_the_codecs_that_the_bench_uses() -> None:
     assert (wire_bits("int4"), wire_bits("int8")) == (measured.UP_BITS, measured.DOWN_BITS)
+
+
+def test_what_learners_exchange_is_paid_by_the_shards() -> None:
+    """The coordinator of the measured round took a twentieth: messages, tape and what is the same for every learner."""
+    (row,) = (row for row in measured.ROUNDS if row.shards_seconds is not None)
+    cost = measured.round_cost(measured.FRAGMENT, row.learners, measured.UP_BITS, measured.DOWN_BITS)
+    assert row.shards_seconds == pytest.approx(cost.shards, rel=0.13)
+    assert cost.coordinator < row.cpu_seconds - row.shards_seconds < 0.06 * row.cpu_seconds
 
 
 def test_the_constants_give_the_rounds_back() -> None:

@@ -24,19 +24,21 @@ class MeasuredRound:
     """Between two commits, while the scripted learners load the same cores."""
     shards: int = 1
     threads: int = 0
-    """Of the kernels, in each shard; 0: all cores."""
+    """Of the kernels, in each shard; 0: as many as it takes by itself."""
+    shards_seconds: float | None = None
+    """Of the CPU, what the shards took together; the rest is the coordinator's."""
 
 
 FRAGMENT: Final = 46_662_656
 UP_BITS, DOWN_BITS = 4.125, 8.125
 """Of a parameter in those rounds."""
 ROUNDS: Final = (
-    MeasuredRound("28a70c4", 2, 1, 0.566, 0.362),
-    MeasuredRound("c483121", 2, 8, 2.604, 2.314),
-    MeasuredRound("78b1d24", 2, 8, 2.442, 2.112, shards=1, threads=2),
-    MeasuredRound("78b1d24", 2, 8, 2.348, 1.791, shards=2, threads=1),
+    MeasuredRound("d93833d", 2, 1, 0.536, 0.449),
+    MeasuredRound("b2cc29c", 2, 8, 1.758, 1.471),
+    MeasuredRound("f6531d4", 16, 8, 1.606, 0.324, shards=1, threads=4),
+    MeasuredRound("f6531d4", 16, 8, 1.669, 0.206, shards=4, threads=4, shards_seconds=1.586),
 )
-"""All on the same two ARM cores."""
+"""All on x86 cores; the last two in turn on one machine."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class MeasuredPayloads:
 
 
 UP_BYTES, DOWN_BYTES = 26_000_000, 47_000_000
-PAYLOADS: Final = MeasuredPayloads("1f561bd", 46.8e-3, 52.4e-3)
+PAYLOADS: Final = MeasuredPayloads("f9352b0", 32.2e-3, 37.7e-3)
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ MESSAGES_SECONDS: Final = LOAD.cores * LOAD.step_seconds / LOAD.learners
 """Core seconds for the messages of a learner in a round: its report, pull, contribution and announcement."""
 SHARDED_CPU: Final = SHARDED.cpu_seconds / UNSHARDED.cpu_seconds
 SHARDED_COMMIT: Final = SHARDED.commit_seconds / UNSHARDED.commit_seconds
-"""Two shards of one thread as a share of one syncer of two, on the same two cores."""
+"""Four shards of four threads as a share of one process of four, on the same 16 cores."""
 RANK_STEP: Final = sum(row.joined_seconds / row.alone_seconds for row in RANKS) / len(RANKS)
 """A step of a learner of two ranks while it synchronises, as a multiple of one alone; the mean of the lines."""
 
@@ -123,6 +125,7 @@ class RoundCost:
 
 
 def round_cost(parameters: float, learners: int, up_bits: float, down_bits: float) -> RoundCost:
-    """Bytes and messages go through the coordinator; what is per parameter is divided among the shards."""
-    moved = learners * (MESSAGES_SECONDS + parameters * BYTE_SECONDS * (up_bits + down_bits) / 8)
-    return RoundCost(moved, parameters * (ROUND_SECONDS + learners * CONTRIBUTION_SECONDS))
+    """Messages go through the coordinator. The rest is divided among the shards: learners exchange payloads with them directly.
+    Without shards one process pays for both."""
+    contribution = CONTRIBUTION_SECONDS + BYTE_SECONDS * (up_bits + down_bits) / 8
+    return RoundCost(learners * MESSAGES_SECONDS, parameters * (ROUND_SECONDS + learners * contribution))
