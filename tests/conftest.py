@@ -31,6 +31,7 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 BENCH = Path(__file__).parents[1] / "bench"
 SERIAL = ("tests/live/", "tests/hostile/")
+FIRST_WORKER, GIVES_WAY = "gw0", 10
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
@@ -50,8 +51,11 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long group begins first; the short files of tests/unit fill up the end."""
+    """The long group begins first, on the first worker. It is what a run of all tests waits for, so the others give way to its
+    processes and take what these leave of the processors; the short files of tests/unit fill up the end."""
     items.sort(key=lambda item: not item.nodeid.startswith(SERIAL))
+    if items and items[0].nodeid.startswith(SERIAL) and os.environ.get("PYTEST_XDIST_WORKER", FIRST_WORKER) != FIRST_WORKER:
+        os.nice(GIVES_WAY)
 
 
 AGAIN = "the machine stood still"

@@ -36,8 +36,8 @@ STREAMS = f"{GRAPH} --method streaming_overlap"
 MODEL = "--layers 6 --parameters 1e8 --step-time 0.5 --interval 24 --fragments 6"
 STAR = f"bandwidth {MODEL} --targets 90 --grid 0.02:0.4:2 --at 0.12 --json --method decoupled"
 RATE = "bandwidth --layers 12 --parameters 1e9 --targets 80 --json --method diloco"
-CHIPS = "goodput --chips 2048 --learners 2 --mtbi 10 --days 20 --json"
-RIGID = "goodput --chips 2048 --learners 1 --no-elastic --mtbi 10 --days 20 --json"
+CHIPS = "goodput --chips 2048 --learners 2 --mtbi 10 --days 6 --json"
+RIGID = "goodput --chips 2048 --learners 1 --no-elastic --mtbi 10 --days 6 --json"
 NIGHT = "scavenge --extra 1 --learners 2 --day 0.2 --cycles 1 --json"
 SLOW = "uneven --learners 3 --interval 8 --steps 40 --slow-share 0.34 --json"
 TAPE = "tape --learners 2 --chips 1024 --mtbi 0.05 --return 1 --set total_steps=60 --json"
@@ -109,8 +109,8 @@ GOODPUT = [
     Case("--chips", CHIPS, "--chips 4096", DIFFERS),
     Case("--learners", CHIPS, "--learners 4", DIFFERS),
     Case("--elastic", CHIPS, "--no-elastic", DIFFERS),
-    Case("--days", CHIPS, "--days 30", DIFFERS),
-    Case("--precision", CHIPS.replace("--days 20", "--precision 2"), "--precision 0.5", DIFFERS),
+    Case("--days", CHIPS, "--days 9", DIFFERS),
+    Case("--precision", CHIPS.replace("--days 6", "--precision 2"), "--precision 0.5", DIFFERS),
     Case("--precision", CHIPS, "--precision 1", REFUSED),
     Case("--mtbi", CHIPS, "--mtbi 20", DIFFERS),
     Case("--slice", CHIPS, "--slice 64", DIFFERS),

@@ -562,7 +562,7 @@ def memory_loop(
             if steps == 1:
                 say("trains")
             if until is not None:
-                threading.Event().wait(0.02)  # the processors are for others
+                threading.Event().wait(0.15)  # the processors are for others
                 if rank == 0 and until.exists():
                     learner.leave("the test has seen enough")
     return found | {"end": memory.grown(), "moments": len(optimizer.state)}

@@ -137,29 +137,30 @@ def test_example_trains_under_torchrun(start: Callable[[Config], Syncer], tmp_pa
     assert {s.tokens for s in steps} == {2 * 4 * 64} and steps[-1].loss < steps[0].loss
 
 
-def test_no_ranks_peak_memory_grows_with_the_model(start: Callable[[Config], Syncer], tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_no_ranks_peak_memory_grows_with_the_model(ranks: int, start: Callable[[Config], Syncer], tmp_path: Path) -> None:
     """The first learner uploads the model and receives it again; the second takes the state of the first. Of what the model
-    grows, a rank has a quarter of the weights and of the anchors when it has joined, of moments, gradients and the start of a
+    grows, a rank has its share of the weights and of the anchors when it has joined, of moments, gradients and the start of a
     round later, and of a second copy while a state is on its way. Rank 0 passes everything on and has no more than the others:
     a fragment, which is a layer here, and what is in flight do not grow. It once had as much again as the model had grown."""
     grown: dict[str, list[list[int]]] = {"joined": [], "served": [], "recovered": []}
-    sizes = (8, 104)
+    sizes = (8, 56) if ranks == 2 else (8, 104)
     for layers in sizes:
         protocol = {"local_steps_per_round": 2 * layers, "fragmentation": "tensor", "fragments": layers, "overlap": 1}
         limits = UNHURRIED | {"outlier_factor": 1e9, "start_wait_seconds": 0.1}
         syncer = start(decoupled(total_steps=10**6, limits=limits, protocol=protocol))
         enough, common = tmp_path / f"enough{layers}", (layers, syncer.address, syncer.home.token_file)
-        first = Ranks(4, memory_loop, *common, syncer.directory / "first", 0, enough)
-        assert [first.said(rank) for rank in range(4)] == ["trains"] * 4
-        late = Ranks(4, memory_loop, *common, syncer.directory / "late", 1, None, 2).end()
+        first = Ranks(ranks, memory_loop, *common, syncer.directory / "first", 0, enough)
+        assert [first.said(rank) for rank in range(ranks)] == ["trains"] * ranks
+        late = Ranks(ranks, memory_loop, *common, syncer.directory / "late", 1, None, 2).end()
         enough.touch()
         early = first.end()
         syncer.stop()
         assert 0 in [e.source for r in syncer.tape() for e in r.effects if isinstance(e, Recovered) and e.learner == 1]
-        for name, ranks, when in (("joined", early, "joined"), ("served", early, "end"), ("recovered", late, "end")):
-            grown[name].append([rank[when] for rank in ranks])
+        for name, group, when in (("joined", early, "joined"), ("served", early, "end"), ("recovered", late, "end")):
+            grown[name].append([rank[when] for rank in group])
     more = (sizes[1] - sizes[0]) * 512 * 512 * 4
     shares = {name: [(large - small) / more for small, large in zip(*both, strict=True)] for name, both in grown.items()}
-    for name, most in (("joined", 0.9), ("served", 2.4), ("recovered", 2.4)):
-        assert max(shares[name]) < most, f"of what the model grew: {shares}, {grown}"
-        assert shares[name][0] < max(shares[name][1:]) + 0.35, f"of what the model grew: {shares}, {grown}"
+    for name, copies in (("joined", 2), ("served", 7), ("recovered", 7)):
+        assert max(shares[name]) < copies / ranks + 0.6, f"of what the model grew: {shares}, {grown}"
+        assert shares[name][0] < max(shares[name][1:]) + 0.6, f"of what the model grew: {shares}, {grown}"
