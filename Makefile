@@ -20,13 +20,11 @@ QUICK := tests/test_tidy.py tests/protocol tests/transcripts tests/unit/tensors 
 quick: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not soak and not extras" $(QUICK)
 
-# Three workers on two cores: a live test waits for processes half of its time, and the type checker takes what is left. The
-# kernels are built first: in a new checkout every process that merges would build them for itself.
+# Three workers on two cores: a live test waits for processes half of its time. The kernels are built once, beside the type
+# checker: in a new checkout every process that merges would build them for itself.
 test: lint
-	@nice $(MAKE) --no-print-directory types & types=$$!; \
-	$(BIN)/python tests/helpers/built_kernels.py && \
-	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not soak and not extras"; tested=$$?; \
-	wait $$types || { echo "mypy found errors: they are above, among the tests' output" >&2; exit 1; }; exit $$tested
+	$(BIN)/python tests/helpers/built_kernels.py & built=$$!; $(MAKE) types && wait $$built
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not soak and not extras"
 
 # Hugging Face and Lightning beside what is there: the constraint keeps torch as it is.
 test-extras: $(INSTALLED)

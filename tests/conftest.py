@@ -31,7 +31,6 @@ os.environ["XDG_CACHE_HOME"] = _CACHE.name
 
 BENCH = Path(__file__).parents[1] / "bench"
 SERIAL = ("tests/live/", "tests/hostile/")
-LESS_URGENT = 10
 
 
 class ByFile(LoadScopeScheduling):  # type: ignore[misc]
@@ -53,20 +52,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long group begins first; the short files of tests/unit fill up the end."""
     items.sort(key=lambda item: not item.nodeid.startswith(SERIAL))
-
-
-HAS_BEGUN = pytest.StashKey[bool]()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """A run of all tests waits for the long group. So a worker that does not begin with it gives way to its processes, and takes
-    what these leave of the processors."""
-    if "PYTEST_XDIST_WORKER" not in os.environ or HAS_BEGUN in item.config.stash:
-        return
-    item.config.stash[HAS_BEGUN] = True
-    if item.session.items[0].nodeid.startswith(SERIAL) and not item.nodeid.startswith(SERIAL):
-        os.nice(LESS_URGENT)
 
 
 AGAIN = "the machine stood still"

@@ -100,7 +100,7 @@ def of_one_rank(codec: str, known: dict[str, Any], start: Callable[..., Watched]
     ("ranks", "kinds", "codecs"),
     [
         pytest.param(1, ("ddp", "fsdp2"), ("blocks",), marks=pytest.mark.soak),
-        (2, ("ddp", "fsdp2", "tp"), ("blocks", "feedback")),
+        pytest.param(2, ("ddp", "fsdp2", "tp"), ("blocks", "feedback"), marks=pytest.mark.soak),
         (3, ("ddp", "fsdp2"), CODECS),
         (4, ("ddp", "fsdp2", "hsdp", "tp", "fsdp2 and tp"), ("feedback",)),
     ],
