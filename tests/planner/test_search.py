@@ -58,7 +58,6 @@ def test_two_continents_get_a_diloco_with_h_of_100_to_500() -> None:
     assert 100 <= found.best.candidate.interval <= 500
 
 
-@pytest.mark.soak
 def test_spot_instances_on_varying_links_get_decoupled() -> None:
     _, found, _ = textbook("spot")
     assert found.best.candidate.preset == "decoupled"
