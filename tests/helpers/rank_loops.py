@@ -41,7 +41,10 @@ from atoll.tensors.placements import box_of
 
 PATIENCE_SECONDS = 180.0
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "atoll.runtime.join.joining"])
+_context.set_forkserver_preload([
+    "torch", "torch._dynamo",  # which the first optimiser of a process imports: as long again as torch itself
+    "torch.distributed.fsdp", "torch.distributed.tensor", "atoll.runtime.join.joining", "atoll.runtime.join.built_in",
+])  # fmt: skip
 
 
 class Ranks:
@@ -312,6 +315,7 @@ def built_in_loop(
 ) -> dict[str, Any]:  # fmt: skip
     """One rank of the built-in learner. `dies`: by rank where it is killed, and at which of its steps: in the middle of its
     backward pass, before it says that it has its gradients, or when all have and it is to take the step."""
+    torch.distributed.barrier()  # a group that one has left cannot be joined by one who is late
     torch.distributed.destroy_process_group()
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",

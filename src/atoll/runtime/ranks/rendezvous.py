@@ -90,13 +90,15 @@ def rank_connects(rank: int, seconds: float) -> RankLink:
 
 
 def _broadcast(invitation: str, seconds: float) -> str:
-    """From rank 0 to all. On a group of its own: the user's may be NCCL's, which waits for the device."""
+    """From rank 0 to all. On a group of its own: the user's may be NCCL's, which waits for the device. Ranks leave it together: one
+    that closes its connections while another still opens its own ends that one's join."""
     distributed: Any = torch.distributed
     data = invitation.encode().ljust(INVITATION_BYTES)
     tensor: Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     group = distributed.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
     try:
         distributed.broadcast(tensor, src=0, group=group)
+        distributed.barrier(group=group)
     except RuntimeError as error:
         raise RunFailed(f"not every rank called atoll.join within {seconds:.0f} s: {error}") from None
     finally:
