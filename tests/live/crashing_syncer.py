@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from atoll.cli import main
+from atoll.cli.forkserver import import_workers
 from atoll.executor.syncer import TensorSyncer
 from atoll.kernels import fused
 from atoll.protocol.vocabulary import Accept, Announce, FixParticipants, Merge, Pull, Send, Stored
@@ -156,4 +157,5 @@ def become() -> None:
 
 
 if __name__ == "__main__":
+    import_workers()
     serve(become)

@@ -33,6 +33,7 @@ from atoll.tape.folder import TAPE_FILE, refuse_unusable
 if TYPE_CHECKING:
     from atoll.config import Config
     from atoll.runtime.metrics import MetricsAt
+    from atoll.runtime.shards.group import ShardStarter
 
 
 def run_syncer(
@@ -42,7 +43,7 @@ def run_syncer(
 ) -> None:  # fmt: skip
     from atoll.config import CUSTOM
     from atoll.executor.environment import use_threads
-    from atoll.runtime.shards.group import ShardsElsewhere, ShardStarter
+    from atoll.runtime.shards.group import ShardsElsewhere
     from atoll.runtime.syncer.directory import SyncerDirectory
     from atoll.runtime.syncer.lives import run_lives
     from atoll.runtime.syncer.resume import load_resumable_state
@@ -50,6 +51,7 @@ def run_syncer(
     from atoll.transport import client_credentials, raise_open_files_limit, server_credentials
     from atoll.transport.keys import SHARD_NAME, load_server, token_warnings
 
+    starter = _starter(directory, shards)
     credentials = others = None
 
     def key_warnings() -> list[str]:
@@ -76,7 +78,19 @@ def run_syncer(
             others=others,
         )  # fmt: skip
 
-    run_lives(open_home, listen, credentials, key_warnings, bulk_port, metrics, end_with_stdin if obey_stdin else None)
+    run_lives(open_home, starter, listen, credentials, key_warnings, bulk_port, metrics, end_with_stdin if obey_stdin else None)
+
+
+def _starter(directory: Path, shards: int | None) -> ShardStarter:
+    """Before this process has a thread or a lock. A run that goes on without --shards has those of its folder."""
+    from atoll.runtime.local.forked import as_atoll
+    from atoll.runtime.local.forkserver import ForkServer
+    from atoll.runtime.shards.group import ShardStarter
+    from atoll.runtime.shards.process import ShardServer  # noqa: F401  the shards are forked with it
+    from atoll.store.version_folder import shard_folders
+
+    several = shards > 1 if shards is not None else bool(shard_folders(directory))
+    return ShardStarter(ForkServer(become=as_atoll) if several else None)
 
 
 def end_with_stdin(end: Callable[[], object]) -> None:

@@ -6,12 +6,13 @@ It holds no thread, no socket and no model, so a fork copies nothing that is hal
 from __future__ import annotations
 
 import os
+import runpy
 import selectors
 import signal
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -20,16 +21,9 @@ from atoll.runtime.local.failure import FAILURE_FD, read_failure
 TICK_SECONDS = 0.02
 
 
-def _warm_up() -> None:
-    """Imports everything a worker needs; torch's optimisers import more when the first one is built."""
-    import torch
-
-    import atoll.executor.learner
-    import atoll.runtime.learner.process
-    import atoll.runtime.syncer.process  # noqa: F401
-
-    torch.set_num_threads(1)
-    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+def as_atoll() -> None:
+    """What `python -m atoll` does with its arguments."""
+    runpy.run_module("atoll", run_name="__main__")
 
 
 def _say(words: dict[str, Any]) -> None:
@@ -112,7 +106,6 @@ def _leave(code: int) -> None:
 def serve(become: Callable[[], None]) -> None:
     """Until standard input ends. `become` is what a child does with its arguments."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to hear
-    _warm_up()
     forked = _Forked(become)
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
@@ -131,3 +124,21 @@ def serve(become: Callable[[], None]) -> None:
                     else:
                         forked.say(words["say"], words["text"])
             forked.reap()
+
+
+def serve_from_here(become: Callable[[], None], words: int, news: int) -> NoReturn:
+    """In a fork of the launcher, which has imported what the children need."""
+    code = 1
+    try:
+        os.setsid()
+        os.dup2(words, 0)
+        os.dup2(news, 1)
+        for name in os.listdir("/dev/fd"):  # a lock among them would be held for as long as this process lives
+            with suppress(OSError):
+                if int(name) > 2:
+                    os.close(int(name))
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        serve(become)
+        code = 0
+    finally:
+        os._exit(code)

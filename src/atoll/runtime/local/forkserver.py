@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ import msgspec
 
 from atoll.errors import RunFailed
 from atoll.runtime.local.failure import Failure
+from atoll.runtime.local.forked import serve_from_here
 
 SERVES = "atoll.cli.forkserver"
 """The module that calls `serve` with the command line's `main`, which this room may not import."""
@@ -56,11 +57,34 @@ class Child:
         self._fork_server.wait_for_end(self.pid, seconds)
 
 
-class ForkServer:
-    """The launcher's end. `command` runs a module that calls `serve`."""
+class _Fork:
+    """A fork of this process, with the words of `subprocess.Popen`."""
 
-    def __init__(self, command: Sequence[str] = ("-m", SERVES)) -> None:
-        self._process = subprocess.Popen(
+    def __init__(self, become: Callable[[], None]) -> None:
+        words, said = os.pipe()
+        heard, news = os.pipe()
+        sys.stdout.flush()  # what lies in a buffer would be written by the children once more
+        sys.stderr.flush()
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(said)
+            os.close(heard)
+            serve_from_here(become, words, news)
+        os.close(words)
+        os.close(news)
+        self.stdin, self.stdout = os.fdopen(said, "wb"), os.fdopen(heard, "rb")
+
+    def wait(self) -> None:
+        with suppress(ChildProcessError):
+            os.waitpid(self._pid, 0)
+
+
+class ForkServer:
+    """The launcher's end. `command` runs a module that calls `serve`. With `become` the fork server is a fork of this process
+    instead, which must have imported what the children need, and have started no thread."""
+
+    def __init__(self, command: Sequence[str] = ("-m", SERVES), *, become: Callable[[], None] | None = None) -> None:
+        self._process = _Fork(become) if become is not None else subprocess.Popen(
             [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             start_new_session=True,
         )  # fmt: skip

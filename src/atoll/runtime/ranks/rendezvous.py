@@ -90,8 +90,8 @@ def rank_connects(rank: int, seconds: float) -> RankLink:
 
 
 def _broadcast(invitation: str, seconds: float) -> str:
-    """From rank 0 to all. On a group of its own: the user's may be NCCL's, which waits for the device. Ranks leave it together: one
-    that closes its connections while another still opens its own ends that one's join."""
+    """From rank 0 to all. On a group of its own: the user's may be NCCL's, which waits for the device. They leave it together: if
+    one closed its connections while another still opened its own, that one's join would fail."""
     distributed: Any = torch.distributed
     data = invitation.encode().ljust(INVITATION_BYTES)
     tensor: Tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -228,8 +228,9 @@ class ShardStarter:
     """Starts the processes of shards by forks: importing torch in each takes seconds of a core, and a killed one should be back
     sooner. It outlives the syncer's lives."""
 
-    def __init__(self) -> None:
-        self._fork_server: ForkServer | None = None
+    def __init__(self, fork_server: ForkServer | None = None) -> None:
+        """Without one it starts a process that imports torch anew when the first shard is asked for."""
+        self._fork_server = fork_server
 
     def start(self, folder: Path) -> Child:
         if self._fork_server is None:

@@ -28,16 +28,16 @@ LOST_MAX: Final = 5
 
 
 def run_lives(
-    open_home: Callable[[ShardStarter], SyncerDirectory], listen: str, credentials: ServerCredentials | None,
-    key_warnings: Callable[[], Iterable[str]], bulk_port: int | None, metrics: MetricsAt | None,
-    obey: Callable[[Callable[[], object]], None] | None,
+    open_home: Callable[[ShardStarter], SyncerDirectory], starter: ShardStarter, listen: str,
+    credentials: ServerCredentials | None, key_warnings: Callable[[], Iterable[str]], bulk_port: int | None,
+    metrics: MetricsAt | None, obey: Callable[[Callable[[], object]], None] | None,
 ) -> None:  # fmt: skip
     """`obey` calls what it is given when the launcher ends."""
     stops: list[Callable[[], object]] = []
     if obey is not None:
         obey(lambda: stops[-1]() if stops else None)
     short = 0
-    with contextlib.closing(ShardStarter()) as starter:
+    with contextlib.closing(starter):
         while True:
             began = time.monotonic()
             try:
