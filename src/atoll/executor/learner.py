@@ -186,7 +186,8 @@ class TensorLearner:
         """One optimiser step over `accumulate` micro-batches. Dropout is seeded by (seed, stream, batch)."""
         config, task = self._config, self._task
         self._seed(generator("inner step", config.seed, effect.stream, effect.batch).initial_seed())
-        self.model.train()
+        if not self.model.training:  # after an evaluation; walking through all modules in every step takes as long as a small one
+            self.model.train()
         if self._loss is None:
             self.prepare()
         assert self._loss is not None

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from atoll.config import Config
 from atoll.errors import InvariantViolated
 from atoll.ids import SYNCER, FragmentId, LearnerId, Nanos, OuterStep, WorkerId, seconds, worker_name
-from atoll.protocol.membership import IN_SYNC
+from atoll.protocol.membership import IN_SYNC, Member
 from atoll.protocol.phases import DONE, JOINING
 from atoll.protocol.reasons import Reason
 from atoll.protocol.vocabulary import (
@@ -269,20 +269,26 @@ class Safety:
         self._demand(fates.trained == reported, 8, ledger)
         versions, limit = syncer.versions, syncer.versions.keep_max
         for fragment in range(self._fragments):
-            self._demand(versions.count(fragment) <= limit, 9, f"{versions.count(fragment)} versions of fragment {fragment} kept")
+            if (count := versions.count(fragment)) > limit:
+                raise InvariantViolated(f"invariant 9: {count} versions of fragment {fragment} kept")
+        newest = [versions.newest(fragment) for fragment in range(self._fragments)]
         for member in syncer.roster:
             if member.standing == IN_SYNC:
                 self._demand(member.connected, 6, f"learner {member.learner} is in sync without a connection")
-                for fragment in range(self._fragments):
-                    newest = versions.newest(fragment)
-                    coming = max(member.sent[fragment], member.deferred.get(fragment, -1))
-                    # with dynamic local updates a learner that trains on is sent only what it took part in
-                    dynamic = self.config.protocol.dynamic_steps
-                    least = self._took_part.get((member.learner, fragment), -1) if dynamic else newest
-                    lacks = f"learner {member.learner} was not sent version {newest} of {fragment}"
-                    self._demand(least <= coming <= newest, 6, lacks)
-                    stuck = fragment in member.deferred and member.sent[fragment] == member.held[fragment]
-                    self._demand(not stuck, 6, f"learner {member.learner} waits for version {newest} of {fragment} in vain")
+                self._check_up_to_date(member, newest)
+
+    def _check_up_to_date(self, member: Member, newest: Sequence[OuterStep]) -> None:
+        """Asked after every event of the syncer, for every fragment: sentences are made only for what is wrong."""
+        m, sent, held, deferred = member.learner, member.sent, member.held, member.deferred
+        dynamic = self.config.protocol.dynamic_steps
+        for fragment, version in enumerate(newest):
+            coming = max(sent[fragment], deferred.get(fragment, -1))
+            # with dynamic local updates a learner that trains on is sent only what it took part in
+            least = self._took_part.get((m, fragment), -1) if dynamic else version
+            if not least <= coming <= version:
+                raise InvariantViolated(f"invariant 6: learner {m} was not sent version {version} of {fragment}")
+            if fragment in deferred and sent[fragment] == held[fragment]:
+                raise InvariantViolated(f"invariant 6: learner {m} waits for version {version} of {fragment} in vain")
 
     # ------------------------------------------------------------ the learners
 

@@ -207,7 +207,8 @@ class BuiltInRanks(RankedLearner):
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.manual_seed(seed)
-        model.train()
+        if not model.training:
+            model.train()
         batches = micro_batches(self._task, self.id, BatchPosition(step.stream, step.batch, step.share))
         totals = [self._task.count(batch)[0] for batch in batches]
         mean: Tensor | float = 0.0

@@ -115,10 +115,13 @@ def stdlib_corpus(max_bytes: int = STDLIB_BYTES_MAX) -> Corpus:
     root = Path(sysconfig.get_paths()["stdlib"])
     kept: list[tuple[str, bytes]] = []
     skipped: list[Skipped] = []
-    total, full = 0, False
+    total, full, over = 0, False, f"over the budget of {max_bytes} bytes"
     for relative in files_under(root, (".py",), _EXCLUDED):
         name = relative.split("/")[-1]
         if name.startswith(_BUILD_FILE) or relative.startswith(_BUILD_DIR):
+            continue
+        if full:
+            skipped.append(Skipped(relative, over))
             continue
         try:
             content = (root / relative).read_bytes()
@@ -127,9 +130,9 @@ def stdlib_corpus(max_bytes: int = STDLIB_BYTES_MAX) -> Corpus:
             reason = "not utf-8" if isinstance(error, UnicodeDecodeError) else "unreadable"
             skipped.append(Skipped(relative, reason))
             continue
-        full = full or total + len(content) > max_bytes
+        full = total + len(content) > max_bytes
         if full:
-            skipped.append(Skipped(relative, f"over the budget of {max_bytes} bytes"))
+            skipped.append(Skipped(relative, over))
         elif not content:
             skipped.append(Skipped(relative, "empty"))
         else:

@@ -19,7 +19,7 @@ from torch import Tensor
 from atoll.errors import DataError
 from atoll.workload.data.corpus import HELDOUT_SHARE, Corpus, split_documents
 from atoll.workload.data.seeds import generator
-from atoll.workload.data.tokenizer import Tokenizer
+from atoll.workload.data.tokenizer import END_OF_DOCUMENT, ByteTokenizer, Tokenizer
 
 EPOCHS_CACHED: Final = 4
 """Streams of one run pass through epochs nearly together; a slow one is an epoch or two behind."""
@@ -48,6 +48,8 @@ def token_data(corpus: Corpus, tokenizer: Tokenizer, heldout_share: float = HELD
 
 
 def pack_documents(documents: Sequence[bytes], tokenizer: Tokenizer) -> Tensor:
+    if type(tokenizer) is ByteTokenizer:
+        return _bytes_packed(documents)
     compact = tokenizer.vocab_size <= INT16_VOCAB_MAX
     tokens = array("h" if compact else "i")
     for document in documents:
@@ -56,6 +58,17 @@ def pack_documents(documents: Sequence[bytes], tokenizer: Tokenizer) -> Tensor:
     if not tokens:  # torch refuses an empty buffer
         return torch.empty(0, dtype=torch.int16)
     return torch.frombuffer(tokens, dtype=torch.int16 if compact else torch.int32).clone()
+
+
+def _bytes_packed(documents: Sequence[bytes]) -> Tensor:
+    """The same without a number of Python's for every byte."""
+    packed = torch.full((sum(map(len, documents)) + len(documents),), END_OF_DOCUMENT, dtype=torch.int16)
+    begin = 0
+    for document in documents:
+        if document:
+            packed[begin : begin + len(document)] = torch.frombuffer(bytearray(document), dtype=torch.uint8)
+        begin += len(document) + 1
+    return packed
 
 
 class Stream:
