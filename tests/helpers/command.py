@@ -9,10 +9,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from unittest.mock import patch
 
+import typer.main
+
 from atoll.cli import main
+
+_commands = patch.object(typer.main, "get_command", cache(typer.main.get_command))
+"""A process has one command line, and it takes longer to build than most commands that are refused."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ def _log_of_its_own() -> Iterator[None]:
 
 def atoll(*words: object, cwd: Path) -> Ended:
     out, err = io.StringIO(), io.StringIO()
-    here = (chdir(cwd), patch.object(sys, "argv", ["atoll", *map(str, words)]), patch.dict(os.environ))
+    here = (chdir(cwd), patch.object(sys, "argv", ["atoll", *map(str, words)]), patch.dict(os.environ), _commands)
     with ExitStack() as stack:
         for each in (*here, _log_of_its_own(), redirect_stdout(out), redirect_stderr(err)):
             stack.enter_context(each)
