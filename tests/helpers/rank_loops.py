@@ -33,6 +33,7 @@ from atoll.runtime.join.executor import task_of
 from atoll.runtime.learner.address import address_of
 from atoll.runtime.learner.process import WorkerOptions
 from atoll.runtime.ranks.member import RankMember
+from atoll.runtime.ranks.rendezvous import lead_connects, rank_connects
 from atoll.tasks.task import layout_for
 from atoll.tensors.access import read_params
 from atoll.tensors.inventory import walk
@@ -401,6 +402,15 @@ def moved_states(rank: int, ranks: int, config: Config) -> dict[str, bool]:
 
 
 # ---------------------------------------------------------------- mistakes
+
+
+def found_each_other(rank: int, ranks: int, times: int) -> int:
+    """How often the ranks connected, one time after the other and none waiting for another in between."""
+    for _ in range(times):
+        links = lead_connects(ranks, 60.0).values() if rank == 0 else [rank_connects(rank, 60.0)]
+        for link in links:
+            link.close()
+    return times
 
 
 def sentence(work: Callable[[], Any]) -> str:
