@@ -51,7 +51,7 @@ def run_syncer(
     from atoll.transport import client_credentials, raise_open_files_limit, server_credentials
     from atoll.transport.keys import SHARD_NAME, load_server, token_warnings
 
-    starter = _starter(directory, shards)
+    starter = _starter(directory, 1 if shard_at else shards)
     credentials = others = None
 
     def key_warnings() -> list[str]:
