@@ -401,9 +401,6 @@ def moved_states(rank: int, ranks: int, config: Config) -> dict[str, bool]:
     return same
 
 
-# ---------------------------------------------------------------- mistakes
-
-
 def found_each_other(rank: int, ranks: int, times: int) -> int:
     """How often the ranks connected, one time after the other and none waiting for another in between."""
     for _ in range(times):
@@ -411,6 +408,9 @@ def found_each_other(rank: int, ranks: int, times: int) -> int:
         for link in links:
             link.close()
     return times
+
+
+# ---------------------------------------------------------------- mistakes
 
 
 def sentence(work: Callable[[], Any]) -> str:
