@@ -32,6 +32,7 @@ from typing import Any
 import kept
 import msgspec
 import torch
+import tried
 
 from atoll.chaos import ChaosPlan, Scavenge
 from atoll.config import ALL, Config, changed, load
@@ -220,7 +221,8 @@ def begun(chosen: argparse.Namespace, config: Config, task: Task) -> UnderWay:
     device = torch.device(chosen.device)
     total = learners_expected(config, plan_for(chosen, config))
     compute = ComputeMode("bf16" if device.type == "cuda" else "fp32", chosen.compiled)
-    executor = FleetExecutor(task, device, learners=total, compute=compute)
+    made = tried.SharingExecutor if chosen.share_moments else FleetExecutor
+    executor = made(task, device, learners=total, compute=compute)
     view, steps = RunView(total), Steps()
     points = HeldoutObserver(task, executor, None, partial(print_point, chosen.name))
     cluster = cluster_for(chosen, config, executor, [view, steps, points, Pace(chosen.name, config)])
@@ -313,6 +315,7 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--chips", type=int, default=0, help="simulate failures of this many chips")
     parser.add_argument("--scavenge", type=float, default=0.0)
+    parser.add_argument("--share-moments", action="store_true", help="learners share their momentum on adoption (tried.py)")
     parser.add_argument("--data", type=Path, default=Path(), help="the folder of the three that follow")
     parser.add_argument("--corpus", default=TRAIN, help="file names and globs with commas, or stdlib")
     parser.add_argument("--heldout", default=HELDOUT, help="the same; empty: a twentieth of the corpus")
@@ -330,6 +333,7 @@ def main() -> None:
     chosen = options().parse_args()
     torch.set_float32_matmul_precision("high")
     torch.set_num_threads(chosen.threads)
+    tried.register()
     line = train(chosen)
     if line is None:
         print(f"{chosen.name}: stopped", flush=True)

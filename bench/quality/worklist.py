@@ -31,7 +31,7 @@ from provenance import commit
 
 QUEUE = Path(__file__).with_name("queue.toml")
 RESULTS = Path("runs", "quality")
-KEYS = ("name", "preset", "learners", "with", "set", "seeds", "priority", "chips", "scavenge")
+KEYS = ("name", "preset", "learners", "with", "set", "seeds", "priority", "chips", "scavenge", "share_moments")
 SPARE = 0.9
 """Share of a device's memory that is given away."""
 
@@ -71,6 +71,7 @@ def arguments_of(queue: Mapping[str, Any], group: Mapping[str, Any], row: Mappin
         raise SystemExit(f"queue.toml: run {row.get('name')!r} has the unknown {', '.join(unknown)}; there are {', '.join(KEYS)}")
     words = ["--size", group["size"], "--tokens", f"{group['tokens']:g}", "--step-tokens", str(group["step_tokens"])]
     words += ["--preset", row["preset"], "--learners", str(row["learners"])]
+    words += ["--share-moments"] if row.get("share_moments") else []
     words += [word for key in ("chips", "scavenge") if key in row for word in (f"--{key}", str(row[key]))]
     lines = [line for name in row.get("with", ()) for line in queue["settings"][name]]
     return (*words, *(word for line in (*lines, *row.get("set", ())) for word in ("--set", line)))

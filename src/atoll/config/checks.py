@@ -61,6 +61,7 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
         *_outer_over_time(c),
         *_methods(c),
         *_eager(c),
+        *_keep_overlap(c),
         *_dynamic_steps(c),
         *_whole_tensors(c),
         *_text_keys_for_images(c),
@@ -133,6 +134,20 @@ def _eager(c: Config) -> list[tuple[bool, str]]:
         (p.eager and bool(o.momentum_warmup or o.momentum_schedule or o.rate_schedule),
          f"{key} needs the same outer rate and momentum at every outer step; leave outer.momentum_warmup, momentum_schedule and "
          f"rate_schedule out"),
+    ]  # fmt: skip
+
+
+def _keep_overlap(c: Config) -> list[tuple[bool, str]]:
+    """What is kept is what an adoption would replace. Elsewhere nothing is replaced, or it is kept already."""
+    p, key = c.protocol, "key protocol.keep_overlap = true:"
+    return [
+        (p.keep_overlap and p.overlap == 0, f"{key} needs protocol.overlap of at least 1: with 0 nothing is trained meanwhile"),
+        (p.keep_overlap and (p.anchor == "round_start" or p.contribution == "gradient"),
+         f"{key} is for adoptions that replace weights; with anchor = {p.anchor!r} and contribution = {p.contribution!r} nothing "
+         f"is lost in them"),
+        (p.keep_overlap and p.alpha > 0, f"{key} needs alpha = 0, not {p.alpha}: own work would be kept twice"),
+        (p.keep_overlap and p.dynamic_steps,
+         f"{key} needs dynamic_steps = false: there a learner's steps are counted from its adoption"),
     ]  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from atoll.executor.cuda.staging import adopt_into
 from atoll.executor.cuda.transfer import on_host, to_device
 from atoll.executor.eager import EagerShares
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
+from atoll.executor.overlap import OverlapWork
 from atoll.executor.peer_state import PeerStateCheck
 from atoll.executor.ranks.state import StateParts
 from atoll.ids import FragmentId, LearnerId, OuterStep
@@ -121,6 +122,7 @@ class TensorLearner:
         self._residuals: dict[FragmentId, Tensor] = {}
         self._uncommitted: dict[FragmentId, Tensor] = {}
         self._eager = EagerShares(self._config) if p.eager else None
+        self._overlap = OverlapWork() if p.keep_overlap else None
         self._loss: BatchLoss | None = None
         self._ahead: BatchesAhead | None = None
         """From the first inner step on a GPU on: a user's own loop brings its own batches."""
@@ -249,6 +251,8 @@ class TensorLearner:
         if poison := self._poison(p, difference, buffers):
             return (Poisoned(poison),)
         self._copies[p, effect.slot] = StagedCopy(effect, difference, buffers, self._residual(p))
+        if self._overlap is not None:
+            self._overlap.staged((p, effect.slot), read_params(self._tensors, self._fragments[p]))
         if self._eager is not None:
             self._eager.staged(p, difference)
         if effect.restart:
@@ -271,6 +275,8 @@ class TensorLearner:
     def _drop(self, key: Key) -> None:
         self._copies.pop(key, None)
         self._staged.pop(key, None)
+        if self._overlap is not None:
+            self._overlap.drop(key)
         if self._cuda is not None:
             self._cuda.drop(key)
 
@@ -290,10 +296,13 @@ class TensorLearner:
             self._eager.staged(p, cast_like(fragment, before).to(self._device) - read_params(self._tensors, fragment))
         poisons = cuda.poisons()
         staged = cuda.stager.stage(
-            fragment, tensors, before, self._codec, rng=self._rounding(effect), keep_weights=effect.restart,
+            fragment, tensors, before, self._codec, rng=self._rounding(effect),
+            keep_weights=effect.restart or self._overlap is not None,
             feedback=self._config.protocol.error_feedback, residual=self._residual(p), split=self._split_of(p),
         )  # fmt: skip
         cuda.put((p, effect.slot), staged)
+        if self._overlap is not None:
+            self._overlap.staged((p, effect.slot), staged)
         if effect.restart:
             self._round_start[p] = staged.weights
         return tuple(Poisoned(where) for where in poisons)
@@ -376,11 +385,12 @@ class TensorLearner:
         version, announced, buffers = self._kept.pop(p)
         assert version == effect.version
         self.anchors[p] = announced
+        own = None if self._overlap is None else self._overlap.taken_for(p, version, keeps=effect.keeps)
         if self._cuda is not None:
-            self._cuda.adopt(fragment, self._tensors, announced, buffers, effect.alpha, self.optimizer)
+            self._cuda.adopt(fragment, self._tensors, announced, buffers, effect.alpha, self.optimizer, own)
             residual = self._cuda.residual_of(p, merged=effect.merged)
         else:
-            adopt_into(fragment, self._tensors, announced, buffers, effect.alpha, self.optimizer)
+            adopt_into(fragment, self._tensors, announced, buffers, effect.alpha, self.optimizer, own)
             residual = self._uncommitted.pop(p, None)
         if self._config.protocol.anchor == "round_start":
             self._round_start[p] = read_params(self._tensors, fragment)
@@ -473,6 +483,8 @@ class TensorLearner:
         self._staged.clear()
         if self._eager is not None:
             self._eager.clear()
+        if self._overlap is not None:
+            self._overlap.clear()
         if self._cuda is not None:
             self._cuda.forget_work()
 
@@ -492,10 +504,16 @@ class TensorLearner:
                 return Finding(Reason(Why.POISONED, words))
         return CLEAN
 
+    def answers(self, p: FragmentId, outer_step: OuterStep) -> None:
+        """The staged copy is sent for this outer step."""
+        if self._overlap is not None:
+            self._overlap.sent(p, outer_step)
+
     def payload_for(self, send: Send) -> Payload | None:
         body = send.envelope.body
         if isinstance(body, Contribution):
             key = (body.fragment, body.outer_step)
+            self.answers(*key)
             if self._cuda is not None:
                 return self._cuda.payload([key, (body.fragment, NO_VERSION)], feedback=self._config.protocol.error_feedback)
             staged = self._encoded(key if key in self._copies or key in self._staged else (body.fragment, NO_VERSION))

@@ -62,9 +62,12 @@ class Account:
         if self._announced.get(fragment, (-1, 0))[0] != version:  # the first time, if it is sent again after a broken connection
             self._announced[fragment] = (version, reported)
 
-    def adopted(self, fragment: FragmentId, version: OuterStep, local_step: LocalStep) -> None:
+    def adopted(self, fragment: FragmentId, version: OuterStep, local_step: LocalStep, *, keeps: bool = False) -> None:
+        """`keeps`: what was trained since it was last taken goes on counting."""
+        if keeps:
+            return self.counts_from(fragment, self._taken[fragment])
         announced, at = self._announced.get(fragment, (version, 0))
-        self.counts_from(fragment, at if announced == version and at > local_step else local_step)
+        return self.counts_from(fragment, at if announced == version and at > local_step else local_step)
 
     def asked(self, fragments: Sequence[FragmentId]) -> None:
         for fragment in fragments:

@@ -45,3 +45,8 @@ class Counters:
 
     def reset(self, fragment: FragmentId) -> None:
         self.base[fragment] = Count(self.local_step, self.tokens, self.samples)
+
+    def count_from(self, fragment: FragmentId, taken: Count) -> None:
+        """The first `taken` of what was counted since the last adoption are merged; the rest goes on counting."""
+        base = self.base[fragment]
+        self.base[fragment] = Count(base.steps + taken.steps, base.tokens + taken.tokens, base.samples + taken.samples)

@@ -13,7 +13,7 @@ from atoll.config import Config
 from atoll.ids import SYNCER, FragmentId, Incarnation, LearnerId, Nanos, OuterStep, WorkerId, nanos
 from atoll.protocol.batches import Batches
 from atoll.protocol.causality import Mailbox
-from atoll.protocol.counters import Counters
+from atoll.protocol.counters import Count, Counters
 from atoll.protocol.departure import Departure
 from atoll.protocol.effects import Effects
 from atoll.protocol.phases import AT_REST, DONE, JOINING, TRAINING, WAITING, LearnerPhase, Turn, after
@@ -362,15 +362,21 @@ class LearnerMachine:
         policy = self.schedule.policy(pending.version)
         regular = pending.merged and not policy.plain_average and self.phase != JOINING  # catching up takes Theta as it is
         alpha = self.config.protocol.alpha if regular else 0.0
-        self._effects.emit(Adopt(fragment, pending.version, alpha, pending.merged, reason))
-        self._holds(fragment, pending.version)
+        covered = self._staged.covered_by(fragment, pending.version)
+        kept = covered if regular else None
+        self._effects.emit(Adopt(fragment, pending.version, alpha, pending.merged, reason, kept is not None))
+        self._holds(fragment, pending.version, kept)
         self._staged.drop_up_to(fragment, pending.version)
 
-    def _holds(self, fragment: FragmentId, version: OuterStep) -> None:
+    def _holds(self, fragment: FragmentId, version: OuterStep, covered: Count | None = None) -> None:
+        """`covered`: how much of what it trained the version holds, where it keeps the rest."""
         self.held[fragment] = version
-        self._adoptions.append(Adoption(fragment, version, self.counters.local_step, self.counters.tokens))
-        if self.config.protocol.anchor != "round_start":
+        if covered is not None:
+            self.counters.count_from(fragment, covered)
+        elif self.config.protocol.anchor != "round_start":
             self.counters.reset(fragment)
+        kept = 0 if covered is None else self.counters.since(fragment).tokens
+        self._adoptions.append(Adoption(fragment, version, self.counters.local_step, self.counters.tokens, kept))
 
     # ------------------------------------------------------------ pulls
 
@@ -434,7 +440,7 @@ class LearnerMachine:
         self._transfer.end()
         self._pulls.clear()
         self.position = NO_VERSION  # what it had trained is gone: it stands where Enter puts it
-        self._staged.keep_only(())
+        self._staged.forget()
 
     def _roll_back(self, body: TakeRollback) -> None:
         """Not while a step runs: its result is overwritten with the rest."""

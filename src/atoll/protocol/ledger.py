@@ -92,7 +92,12 @@ class Ledger:
             self._merged += tokens - row.settled[fragment]
             row.settled[fragment] = tokens
 
+    def is_merged_in(self, learner: LearnerId, fragment: FragmentId, version: OuterStep) -> bool:
+        row = self._rows.get(learner)
+        return row is not None and row.merged_at[fragment] == version
+
     def adopted(self, learner: LearnerId, fragment: FragmentId, tokens: int, version: OuterStep) -> None:
+        """`tokens`: those that the adoption overwrote or that were merged before. What a learner keeps is not among them."""
         row = self._rows[learner]
         undone = version == self._rolled_back_at
         if (self._adoption_discards or undone) and tokens > row.settled[fragment]:

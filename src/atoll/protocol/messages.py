@@ -65,6 +65,8 @@ class Adoption(msgspec.Struct, frozen=True, array_like=True, gc=False):
     local_step: LocalStep
     tokens: int
     """Tokens this incarnation had trained by then."""
+    kept: int = 0
+    """With `keep_overlap`, how many of them it had trained since it was pulled from, and added to the version."""
 
 
 class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -9,7 +9,7 @@ import msgspec
 
 from atoll.config import Config
 from atoll.ids import FragmentId, LocalStep, OuterStep
-from atoll.protocol.counters import Counters
+from atoll.protocol.counters import Count, Counters
 from atoll.protocol.effects import Effects
 from atoll.protocol.vocabulary import NO_VERSION, Contribution, Stage, Unstage
 from atoll.rules import Schedule
@@ -41,8 +41,11 @@ class Staging:
     def __init__(self, config: Config, schedule: Schedule, effects: Effects, counters: Counters) -> None:
         self._schedule, self._effects, self._counters = schedule, effects, counters
         self._restart = config.protocol.anchor == "round_start"
+        self._keeps = config.protocol.keep_overlap
         self.lookahead = Lookahead(config.protocol.overlap)
         self.copies: dict[Key, Copy] = {}
+        self._sent: dict[FragmentId, tuple[OuterStep, Count]] = {}
+        """With `keep_overlap`, of each fragment the copy that was sent last: for which outer step, and what it covers."""
 
     def put_exact(self, position: OuterStep, held: Sequence[OuterStep]) -> None:
         for fragment in self._schedule.due(position):
@@ -70,7 +73,20 @@ class Staging:
 
     def contribution(self, outer_step: OuterStep, fragment: FragmentId, slot: OuterStep) -> Contribution:
         c = self.copies[fragment, slot]
+        if self._keeps:
+            self._sent[fragment] = outer_step, Count(c.c_steps, c.c_tokens, c.c_samples)
         return Contribution(outer_step, fragment, c.local_step, c.anchor, c.c_steps, c.c_tokens, c.c_samples, c.tokens)
+
+    def covered_by(self, fragment: FragmentId, version: OuterStep) -> Count | None:
+        """Of this learner's work, what this version holds: that of the copy sent for it. None if none was, or a newer one since:
+        then it is not known what was trained after the copy. Asked once, at the adoption."""
+        outer_step, covered = self._sent.pop(fragment, (NO_VERSION, None))
+        return covered if outer_step == version else None
+
+    def forget(self) -> None:
+        """The weights that the copies were taken of are gone."""
+        self.keep_only(())
+        self._sent.clear()
 
     def keep_only(self, fragments: Collection[FragmentId]) -> None:
         if unwanted := [key for key in self.copies if key[0] not in fragments]:

@@ -260,9 +260,12 @@ class SyncerMachine:
         return None
 
     def _adopted(self, member: Member, adoption: Adoption) -> None:
-        self.ledger.adopted(member.learner, adoption.fragment, adoption.tokens, adoption.version)
-        if self.config.protocol.anchor != "round_start":  # there a difference goes on from the last one, not from an adoption
-            member.account.adopted(adoption.fragment, adoption.version, adoption.local_step)
+        fragment, version, p = adoption.fragment, adoption.version, self.config.protocol
+        # a claim to have kept work counts only for a version that the learner's own work is in
+        keeps = p.keep_overlap and adoption.kept > 0 and self.ledger.is_merged_in(member.learner, fragment, version)
+        self.ledger.adopted(member.learner, fragment, adoption.tokens - (adoption.kept if keeps else 0), version)
+        if p.anchor != "round_start":  # there a difference goes on from the last one, not from an adoption
+            member.account.adopted(fragment, version, adoption.local_step, keeps=keeps)
         self.versions.acknowledged(member, adoption)
         self.versions.prune((adoption.fragment,))
         self.pulse.adopted(adoption.version, self._effects.now)

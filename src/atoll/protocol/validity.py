@@ -85,7 +85,7 @@ def _report(config: Config, body: Report) -> Reason | None:
     if len(body.adopted) > 4 * config.protocol.fragments:
         return _impossible("report names too many adoptions")
     for adoption in body.adopted:
-        if not 0 <= adoption.local_step <= COUNT_MAX or not 0 <= adoption.tokens <= body.tokens:
+        if not 0 <= adoption.local_step <= COUNT_MAX or not 0 <= adoption.kept <= adoption.tokens <= body.tokens:
             return _impossible("report names an adoption that cannot be")
     return None
 

@@ -208,6 +208,8 @@ class Adopt(Word, frozen=True):
     merged: bool
     """This learner's own packet was in it: the error-feedback residual is committed."""
     reason: Reason
+    keeps: bool = False
+    """Add to the version what was trained since the copy that went into it was staged."""
 
 
 class LoadTheta(Word, frozen=True):

@@ -106,6 +106,11 @@ def mix(local: Tensor, global_: Tensor, alpha: float) -> Tensor:
     return local.mul(alpha).add_(global_.mul(1.0 - alpha))
 
 
+def rebased(local: Tensor, taken: Tensor, global_: Tensor) -> Tensor:
+    """`global_ + (local - taken)`: what was trained since `taken`, on top of global. Where nothing moved, global's bits."""
+    return local.sub(taken).add_(global_)
+
+
 def averaged(before: Tensor | None, theta: Tensor, decay: float) -> Tensor:
     """The average after another outer step; it starts at the first Theta that was merged. Products and sum are each rounded."""
     return theta.clone() if before is None else before.mul(decay).add_(theta.mul(1.0 - decay))

@@ -16,6 +16,7 @@ HARMLESS = {
     "protocol.quorum", "protocol.grace", "protocol.grace_gamma", "protocol.ema_weight", "protocol.pace",
     "protocol.aggregation_weighting",
     "protocol.merge", "protocol.embedding_merge", "protocol.merge_norm", "protocol.alpha", "protocol.adopt", "protocol.lead",
+    "protocol.keep_overlap",
     "protocol.codec_up", "protocol.codec_down", "protocol.feedback_decay", "protocol.stochastic_rounding",
     "protocol.freeze_not_due",
     "protocol.snapshot_interval", "protocol.rollback_interval", "protocol.elastic",

@@ -210,12 +210,12 @@ class CudaSide:
 
     def adopt(
         self, fragment: Fragment, tensors: Mapping[str, Tensor], announced: Tensor, buffers: Tensor, alpha: float,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer, taken: Tensor | None = None,
     ) -> None:  # fmt: skip
         incoming = self._incoming.pop(fragment.id, None)
         if incoming is None or incoming.announced is not announced:  # the version came with a peer's state
             incoming = self.stager.prefetch(announced, buffers)
-        self.stager.adopt(fragment, tensors, incoming, alpha, optimizer)
+        self.stager.adopt(fragment, tensors, incoming, alpha, optimizer, taken)
 
     # ------------------------------------------------------------ state from a peer or a snapshot
 

@@ -37,7 +37,7 @@ from atoll.executor.cuda.encoder import Encoder
 from atoll.executor.ranks.stitch import EncodedPart, encode_part
 from atoll.tensors.access import cast_like, read_buffers, read_params, write_buffers, write_params
 from atoll.tensors.layout import Fragment
-from atoll.tensors.outer import mix
+from atoll.tensors.outer import mix, rebased
 from atoll.tensors.pieces import BlockSplit, Run, joined_runs, put_runs, take_runs
 
 MASTER_KEYS: Final = ("master", "master_param", "master_weights", "fp32_param")
@@ -332,7 +332,7 @@ class CudaStager:
     @torch.no_grad()
     def adopt(
         self, fragment: Fragment, tensors: Mapping[str, Tensor], incoming: Incoming, alpha: float,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | None, taken: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Mixes an announced version into the live weights, which keep a share `alpha`, on the compute stream. If the optimiser
         has master weights, those are mixed and written, and the weights are their cast."""
@@ -341,7 +341,7 @@ class CudaStager:
         compute.wait_event(incoming.arrived)
         for prefetched in (incoming.on_device, incoming.buffers):
             prefetched.record_stream(compute)
-        adopt_into(fragment, tensors, incoming.on_device, incoming.buffers, alpha, optimizer)
+        adopt_into(fragment, tensors, incoming.on_device, incoming.buffers, alpha, optimizer, taken)
 
     # ------------------------------------------------------------ parts of staging
 
@@ -464,9 +464,10 @@ class CudaStager:
 
 def adopt_into(
     fragment: Fragment, tensors: Mapping[str, Tensor], announced: Tensor, buffers: Tensor, alpha: float,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: torch.optim.Optimizer | None, taken: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """The arithmetic of an adoption, on any device."""
+    """The arithmetic of an adoption, on any device. `taken`: the weights that went into the version; what they have moved by
+    since is added to it."""
     masters: dict[str, Tensor] = {}
     if optimizer is not None:
         for slot in fragment.params:
@@ -477,6 +478,8 @@ def adopt_into(
     if alpha > 0 and fragment.numel:  # one of several ranks may hold nothing of it
         live = {slot.name: masters[slot.name] if slot.name in masters else tensors[slot.name] for slot in fragment.params}
         weights = mix(read_params(live, fragment), announced, alpha)
+    if taken is not None and fragment.numel:
+        weights = rebased(read_params(tensors, fragment), taken, announced)
     write_params(tensors, fragment, weights)
     if masters:
         write_params(masters, replace(fragment, params=tuple(s for s in fragment.params if s.name in masters)), weights)

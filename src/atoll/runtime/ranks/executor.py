@@ -198,6 +198,7 @@ class LeadExecutor:
         if not isinstance(body, Contribution):
             return None
         key = self._inner.staged_key(body.fragment, body.outer_step)
+        self._inner.answers(body.fragment, body.outer_step)
         request = self._lead.number()
         self._lead.tell(EncodePart(request, body.fragment, body.outer_step))
         found = self._inner.encoded(key, request)

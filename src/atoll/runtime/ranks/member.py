@@ -246,6 +246,7 @@ class RankMember:
                         self._poisoned = event.where
             case EncodePart(request=request, fragment=p, slot=slot):
                 executor = self._executing()
+                executor.answers(p, slot)
                 self._send_part(request, executor.encoded(executor.staged_key(p, slot), request))
             case EncodeAgain(request=request, again=again):
                 self._send_part(again, self._executing().encoded_again(request, again))
