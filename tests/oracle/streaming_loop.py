@@ -8,9 +8,9 @@ import torch
 
 
 def train(make_model, loss, batch, make_optimizer, make_outer, rates, *, learners, interval, clip,
-          fragments, taus, alpha, codec=None):  # fmt: skip
+          fragments, taus, alpha, codec=None, keep=False):  # fmt: skip
     """(the global model, the learners' models). `fragments`: lists of parameter names; `taus`: one a learner;
-    `codec`: a lossy flat -> flat."""
+    `codec`: a lossy flat -> flat. `keep`: a learner adds to a result what it trained while it waited for it."""
     center = make_model()
     outers = [make_outer([center.get_parameter(name) for name in names]) for names in fragments]
     models = [make_model() for _ in range(learners)]
@@ -30,11 +30,15 @@ def train(make_model, loss, batch, make_optimizer, make_outer, rates, *, learner
             if (t - offsets[p]) % interval == 0:
                 outer_step(center, models, names, outers[p], codec)
                 result = {name: center.get_parameter(name).detach().clone() for name in names}
-                in_flight |= {(p, learner, t + tau): result for learner, tau in enumerate(taus)}
+                for learner, tau in enumerate(taus):
+                    sent = {name: models[learner].get_parameter(name).detach().clone() for name in names}
+                    in_flight[p, learner, t + tau] = result, sent
             for learner, model in enumerate(models):
-                for name, value in in_flight.pop((p, learner, t), {}).items():
+                result, sent = in_flight.pop((p, learner, t), ({}, {}))
+                for name, value in result.items():
                     own = model.get_parameter(name).data
-                    own.copy_(alpha * own + (1 - alpha) * value if alpha else value)
+                    mixed = alpha * own + (1 - alpha) * value if alpha else value
+                    own.copy_(own - sent[name] + value if keep else mixed)
     return center, models
 
 

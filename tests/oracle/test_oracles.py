@@ -136,7 +136,8 @@ def assert_streaming_is_algorithm_2(taus: list[int], alpha: float, up: str, **pr
     wire = codec(up)
     center, models = streaming_loop.train(
         batch=batches(), interval=7, make_outer=nesterov(0.4), fragments=FRAGMENTS, taus=taus, alpha=alpha,
-        codec=None if up == "fp32" else lambda flat: wire.decode(wire.encode(flat)), **shared(),
+        codec=None if up == "fp32" else lambda flat: wire.decode(wire.encode(flat)), keep=protocol.get("keep_overlap", False),
+        **shared(),
     )  # fmt: skip
     assert_same_bits(theta(executor), center.state_dict())
     assert_learners_hold(executor, models)
@@ -154,6 +155,11 @@ MIXES = [(0, 0.0), (0, 0.5), (1, 0.0), (1, 0.5), (4, 0.25)]
 )  # fmt: skip
 def test_streaming_with_any_mixing_and_overlap_is_algorithm_2_bit_for_bit(tau: int, alpha: float, up: str) -> None:
     assert_streaming_is_algorithm_2([tau] * 3, alpha, up, overlap=tau)
+
+
+@pytest.mark.parametrize(("taus", "up"), [([1] * 3, "fp32"), ([4, 2, 3], "e3m0")])
+def test_streaming_that_keeps_its_overlap_adds_to_each_result_what_was_trained_meanwhile(taus: list[int], up: str) -> None:
+    assert_streaming_is_algorithm_2(taus, 0.0, up, overlap=max(taus), overlap_by_learner=taus, keep_overlap=True)
 
 
 def test_streaming_with_an_overlap_per_learner_is_algorithm_2_bit_for_bit() -> None:
