@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from atoll.executor.fleet.executor import Fleet, FleetExecutor, FleetLearner
+from atoll.executor.fleet.executor import FleetExecutor, FleetLearner
 from atoll.executor.optim.muon import orthogonal
 from atoll.extend import MergeSpec, register_merge
-from atoll.ids import SYNCER, FragmentId, Incarnation, OuterStep, WorkerId
+from atoll.ids import SYNCER, Incarnation, WorkerId
 from atoll.protocol.interface import Executor
 from atoll.protocol.vocabulary import Adopt
 
@@ -52,51 +52,40 @@ def spectral_long(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return _unit(orthogonal(mean)) * _magnitude(deltas, weights) if mean.dim() == 2 else mean
 
 
+def halved(deltas: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """Half of the mean: an outer rate of its own for embeddings."""
+    return _mean(deltas, weights) / 2
+
+
 def register() -> None:
     register_merge(MergeSpec(name="spectral", summary="the orthogonal factor of the mean, as long as the mean"), spectral)
     long = MergeSpec(name="spectral_long", summary="the orthogonal factor of the mean, with the mean norm of contributions")
     register_merge(long, spectral_long)
+    register_merge(MergeSpec(name="halved", summary="half of the mean"), halved)
 
 
 # ---------------------------------------------------------------- moments
 
 
 class SharingLearner(FleetLearner):
-    """Where it adopts a version that it took part in, its momentum of those rows becomes the mean of all learners': what a merge
-    of moments could gain at best. Nothing of that is sent or counted here; Atoll's learners keep their moments to themselves."""
-
-    shared: SharedMoments
+    """Where it adopts a version that it took part in, its momentum of those rows becomes the mean of all learners' at that
+    moment: what a merge of moments could gain at best. Nothing of that is sent or counted here; Atoll's learners keep theirs to
+    themselves."""
 
     def _adopt(self, effect: Adopt) -> None:
         super()._adopt(effect)
         if effect.merged:
-            self.shared.adopt(self._learner, effect.fragment, effect.version)
-
-
-class SharedMoments:
-    def __init__(self, fleet: Fleet, executor: FleetExecutor) -> None:
-        self._names, self._moments = list(fleet._weights), fleet._moments._moments
-        self._fragments = executor.task.layout.fragments
-        self._means: dict[FragmentId, tuple[OuterStep, list[Tensor]]] = {}
-
-    def _rows(self, p: FragmentId) -> list[Tensor]:
-        """[M, rows, columns] of each piece of a matrix."""
-        pieces = [(self._moments[self._names.index(slot.name)], slot) for slot in self._fragments[p].params]
-        return [own[BUFFER][:, slot.row_start : slot.row_stop] for own, slot in pieces if BUFFER in own]
-
-    def adopt(self, learner: int, p: FragmentId, version: OuterStep) -> None:
-        rows = self._rows(p)
-        if self._means.get(p, (-1, []))[0] != version:
-            self._means[p] = version, [each.mean(dim=0) for each in rows]
-        for each, mean in zip(rows, self._means[p][1], strict=True):
-            each[learner].copy_(mean)
+            names, moments = list(self._fleet._weights), self._fleet._moments._moments
+            for slot in self._fragments[effect.fragment].params:
+                buffer = moments[names.index(slot.name)].get(BUFFER)
+                if buffer is not None:
+                    rows = buffer[:, slot.row_start : slot.row_stop]  # [M, rows, columns]
+                    rows[self._learner].copy_(rows.mean(dim=0))
 
 
 class SharingExecutor(FleetExecutor):
     def __call__(self, worker: WorkerId, incarnation: Incarnation) -> Executor:
         if worker == SYNCER:
             return super().__call__(worker, incarnation)
-        learner = SharingLearner(self.task, worker, self.fleet, self.snapshots, self._device)
-        learner.shared = SharedMoments(self.fleet, self)
-        self.learners[worker] = learner
-        return learner
+        self.learners[worker] = SharingLearner(self.task, worker, self.fleet, self.snapshots, self._device)
+        return self.learners[worker]

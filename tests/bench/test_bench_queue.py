@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from atoll.config.merges import MERGES
 from atoll.workload.models.stacked import stacked_loss
 
 BENCH = Path(__file__).parents[2] / "bench" / "quality"
@@ -46,6 +47,17 @@ def test_main_group_is_that_of_the_study_run_by_run(worklist: Any, study: Any) -
     assert found == {run.name: run.arguments for run in study.main_runs()}
 
 
+@pytest.fixture
+def tried(train: Any) -> Iterator[None]:
+    """Its merges are registered, for one test."""
+    before = set(MERGES)
+    train.tried.register()
+    yield
+    for name in set(MERGES) - before:
+        del MERGES[name]
+
+
+@pytest.mark.usefixtures("tried")
 @pytest.mark.parametrize("name", QUEUE["groups"])
 def test_every_run_of_a_group_has_its_own_name_and_settings_that_atoll_takes(worklist: Any, train: Any, name: str) -> None:
     group = QUEUE["groups"][name]
@@ -55,7 +67,7 @@ def test_every_run_of_a_group_has_its_own_name_and_settings_that_atoll_takes(wor
     for row in rows:
         words = worklist.arguments_of(QUEUE, group, row)
         config = train.settings(train.options().parse_args([*words, "--name", row["name"], "--out", "x"]), 100)
-        seen.add((str(config), row.get("chips"), row.get("scavenge")))
+        seen.add((str(config), row.get("chips"), row.get("scavenge"), row.get("share_moments")))
     assert len(seen) == len(rows), "no two of them are the same run"
 
 
