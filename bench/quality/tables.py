@@ -38,6 +38,7 @@ import msgspec
 from atoll.codecs import codec
 from atoll.config import Config, from_builtins
 from atoll.config.codecs import wire_bits
+from atoll.config.merges import MERGES
 from atoll.rules import Schedule
 from atoll.sim.estimates.decoupled import measure_decoupled, settings_for
 from atoll.sim.estimates.utilisation import Compute, Exchange, utilisation
@@ -94,13 +95,19 @@ def newest(paths: Sequence[Path]) -> dict[str, list[Line]]:
     return {name: list(by_seed.values()) for name, by_seed in found.items()}
 
 
+MERGE_KEYS = ("merge", "embedding_merge")
+
+
 def config_of(line: Line) -> Config:
-    """Without the keys that older lines have and no config has any more: nothing here depends on them."""
+    """Without the keys that older lines have and no config has any more, and with a mean for merges of tried.py: nothing here
+    depends on them."""
     known = msgspec.to_builtins(Config())
     raw = {name: value for name, value in line["config"].items() if name in known}
     for name, value in raw.items():
         if isinstance(value, dict):
             raw[name] = {key: each for key, each in value.items() if key in known[name]}
+    protocol = raw["protocol"]
+    raw["protocol"] = protocol | {key: "mean" for key in MERGE_KEYS if protocol.get(key, "mean") not in MERGES}
     return from_builtins(raw)
 
 
