@@ -158,7 +158,7 @@ def test_streaming_with_any_mixing_and_overlap_is_algorithm_2_bit_for_bit(tau: i
 
 
 @pytest.mark.parametrize(("taus", "up"), [([1] * 3, "fp32"), ([4, 2, 3], "e3m0")])
-def test_streaming_that_keeps_its_overlap_adds_to_each_result_what_was_trained_meanwhile(taus: list[int], up: str) -> None:
+def test_streaming_that_keeps_its_overlap_adds_it_to_each_result(taus: list[int], up: str) -> None:
     assert_streaming_is_algorithm_2(taus, 0.0, up, overlap=max(taus), overlap_by_learner=taus, keep_overlap=True)
 
 
