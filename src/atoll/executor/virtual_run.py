@@ -83,7 +83,8 @@ def refuse_too_many(task: Task, device: torch.device, learners: int) -> None:
 
 
 def is_fleet(config: Config) -> bool:
-    """Whether the fleet's batched step supports this config."""
+    """Whether the learners of such a run step as a fleet. Those with experts could, but nobody has measured it on a GPU yet:
+    `bench/quality` alone does it."""
     dense = config.model.name == "decoder" and not config.model.numbers.get("experts", 0)
     plain = not config.model.checkpoint_activations and config.protocol.contribution == "weights"
     return dense and plain and config.inner.optimizer in STACKED

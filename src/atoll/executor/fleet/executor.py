@@ -49,8 +49,6 @@ class Fleet:
         template = task.build()
         if not isinstance(template, Decoder):
             raise ConfigError(f"model.name = {task.config.model.name!r}: a fleet runs decoders only")
-        if template.shape.experts:
-            raise ConfigError(f"model.numbers.experts = {template.shape.experts}: a fleet runs dense decoders only")
         self._task, self._device, self._learners = task, device, learners
         self._shape, self._schedule = template.shape, Schedule(task.config)
         self._initial = {name: p.detach().to(device) for name, p in template.named_parameters()}

@@ -1,12 +1,14 @@
 """The reference decoder for several learners at once: every weight has a leading learner axis.
 
 M small models side by side use a GPU badly; as batched products they run nearly as fast as one model with M times the batch.
-This is the forward pass of `decoder.Decoder` for weights of shape [M, ...]; a test requires that both give equal results.
+This is the forward pass of `decoder.Decoder` for weights of shape [M, ...]; a test requires that both give equal results. The
+experts of all learners are the groups of one grouped product: a token of learner m goes to its own learner's experts only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,18 +16,27 @@ from torch import Tensor
 
 from atoll.config.models import DecoderShape
 from atoll.workload.models.decoder import NORM_EPS, Z_LOSS, rotate
+from atoll.workload.models.moe import run_experts
 
 Weights = Mapping[str, Tensor]
 """By `Decoder`'s own names, each [M, *shape]."""
 
 
+class Batch(NamedTuple):
+    tokens: Tensor
+    """[M, B, T]."""
+    used: Tensor
+    """[M, B]: 1 for samples of their learner, 0 for padding."""
+
+
 def stacked_loss(shape: DecoderShape, weights: Weights, batch: Tensor, samples: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[M]: each learner's mean loss over its first `samples` [M] of batch [M, B, T + 1]; the others are padding."""
     m, b, time = batch.shape[0], batch.shape[1], batch.shape[2] - 1
-    logits = stacked_logits(shape, weights, batch[:, :, :-1], cos[:time], sin[:time])
+    used = (torch.arange(b, device=batch.device) < samples[:, None]).float()
+    logits, balance = stacked_logits(shape, weights, Batch(batch[:, :, :-1], used), cos[:time], sin[:time])
     losses = _token_losses(logits.flatten(0, 1), batch[:, :, 1:].reshape(-1)).view(m, b, time).mean(dim=2)
-    valid = torch.arange(b, device=batch.device) < samples[:, None]
-    return (losses * valid).sum(dim=1) / samples.clamp(min=1)
+    mean = (losses * used).sum(dim=1) / samples.clamp(min=1)
+    return mean if balance is None else mean + shape.balance * balance
 
 
 def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
@@ -37,24 +48,29 @@ def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return log_z - torch.where(target, logits, 0.0).sum(dim=-1) + Z_LOSS * log_z.square()
 
 
-def stacked_logits(shape: DecoderShape, weights: Weights, tokens: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[M, B*T, vocab] for tokens [M, B, T]."""
-    m, b, time = tokens.shape
+def stacked_logits(
+    shape: DecoderShape, weights: Weights, batch: Batch, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """[M, B*T, vocab], and with experts the mean load-balancing loss of the blocks, [M]."""
+    m, b, time = batch.tokens.shape
     table = weights["embedding.weight"]
-    first = torch.arange(m, device=tokens.device) * shape.vocab  # offsets into one table of M vocabularies
-    x = F.embedding((tokens + first[:, None, None]).flatten(1), table.flatten(0, 1))
+    first = torch.arange(m, device=batch.tokens.device) * shape.vocab  # offsets into one table of M vocabularies
+    x = F.embedding((batch.tokens + first[:, None, None]).flatten(1), table.flatten(0, 1))
+    balance: list[Tensor] = []
     for layer in range(shape.layers):
-        own = {name: weights[f"blocks.{layer}.{name}"] for name in _BLOCK}
+        before = f"blocks.{layer}."
+        own = {name.removeprefix(before): weight for name, weight in weights.items() if name.startswith(before)}
         x = x + _attention(shape, own, _norm(x, own["norm1.weight"]), (m, b, time), cos, sin)
-        x = x + _mlp(own, _norm(x, own["norm2.weight"]))
+        normed = _norm(x, own["norm2.weight"])
+        if shape.experts:
+            y, uneven = _experts(shape, own, normed, batch.used.repeat_interleave(time, dim=1))
+            balance.append(uneven)
+        else:
+            y = _mlp(own, "mlp", normed)
+        x = x + y
     head = table if shape.tied else weights["head.weight"]
-    return _linear(_norm(x, weights["norm.weight"]), head)
-
-
-_BLOCK = (
-    "norm1.weight", "attention.q.weight", "attention.k.weight", "attention.v.weight", "attention.o.weight",
-    "attention.q_norm.weight", "attention.k_norm.weight", "norm2.weight", "mlp.gate.weight", "mlp.up.weight", "mlp.down.weight",
-)  # fmt: skip
+    logits = _linear(_norm(x, weights["norm.weight"]), head)
+    return logits, torch.stack(balance).mean(dim=0) if balance else None
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -82,6 +98,30 @@ def _attention(
     return _linear(y.transpose(1, 2).reshape(m, b * time, shape.width), own["attention.o.weight"])
 
 
-def _mlp(own: Weights, x: Tensor) -> Tensor:
-    gate, up = _linear(x, torch.cat((own["mlp.gate.weight"], own["mlp.up.weight"]), dim=1)).chunk(2, dim=-1)
-    return _linear(F.silu(gate) * up, own["mlp.down.weight"])
+def _mlp(own: Weights, name: str, x: Tensor) -> Tensor:
+    gate, up = _linear(x, torch.cat((own[f"{name}.gate.weight"], own[f"{name}.up.weight"]), dim=1)).chunk(2, dim=-1)
+    return _linear(F.silu(gate) * up, own[f"{name}.down.weight"])
+
+
+def _experts(shape: DecoderShape, own: Weights, x: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, N, width] -> the same shape, and the load-balancing loss of each learner over the tokens that it has; `used` [M, N] is
+    0 for padding."""
+    with torch.autocast(x.device.type, enabled=False):  # as in `moe.route`
+        probabilities = _linear(x.float(), own["mlp.router.weight"].float()).softmax(dim=-1)
+    best, chosen = probabilities.topk(shape.top_k, dim=-1)
+    shares = best / best.sum(dim=-1, keepdim=True)
+    first = torch.arange(x.shape[0], device=x.device) * shape.experts  # offsets into one list of all learners' experts
+    gate, up, down = (own[f"mlp.{name}"].flatten(0, 1) for name in ("gate", "up", "down"))
+    of_all = (chosen + first[:, None, None]).flatten(0, 1)
+    y = run_experts(x.flatten(0, 1), of_all, shares.flatten(0, 1), gate, up, down).view(x.shape)
+    if shape.shared:
+        y = y + _mlp(own, "mlp.shared", x)
+    return y, _balance_losses(probabilities, chosen, used)
+
+
+def _balance_losses(probabilities: Tensor, chosen: Tensor, used: Tensor) -> Tensor:
+    """`moe.load_balancing_loss` of each learner."""
+    experts = probabilities.shape[-1]
+    counts = (used / used.sum(dim=1, keepdim=True).clamp(min=1)).unsqueeze(-1)
+    hits = (chosen.unsqueeze(-1) == torch.arange(experts, device=chosen.device)).float().mean(dim=2)
+    return experts * ((hits * counts).sum(dim=1) * (probabilities * counts).sum(dim=1)).sum(dim=-1)

@@ -29,14 +29,20 @@ CPU = torch.device("cpu")
 def settings(preset: str = "decoupled", **sections: Any) -> Config:
     data = {"seq_len": 16, "batch_size": 4, "max_bytes": 200_000, "heldout_batches": 2} | sections.pop("data", {})
     protocol = {"fragments": 6, "local_steps_per_round": 6} | sections.pop("protocol", {})
-    model = {"numbers": {"width": 16, "layers": 2, "heads": 2, "mlp": 32}}
+    model = {"numbers": {"width": 16, "layers": 2, "heads": 2, "mlp": 32} | sections.pop("model", {}).get("numbers", {})}
     top = {"learners": 3, "total_steps": 12, "data": data, "protocol": protocol, "model": model}
     return load(preset_name=preset, overrides=top | sections)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_stacked_decoder_is_the_decoder_learner_by_learner(tied: bool) -> None:
-    shape = DecoderShape(vocab=40, width=16, layers=2, heads=2, mlp=24, tied=tied, context=12)
+DENSE = {"mlp": 24}
+EXPERTS = {"mlp": 16, "experts": 4, "top_k": 2, "balance": 0.5}
+
+
+@pytest.mark.parametrize("numbers", [
+    DENSE, DENSE | {"tied": True}, EXPERTS, EXPERTS | {"shared": 1, "top_k": 3, "tied": True},
+])  # fmt: skip
+def test_stacked_decoder_is_the_decoder_learner_by_learner(numbers: dict[str, Any]) -> None:
+    shape = DecoderShape(vocab=40, width=16, layers=2, heads=2, context=12, **numbers)
     models = [build_decoder(shape, seed) for seed in range(3)]
     batch = torch.randint(0, 40, (3, 5, 9), generator=torch.Generator().manual_seed(0))
     samples = torch.tensor([5, 3, 0])
@@ -76,12 +82,18 @@ def both(config: Config, plan: ChaosPlan | None = None, chips: int = 0) -> tuple
     return found[0][0], found[1][0], found[0][1], found[1][1]
 
 
+UNEVEN_EXPERTS = {
+    "model": {"numbers": {"mlp": 16, "experts": 4, "top_k": 2}}, "inner": {"optimizer": "Muon"},
+    "data": {"samples_by_learner": [4, 2, 3]},
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "sections", mostly_soak([{}, {"inner": {"accumulate": 2}}, {"cluster": {"slow_share": 0.34, "slow_factor": 2.0}},
                  {"data": {"samples_by_learner": [4, 2, 3]}}, {"protocol": {"freeze_not_due": True}},
                  {"protocol": {"codec_up": "random_drop:0.3"}}, {"inner": {"optimizer": "Muon"}},
-                 {"inner": {"optimizer": "Muon"}, "protocol": {"freeze_not_due": True}}],
-                keep=[{}, {"inner": {"accumulate": 2}}, {"data": {"samples_by_learner": [4, 2, 3]}}])
+                 {"inner": {"optimizer": "Muon"}, "protocol": {"freeze_not_due": True}}, UNEVEN_EXPERTS],
+                keep=[{}, {"inner": {"accumulate": 2}}, {"data": {"samples_by_learner": [4, 2, 3]}}, UNEVEN_EXPERTS])
 )  # fmt: skip
 def test_fleet_takes_the_same_course_to_the_same_loss(sections: dict[str, dict[str, object]]) -> None:
     alone, together, loss, fleet_loss = both(settings(**sections))
