@@ -104,8 +104,8 @@ def _mlp(own: Weights, name: str, x: Tensor) -> Tensor:
 
 
 def _experts(shape: DecoderShape, own: Weights, x: Tensor, used: Tensor) -> tuple[Tensor, Tensor]:
-    """x [M, N, width] -> the same shape, and the load-balancing loss of each learner over the tokens that it has; `used` [M, N] is
-    0 for padding."""
+    """x [M, N, width] -> the same shape, and the load-balancing loss of each learner over the tokens that it has: `used`, [M, N],
+    is 0 for padding."""
     with torch.autocast(x.device.type, enabled=False):  # as in `moe.route`
         probabilities = _linear(x.float(), own["mlp.router.weight"].float()).softmax(dim=-1)
     best, chosen = probabilities.topk(shape.top_k, dim=-1)
