@@ -7,13 +7,18 @@ from stage import TOKENS, LearnerStage, SyncerStage, arrival, exact, of, sent
 
 from atoll.config import load
 from atoll.errors import ConfigError
+from atoll.ids import SYNCER
 from atoll.protocol.accounts import Account
 from atoll.protocol.reasons import Reason, Why
 from atoll.protocol.vocabulary import (
     Accept,
     Adopt,
     Adoption,
+    Announce,
+    Connected,
+    ConnectionLost,
     Contribution,
+    Hello,
     Merge,
     Pull,
     Recover,
@@ -173,11 +178,110 @@ def test_claim_to_keep_work_of_a_version_without_it_counts_for_nothing() -> None
     assert account_of(s).steps_since(1, 1) == 0
 
 
+def test_learner_that_understates_the_step_of_its_copy_hoards_no_steps() -> None:
+    """It says that each copy is of step 1 and that it keeps the rest; what it had reported when it was asked is taken too."""
+    s = SyncerStage(arrival(4, quorum=4, fragments=1, interval=2, keep_overlap=True), joined=4)
+    for t in range(1, 12):
+        for learner in range(4):
+            s.steps(learner, adopts=learner > 0)
+        round_ = s.machine.rounds.get(t)
+        if round_ is None or not round_.due:
+            continue
+        for learner in range(4):
+            lies = {"local_step": 1, "c_steps": 1} if learner == 0 else {}
+            s.contributes(learner, t, 0, **lies)
+        s.stored(t)
+        for told in s.cast[0].told:
+            s.cast[0].held[0] = told.outer_step
+            adopted = (Adoption(0, told.outer_step, 0, TOKENS, 1),)
+            s.hears(0, s.report(0, adopted=adopted))
+        s.cast[0].told.clear()
+    reported = s.cast[0].local_step
+    assert account_of(s).steps_since(0, reported) <= 2
+
+
+def test_steps_of_before_a_lost_connection_count_no_second_time() -> None:
+    account = Account(1)
+    account.begins(0)
+    account.asked((0,), 8)
+    account.taken(0, 8)
+    account.returns(claimed=1010, reported=10, credit=20)
+    account.adopted(0, 2, 1010, keeps=True)
+    assert account.steps_since(0, 1010) == 22, "the credit, and the two steps after the copy"
+
+
+def test_new_incarnation_in_the_round_that_gathers_is_merged_and_keeps() -> None:
+    s = SyncerStage(arrival(2, quorum=2, **KEEPS), joined=2)  # type: ignore[arg-type]
+    s.steps(1)
+    (theta,) = sent(s.comes_back(0), 0, TakeTheta)
+    s.loads(0, theta.ticket)  # type: ignore[union-attr]
+    s.steps(0)
+    s.steps(0, adopts=False)
+    for learner in (0, 1):
+        s.contributes(learner, 1, 1, local_step=1, tokens=TOKENS)
+    s.stored(1)
+    assert s.machine.ledger.is_merged_in(0, 1, 1)
+    s.hears(0, s.report(0, adopted=(Adoption(1, 1, 2, 2 * TOKENS, TOKENS),)))
+    assert s.machine.fates().discarded.get("not_in_round", 0) == 0 and account_of(s).steps_since(1, 2) == 1
+
+
+def test_packet_in_an_older_version_keeps_nothing_on_top_of_a_newer_one() -> None:
+    """It was merged in version 2 and hears nothing of it; its answer for 4 is lost. Version 4 holds nothing of its copy for 4."""
+    config = arrival(3, quorum=2, fragments=1, interval=2, keep_overlap=True)
+    s, learner = SyncerStage(config, joined=3), LearnerStage(config)
+    learner.enters()
+
+    def all_step() -> None:
+        s.steps(0, adopts=False)
+        s.steps(1)
+        s.steps(2)
+        learner.steps()
+
+    while 2 not in s.machine.rounds or not s.machine.rounds[2].participants:
+        all_step()
+    (answer,) = sent(learner.hears(Pull(2, (0,))), kind=Contribution)
+    s.hears(0, answer)
+    for m in (1, 2):
+        s.contributes(m, 2, 0)
+    s.stored(2)
+    while 4 not in s.machine.rounds or not s.machine.rounds[4].participants:
+        all_step()
+    assert sent(learner.hears(Pull(4, (0,))), kind=Contribution)
+    s.on(ConnectionLost(0, "broken"))
+    learner.on(ConnectionLost(SYNCER, "broken"))
+    for m in (1, 2):
+        s.contributes(m, 4, 0)
+    s.stored(4)
+    (hello,) = sent(learner.on(Connected(SYNCER)), kind=Hello)
+    (told,) = sent(s.hears(0, hello), 0, Announce)
+    assert isinstance(told, Announce) and (told.outer_step, told.merged) == (4, (1, 2))
+    learner.announced(4, 0, merged=told.merged)
+    assert [a.keeps for a in of(learner.steps(), Adopt)] == [False]
+
+
+def test_copy_of_weights_that_were_replaced_since_keeps_nothing() -> None:
+    stage = pulled_in_its_third_step()
+    staging = stage.machine._staged
+    assert staging.covered_by(1, 1, held=7) is None
+    stage = pulled_in_its_third_step()
+    assert stage.machine._staged.covered_by(1, 1, held=0) == (2, 2 * TOKENS, 2)
+
+
+def test_pull_that_is_answered_without_a_connection_is_not_remembered_as_sent() -> None:
+    stage = LearnerStage(arrival(**KEEPS))  # type: ignore[arg-type]
+    stage.enters()
+    stage.steps()
+    stage.on(ConnectionLost(SYNCER, "broken"))
+    assert sent(stage.hears(Pull(1, (1,)))) == []
+    assert stage.machine._staged.covered_by(1, 1, held=0) is None
+
+
 # ---------------------------------------------------------------- the key
 
 
 @pytest.mark.parametrize(("preset", "protocol", "words"), [
     ("diloco", {}, "overlap of at least 1"),
+    ("streaming", {"alpha": 0.0, "overlap": 2, "overlap_by_learner": [0, 0, 0, 0]}, "overlap of at least 1"),
     ("async_diloco", {}, "nothing is lost"),
     ("streaming", {}, "kept twice"),
     ("dylu", {}, "dynamic_steps = false"),
@@ -185,3 +289,8 @@ def test_claim_to_keep_work_of_a_version_without_it_counts_for_nothing() -> None
 def test_key_where_nothing_is_replaced_is_refused_with_a_sentence(preset: str, protocol: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(preset_name=preset, overrides={"protocol": {"keep_overlap": True} | protocol})
+
+
+def test_key_is_taken_where_only_some_learners_overlap() -> None:
+    protocol = {"keep_overlap": True, "alpha": 0.0, "overlap": 0, "overlap_by_learner": [0, 0, 0, 1]}
+    assert load(preset_name="streaming", overrides={"learners": 4, "protocol": protocol}).protocol.keep_overlap

@@ -50,7 +50,7 @@ def test_work_counts_from_the_adoption_and_not_from_an_earlier_one_that_is_claim
 
 def test_report_of_an_adoption_that_overtakes_an_answer_does_not_shorten_it() -> None:
     account = Account(1)
-    account.asked((0,))
+    account.asked((0,), 0)
     account.adopted(0, 5, 9)
     assert account.count(claim(8, 8, 800, 32), MOST).steps == 8
     account.answered((0,))

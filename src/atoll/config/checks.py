@@ -141,7 +141,8 @@ def _keep_overlap(c: Config) -> list[tuple[bool, str]]:
     """What is kept is what an adoption would replace. Elsewhere nothing is replaced, or it is kept already."""
     p, key = c.protocol, "key protocol.keep_overlap = true:"
     return [
-        (p.keep_overlap and p.overlap == 0, f"{key} needs protocol.overlap of at least 1: with 0 nothing is trained meanwhile"),
+        (p.keep_overlap and max(p.overlap_by_learner or (p.overlap,)) == 0,
+         f"{key} needs protocol.overlap of at least 1: with 0 nothing is trained meanwhile"),
         (p.keep_overlap and (p.anchor == "round_start" or p.contribution == "gradient"),
          f"{key} is for adoptions that replace weights; with anchor = {p.anchor!r} and contribution = {p.contribution!r} nothing "
          f"is lost in them"),

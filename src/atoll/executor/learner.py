@@ -18,7 +18,7 @@ from atoll.errors import NotFinite
 from atoll.executor.compute import BatchLoss, ComputeMode, loss_of, resolved, warm_up
 from atoll.executor.cuda.ahead import BatchesAhead, BatchPosition, micro_batches
 from atoll.executor.cuda.learner import CudaSide, Key, cuda_device_of
-from atoll.executor.cuda.staging import adopt_into
+from atoll.executor.cuda.staging import adopt_into, masters_of, read_live
 from atoll.executor.cuda.transfer import on_host, to_device
 from atoll.executor.eager import EagerShares
 from atoll.executor.optim.build import build_optimizer, divisors, optimizer_step
@@ -252,7 +252,7 @@ class TensorLearner:
             return (Poisoned(poison),)
         self._copies[p, effect.slot] = StagedCopy(effect, difference, buffers, self._residual(p))
         if self._overlap is not None:
-            self._overlap.staged((p, effect.slot), read_params(self._tensors, self._fragments[p]))
+            self._overlap.staged((p, effect.slot), read_live(self._fragments[p], self._tensors, self._masters(p)))
         if self._eager is not None:
             self._eager.staged(p, difference)
         if effect.restart:
@@ -271,6 +271,9 @@ class TensorLearner:
                     packet = self._codec.encode(copied.difference, rng=rng)
                 self._staged[key] = (packet, copied.buffers, residual)
         return self._staged.get(key)
+
+    def _masters(self, p: FragmentId) -> dict[str, Tensor]:
+        return masters_of(self._fragments[p], self._tensors, self.optimizer)
 
     def _drop(self, key: Key) -> None:
         self._copies.pop(key, None)
@@ -295,14 +298,15 @@ class TensorLearner:
             cuda.stager.settle()
             self._eager.staged(p, cast_like(fragment, before).to(self._device) - read_params(self._tensors, fragment))
         poisons = cuda.poisons()
+        masters = self._masters(p) if self._overlap is not None else {}
         staged = cuda.stager.stage(
             fragment, tensors, before, self._codec, rng=self._rounding(effect),
-            keep_weights=effect.restart or self._overlap is not None,
+            keep_weights=effect.restart or (self._overlap is not None and not masters),
             feedback=self._config.protocol.error_feedback, residual=self._residual(p), split=self._split_of(p),
         )  # fmt: skip
         cuda.put((p, effect.slot), staged)
         if self._overlap is not None:
-            self._overlap.staged((p, effect.slot), staged)
+            self._overlap.staged((p, effect.slot), read_live(fragment, tensors, masters) if masters else staged)
         if effect.restart:
             self._round_start[p] = staged.weights
         return tuple(Poisoned(where) for where in poisons)

@@ -15,7 +15,7 @@ from atoll.ids import FragmentId, OuterStep
 from atoll.protocol.vocabulary import NO_VERSION
 
 Taken = Tensor | StagedPacket
-"""The weights of a copy; on a GPU the packet that was staged with them."""
+"""The weights of a copy, those of the optimiser's masters where there are any; on a GPU else the packet staged with them."""
 
 
 class OverlapWork:

@@ -2,7 +2,8 @@
 
 A learner reports every step, and a report that skips one is refused, so the distance between two reported steps is a number of
 reports that the syncer received. An account remembers, for each fragment, the step from which work counts: the step of the last
-adoption, which cannot be earlier than the one reported when the adopted version was announced.
+adoption, which cannot be earlier than the one reported when the adopted version was announced; with `keep_overlap` the step of
+the copy that was merged, which cannot be older than what was reported when it was asked for.
 """
 
 from __future__ import annotations
@@ -34,20 +35,22 @@ class StepMost(NamedTuple):
 
 
 class Account:
-    __slots__ = ("_announced", "_asked", "_since", "_taken")
+    __slots__ = ("_announced", "_asked", "_least", "_since", "_taken")
 
     def __init__(self, fragments: int) -> None:
         self._since: list[LocalStep] = [0] * fragments
         self._announced: dict[FragmentId, tuple[OuterStep, LocalStep]] = {}
         self._asked: dict[FragmentId, LocalStep] = {}
         """From where work counted when it was pulled from: a report of a newer adoption may overtake the answer."""
+        self._least: list[LocalStep] = [0] * fragments
+        """The earliest step of the copy that answers the last pull, by what was reported when it was sent."""
         self._taken: list[LocalStep] = [0] * fragments
         """Up to which step work on a fragment was taken into a round."""
 
     def begins(self, local_step: LocalStep) -> None:
         """A new incarnation, or one that loaded new weights: nothing before this step counts."""
         self._since = [max(0, local_step)] * len(self._since)
-        self._taken = list(self._since)
+        self._taken, self._least = list(self._since), list(self._since)
         self._announced.clear()
         self._asked.clear()
 
@@ -56,6 +59,7 @@ class Account:
         excess = claimed - reported - credit
         if excess > 0:
             self._since = [since + excess for since in self._since]
+            self._taken = [taken + excess for taken in self._taken]
         self._asked.clear()
 
     def announced(self, fragment: FragmentId, version: OuterStep, reported: LocalStep) -> None:
@@ -63,23 +67,25 @@ class Account:
             self._announced[fragment] = (version, reported)
 
     def adopted(self, fragment: FragmentId, version: OuterStep, local_step: LocalStep, *, keeps: bool = False) -> None:
-        """`keeps`: what was trained since it was last taken goes on counting."""
+        """`keeps`: what was trained since it was last taken goes on counting, and nothing of before."""
         if keeps:
             return self.counts_from(fragment, self._taken[fragment])
         announced, at = self._announced.get(fragment, (version, 0))
         return self.counts_from(fragment, at if announced == version and at > local_step else local_step)
 
-    def asked(self, fragments: Sequence[FragmentId]) -> None:
+    def asked(self, fragments: Sequence[FragmentId], least: LocalStep) -> None:
+        """`least`: no copy that it holds now is older."""
         for fragment in fragments:
             self._asked.setdefault(fragment, self._since[fragment])
+            self._least[fragment] = least
 
     def answered(self, fragments: Sequence[FragmentId]) -> None:
         for fragment in fragments:
             self._asked.pop(fragment, None)
 
     def taken(self, fragment: FragmentId, local_step: LocalStep) -> None:
-        if local_step > self._taken[fragment]:
-            self._taken[fragment] = local_step
+        """`local_step` is what it says of its copy: one that understates it has the steps between not counted at all."""
+        self._taken[fragment] = max(self._taken[fragment], self._least[fragment], local_step)
 
     def steps_since(self, fragment: FragmentId, reported: LocalStep) -> int:
         """Since the adoption from which work on it counts."""

@@ -11,7 +11,7 @@ from atoll.protocol.pulse import Pulse
 from atoll.protocol.round import GATHERING, GRACE, Round, Rounds, RoundStep
 from atoll.protocol.versions import Versions
 from atoll.protocol.vocabulary import FixParticipants, Pull
-from atoll.rules import Schedule, fresh, paced_until
+from atoll.rules import Schedule, fresh, learner_overlap, paced_until
 
 
 class Gathering:
@@ -127,7 +127,8 @@ class Gathering:
         self._effects.emit(FixParticipants(round_.outer_step, round_.due, participants, why))
         if round_.due:
             for member in invited:
-                self._versions.lend(member, round_.due)
+                behind = learner_overlap(self._config, round_.policy, member.learner) if round_.policy.exact else 0
+                self._versions.lend(member, round_.due, behind)
                 self._effects.send(member.learner, Pull(round_.outer_step, round_.due, member.learner in in_step))
         self._pulse.fixed(now, self._roster.in_sync())
         if (following := self._rounds.gathering()) is not None:

@@ -362,7 +362,7 @@ class LearnerMachine:
         policy = self.schedule.policy(pending.version)
         regular = pending.merged and not policy.plain_average and self.phase != JOINING  # catching up takes Theta as it is
         alpha = self.config.protocol.alpha if regular else 0.0
-        covered = self._staged.covered_by(fragment, pending.version)
+        covered = self._staged.covered_by(fragment, pending.version, self.held[fragment])
         kept = covered if regular else None
         self._effects.emit(Adopt(fragment, pending.version, alpha, pending.merged, reason, kept is not None))
         self._holds(fragment, pending.version, kept)
@@ -406,7 +406,7 @@ class LearnerMachine:
             else:
                 for fragment in missing:
                     self._staged.put(fragment, slot, self.held[fragment])
-                for fragment in pull.fragments:
+                for fragment in pull.fragments if self._connected else ():
                     self._send(self._staged.contribution(pull.outer_step, fragment, slot))
         self._pulls = waiting
 

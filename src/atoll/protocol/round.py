@@ -160,6 +160,7 @@ class Round:
         self.move(RoundStep.QUORUM_LOST)
         self.opened_at = now
         self.participants, self.awaited, self.accepted, self.counts, self.judged = (), {}, {}, {}, {}
+        self.ended.clear()
 
     def _settle(self) -> None:
         if not self.awaited:

@@ -44,8 +44,8 @@ class Staging:
         self._keeps = config.protocol.keep_overlap
         self.lookahead = Lookahead(config.protocol.overlap)
         self.copies: dict[Key, Copy] = {}
-        self._sent: dict[FragmentId, tuple[OuterStep, Count]] = {}
-        """With `keep_overlap`, of each fragment the copy that was sent last: for which outer step, and what it covers."""
+        self._sent: dict[FragmentId, tuple[OuterStep, Copy]] = {}
+        """With `keep_overlap`, of each fragment the copy that was sent last, and for which outer step."""
 
     def put_exact(self, position: OuterStep, held: Sequence[OuterStep]) -> None:
         for fragment in self._schedule.due(position):
@@ -74,14 +74,17 @@ class Staging:
     def contribution(self, outer_step: OuterStep, fragment: FragmentId, slot: OuterStep) -> Contribution:
         c = self.copies[fragment, slot]
         if self._keeps:
-            self._sent[fragment] = outer_step, Count(c.c_steps, c.c_tokens, c.c_samples)
+            self._sent[fragment] = outer_step, c
         return Contribution(outer_step, fragment, c.local_step, c.anchor, c.c_steps, c.c_tokens, c.c_samples, c.tokens)
 
-    def covered_by(self, fragment: FragmentId, version: OuterStep) -> Count | None:
-        """Of this learner's work, what this version holds: that of the copy sent for it. None if none was, or a newer one since:
-        then it is not known what was trained after the copy. Asked once, at the adoption."""
-        outer_step, covered = self._sent.pop(fragment, (NO_VERSION, None))
-        return covered if outer_step == version else None
+    def covered_by(self, fragment: FragmentId, version: OuterStep, held: OuterStep) -> Count | None:
+        """Of this learner's work, what this version holds: that of the copy sent for it. None if none was, or a newer one since,
+        or if the weights are not those any more that it was a copy of, on top of version `held`: then it is not known what was
+        trained after the copy. Asked once, at the adoption."""
+        outer_step, copy = self._sent.pop(fragment, (NO_VERSION, None))
+        if copy is None or outer_step != version or copy.anchor != held:
+            return None
+        return Count(copy.c_steps, copy.c_tokens, copy.c_samples)
 
     def forget(self) -> None:
         """The weights that the copies were taken of are gone."""

@@ -25,7 +25,7 @@ from atoll.protocol.merging import Merging
 from atoll.protocol.pulse import Pulse
 from atoll.protocol.reasons import ANSWERED, Reason, Why, wrong_receiver
 from atoll.protocol.rollback import Rollbacks, stored_versions
-from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, Round, Rounds, RoundStep
+from atoll.protocol.round import GATHERING, GRACE, PULLING, READY, STORING, Round, Rounds, RoundStep
 from atoll.protocol.snapshot import Snapshot, marker_of
 from atoll.protocol.validity import claims_too_much, hello_claims, objection, report_claims
 from atoll.protocol.versions import Versions
@@ -437,7 +437,8 @@ class SyncerMachine:
 
     def _end_incarnation(self, learner: LearnerId) -> None:
         for round_ in self.rounds.values():
-            round_.ended.add(learner)
+            if round_.phase == STORING:  # of earlier ones it was dropped, and its next incarnation may take part in them
+                round_.ended.add(learner)
 
     def _drop(self, member: Member, outer_step: OuterStep, reason: Reason, *, silence: bool = True) -> None:
         round_ = self.rounds.get(outer_step)

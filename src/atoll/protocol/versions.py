@@ -29,6 +29,7 @@ class Versions:
         self._local_steps = local_steps
         # during one interval of a learner each other one is merged about once, twice while their paces change
         self.keep_max = max(config.limits.versions_max, 2 * config.learners if local_steps is not None else 0)
+        self._keeps_overlap = config.protocol.keep_overlap
         self._always_full = codec_spec(config.protocol.codec_down).lossless
         fragments = config.protocol.fragments
         self._kept: list[list[OuterStep]] = [[0] for _ in range(fragments)]
@@ -101,10 +102,11 @@ class Versions:
         self._effects.send(member.learner, body)
 
     def _merged_for(self, member: Member, fragment: FragmentId) -> tuple[LearnerId, ...]:
-        """Of the newest version, and of those before it that this member is not sent: its packet may be in one of them."""
+        """Of the newest version, and of those before it that this member is not sent: its packet may be in one of them. Not so
+        with `keep_overlap`, where it keeps what came after the packet that is in this one."""
         newest, held = self.newest(fragment), member.held[fragment]
         found = self._merged[fragment].get(newest, ())
-        if held == NO_VERSION or member.learner in found:
+        if held == NO_VERSION or member.learner in found or self._keeps_overlap:
             return found
         skipped = (who for version, who in self._merged[fragment].items() if version > held)
         return tuple(sorted((*found, member.learner))) if any(member.learner in who for who in skipped) else found
@@ -132,12 +134,12 @@ class Versions:
     # ------------------------------------------------------------ forgetting
 
     @staticmethod
-    def lend(member: Member, fragments: Sequence[FragmentId]) -> None:
+    def lend(member: Member, fragments: Sequence[FragmentId], behind: int) -> None:
         """A pull is on its way: keep what the answer may be a difference to. Rounds in flight have different fragments, so
-        there is one to remember for each."""
+        there is one to remember for each. `behind`: how many steps its copies may be older than its last report."""
         for p in fragments:
             member.lent[p] = member.held[p]
-        member.account.asked(fragments)
+        member.account.asked(fragments, member.reported - behind)
 
     @staticmethod
     def give_back(member: Member, fragments: Sequence[FragmentId]) -> None:

@@ -106,6 +106,21 @@ def test_weights_of_16_bits_keep_what_they_can_hold() -> None:
     torch.testing.assert_close(trained.adopts(1, announced, keeps=True), announced + 0.25, rtol=0.01, atol=0.01)
 
 
+def test_master_weights_keep_what_their_16_bit_casts_cannot_show() -> None:
+    trained = Trained(torch.bfloat16)
+    optimizer = trained.learner.optimizer
+    for parameter in trained.learner.model.parameters():
+        optimizer.state[parameter]["master"] = parameter.detach().float().clone()
+    masters = {name: optimizer.state[p]["master"] for name, p in trained.learner.model.named_parameters()}
+    trained.is_pulled(1, 1)
+    for master in masters.values():
+        master.add_(1e-5)
+    announced = trained.version.announced + 2.0
+    trained.adopts(1, announced, keeps=True)
+    moved = read_params(masters, trained.fragment) - announced
+    torch.testing.assert_close(moved, torch.full_like(moved, 1e-5), rtol=0.1, atol=0)
+
+
 def test_copy_of_weights_that_are_gone_is_not_kept() -> None:
     trained = Trained()
     trained.is_pulled(1, 1)

@@ -462,24 +462,33 @@ class CudaStager:
         return memory, views, ready
 
 
+def masters_of(
+    fragment: Fragment, tensors: Mapping[str, Tensor], optimizer: torch.optim.Optimizer | None
+) -> dict[str, Tensor]:
+    """The master weights of the fragment's parameters, of those that have any."""
+    if optimizer is None:
+        return {}
+    found = {slot.name: master_weights(optimizer, tensors[slot.name]) for slot in fragment.params}
+    return {name: master for name, master in found.items() if master is not None}
+
+
+def read_live(fragment: Fragment, tensors: Mapping[str, Tensor], masters: Mapping[str, Tensor]) -> Tensor:
+    """The parameters as they are trained: where there are masters, the weights are only their casts."""
+    return read_params({slot.name: masters.get(slot.name, tensors[slot.name]) for slot in fragment.params}, fragment)
+
+
 def adopt_into(
     fragment: Fragment, tensors: Mapping[str, Tensor], announced: Tensor, buffers: Tensor, alpha: float,
     optimizer: torch.optim.Optimizer | None, taken: Tensor | None = None,
 ) -> None:  # fmt: skip
     """The arithmetic of an adoption, on any device. `taken`: the weights that went into the version; what they have moved by
     since is added to it."""
-    masters: dict[str, Tensor] = {}
-    if optimizer is not None:
-        for slot in fragment.params:
-            master = master_weights(optimizer, tensors[slot.name])
-            if master is not None:
-                masters[slot.name] = master
+    masters = masters_of(fragment, tensors, optimizer)
     weights = announced
     if alpha > 0 and fragment.numel:  # one of several ranks may hold nothing of it
-        live = {slot.name: masters[slot.name] if slot.name in masters else tensors[slot.name] for slot in fragment.params}
-        weights = mix(read_params(live, fragment), announced, alpha)
+        weights = mix(read_live(fragment, tensors, masters), announced, alpha)
     if taken is not None and fragment.numel:
-        weights = rebased(read_params(tensors, fragment), taken, announced)
+        weights = rebased(read_live(fragment, tensors, masters), taken, announced)
     write_params(tensors, fragment, weights)
     if masters:
         write_params(masters, replace(fragment, params=tuple(s for s in fragment.params if s.name in masters)), weights)
