@@ -35,6 +35,7 @@ def config_for(rng: random.Random, seed: int) -> Config:
         fragments = rng.choice([4, 8, 24])
         quorum = rng.choice([1, 1, max(1, learners // 2)])
         protocol |= {"fragments": fragments, "local_steps_per_round": rng.choice([fragments, 24]), "quorum": quorum}
+        protocol["keep_overlap"] = seed % 3 == 0
     if preset == "ddp":
         protocol["elastic"] = rng.random() < 0.7
     cluster = {"latency_seconds": rng.choice([0.0, 0.02, 0.3]), "slow_share": rng.choice([0.0, 0.5])}

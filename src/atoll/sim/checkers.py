@@ -325,8 +325,11 @@ class Safety:
                     moved_on = True
                 case Keep(fragment=p, version=v):
                     self._pending[m][p] = v
-                case Adopt(fragment=p, version=v):
+                case Adopt(fragment=p, version=v, keeps=keeps):
                     self._check_adoption(m, p, v)
+                    if keeps:
+                        mine = self._took_part.get((m, p)) == v
+                        self._demand(mine, 5, f"learner {m} keeps work on version {v} of {p}, which has none of its own")
                 case LoadState(held=held):
                     self._held[m] = dict(enumerate(held))
                     came = _pending_with_state(event)
