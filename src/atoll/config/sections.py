@@ -77,7 +77,8 @@ class Protocol(_Section, frozen=True):
     """Mixing on adoption: alpha * own + (1 - alpha) * Theta."""
     keep_overlap: bool = False
     """What a learner trained on a fragment between its pull and the adoption of the result is added to the adopted version, and
-    is part of its next contribution. Otherwise the adoption replaces it, and it is lost."""
+    is part of its next contribution. Otherwise the adoption replaces it, and it is lost. It costs a learner the memory of one
+    more copy of each fragment that is staged or in flight."""
     anchor: Literal["adopted", "present", "round_start"] = "present"
     """The base of the outer gradient: the version that the learner last `adopted`, the syncer's `present` Theta, or the learner's
     own weights at the `round_start` (the one-round delay of `async_diloco`)."""
