@@ -181,8 +181,9 @@ def _merges() -> dict[str, list[str]]:
 
 def _overlaps() -> dict[str, list[str]]:
     even = {f"overlap_{tau}": [*EXACT, f"protocol.overlap={tau}"] for tau in (0, 1, 2, 5, 10)}
+    kept = {f"{name}_keep": [*lines, "protocol.keep_overlap=true"] for name, lines in even.items() if name != "overlap_0"}
     by_learner = "protocol.overlap_by_learner=[1,1,1,1,6,6,6,6]"
-    return even | {"overlap_1_and_6": [*EXACT, "protocol.overlap=6", by_learner]}
+    return even | kept | {"overlap_1_and_6": [*EXACT, "protocol.overlap=6", by_learner]}
 
 
 def _uneven() -> dict[str, list[str]]:
