@@ -159,7 +159,7 @@ FRAMES = [
 MESSAGES: list[Message] = [
     Hello((NO_VERSION,) * 2, 0, 0, True, (), 0, Reason(Why.JOINS)),
     Hello((0, 3), 4, 400, False, (Unit(0, 1),), 2, Reason(Why.RECONNECTED, "x"), 1),
-    Report(1, 3, 3, 300, 3, 10**8, 0, 0, 2, (Adoption(0, 1, 2, 200),), 0, 2.5),
+    Report(1, 3, 3, 300, 3, 10**8, 0, 0, 2, (Adoption(0, 1, 2, 200, 100),), 0, 2.5),
     Contribution(1, 0, 3, 0, 1, 100, 1, 300), Decline(1, Reason(Why.OUT_OF_STEP)), Loaded(1, SYNCER, 0, (0, 0)),
     RecoveryFailed(1, Reason(Why.SOURCE_LOST)), SnapshotPart(5, None), SnapshotPart(5, Reason(Why.NOT_WRITTEN, "full")),
     Goodbye(Reason(Why.LEAVES)), Announce(1, 0, NO_VERSION, (0,)), StateTransfer(1, 3, (0, 0), ((0, 1),)),

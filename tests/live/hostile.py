@@ -431,7 +431,7 @@ def lie(rng: Rng, siege: Siege, place: Placement, wild: float) -> Message:
     def bit() -> bool:
         return rng.random() < 0.5
 
-    adopted = tuple(Adoption(n(fragments), n(), n(), n()) for _ in range(rng.choice((0, 0, 1, 3, 30))))
+    adopted = tuple(Adoption(n(fragments), n(), n(), n(), n()) for _ in range(rng.choice((0, 0, 1, 3, 30))))
     steps = n()
     makers: tuple[Callable[[], Message], ...] = (
         lambda: Hello(versions(), steps, n(), bit(), units(), n(), word(), n()),

@@ -103,6 +103,8 @@ def test_report_with_a_count_that_cannot_be(field: str, value: int) -> None:
         ({"adopted": (Adoption(0, 0, 0, 0),) * 9}, "report names too many adoptions"),
         ({"adopted": (Adoption(0, 0, -1, 0),)}, "report names an adoption that cannot be"),
         ({"adopted": (Adoption(0, 0, 0, TOKENS + 1),)}, "report names an adoption that cannot be"),
+        ({"adopted": (Adoption(0, 0, 0, 5, 6),)}, "report names an adoption that cannot be"),
+        ({"adopted": (Adoption(0, 0, 0, 5, -1),)}, "report names an adoption that cannot be"),
         ({"adopted": (Adoption(2, 0, 0, 0),)}, "report names an adoption that never could be"),
         ({"adopted": (Adoption(-1, 0, 0, 0),)}, "report names an adoption that never could be"),
         ({"adopted": (Adoption(0, 7, 0, 0),)}, "report names an adoption that never could be"),
