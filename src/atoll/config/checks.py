@@ -145,7 +145,7 @@ def _keep_overlap(c: Config) -> list[tuple[bool, str]]:
          f"{key} needs protocol.overlap of at least 1: with 0 nothing is trained meanwhile"),
         (p.keep_overlap and (p.anchor == "round_start" or p.contribution == "gradient"),
          f"{key} is for adoptions that replace weights; with anchor = {p.anchor!r} and contribution = {p.contribution!r} nothing "
-         f"is lost in them"),
+         f"is lost in them, so leave it out"),
         (p.keep_overlap and p.alpha > 0, f"{key} needs alpha = 0, not {p.alpha}: own work would be kept twice"),
         (p.keep_overlap and p.dynamic_steps,
          f"{key} needs dynamic_steps = false: there a learner's steps are counted from its adoption"),
