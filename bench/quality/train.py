@@ -274,7 +274,7 @@ def train(chosen: argparse.Namespace) -> dict[str, object] | None:
         "scavenge": chosen.scavenge, "trained_tokens": trained_tokens(cluster), "loss_replica": replica,
         "parameters": sum(sizes), "fragment_sizes": sizes, "wall_seconds": round(prepared - started + going.seconds, 1),
         "rehearsal_seconds": round(prepared - started, 1), "train_seconds": round(going.seconds, 1),
-        "device": device_name(device),
+        "device": device_name(device), "heldout_points": [(point.outer_step, point.loss) for point in points],
         "bytes_between_learners": view.bytes_between_learners, "config": without_folder(chosen, config),
         "corpus_files": corpus_files(chosen), "data_fingerprint": task.fingerprint,
     } | going.steps.figures() | keys  # fmt: skip
