@@ -1,10 +1,12 @@
 """Tables and a figure from the lines of train.py and study.py.
 
     python bench/quality/tables.py main.jsonl [more.jsonl ...] [--only NAME,...] [--reference NAME] [--figure out.svg]
+    python bench/quality/tables.py gap_200M.jsonl --points 500 [--only NAME,...]
     python bench/quality/tables.py --page docs/research/results.md
 
 One row per name; the newest line of a name and seed counts. With --page, every table of the page that stands under a comment
-`<!-- tables.py FILE ... -->` is made anew by the arguments in the comment, whose files lie in bench/quality/results.
+`<!-- tables.py FILE ... -->` is made anew by the arguments in the comment, whose files lie in bench/quality/results. With
+--points the table has the held-out losses on the way instead, of the runs that were asked for them (`data.heldout_every`).
 
 * loss: held-out, of Theta; mean and sample standard deviation over the seeds. "over data-parallel" compares with the mean of
   the run named data_parallel, or --reference; "replica" is the loss of learner 0's own weights. Data-parallel has one learner:
@@ -219,6 +221,22 @@ def _cells(row: Row) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def points_table(runs: Mapping[str, Sequence[Line]], every: int) -> str:
+    """The held-out loss of Theta about every so many outer steps, and at the end. A point is that of the first version stored at
+    or after its outer step, at most eight later. The first seed's."""
+    first = {name: lines[0] for name, lines in runs.items() if lines[0].get("heldout_points")}
+    if not first:
+        raise SystemExit("--points: no run here has losses on the way; train it with --set data.heldout_every=N")
+    last = min(line["total_steps"] for line in first.values())
+    columns = range(every, last - every // 2, every)
+    lines = [("outer step", *map(str, columns), str(last)), tuple("---" for _ in range(len(columns) + 2))]
+    for name, line in first.items():
+        points = dict(line["heldout_points"])
+        found = [points[min(points, key=lambda step: abs(step - column))] for column in columns]
+        lines.append((name, *(f"{loss:.4f}" for loss in (*found, loss_of(line)))))
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
 # ---------------------------------------------------------------- the figure
 
 LINE_POINTS = 11.0
@@ -284,15 +302,27 @@ def blocks(page: str) -> list[tuple[str, str]]:
 def made(arguments: str) -> str:
     """The table that the arguments of a comment ask for."""
     asked = parser().parse_args(shlex.split(arguments))
-    return table(asked_for(asked, [LINES / file for file in asked.files]), asked.reference) + "\n"
+    return text_for(asked, [LINES / file for file in asked.files]) + "\n"
+
+
+def text_for(asked: argparse.Namespace, files: Sequence[Path]) -> str:
+    if asked.points:
+        runs = checked(files, [("--only", asked.only)])
+        return points_table({name: runs[name] for name in asked.only or runs}, asked.points)
+    return table(asked_for(asked, files), asked.reference)
 
 
 def asked_for(asked: argparse.Namespace, files: Sequence[Path]) -> list[Row]:
+    checked(files, [("--reference", [asked.reference]), ("--only", asked.only)])
+    return rows(files, asked.step_seconds, asked.reference, asked.only)
+
+
+def checked(files: Sequence[Path], named: Sequence[tuple[str, Sequence[str]]]) -> dict[str, list[Line]]:
     runs = newest(files)
-    for option, names in (("--reference", [asked.reference]), ("--only", asked.only)):
+    for option, names in named:
         if unknown := [name for name in names if name not in runs]:
             raise SystemExit(f"{option} {','.join(unknown)}: no such run in these files; there are {', '.join(runs)}")
-    return rows(files, asked.step_seconds, asked.reference, asked.only)
+    return runs
 
 
 def renew(page: Path) -> int:
@@ -309,6 +339,7 @@ def parser() -> argparse.ArgumentParser:
     words.add_argument("--step-seconds", type=float, default=0.1)
     words.add_argument("--reference", default=DATA_PARALLEL, help="the run that the others are compared with")
     words.add_argument("--only", type=lambda names: names.split(","), default=[], help="these runs, with commas between")
+    words.add_argument("--points", type=int, default=0, metavar="N", help="held-out losses about every N outer steps instead")
     words.add_argument("--figure", type=Path)
     words.add_argument("--page", type=Path, help="make the marked tables of this page anew")
     return words
@@ -322,10 +353,9 @@ def main() -> None:
         return
     if not chosen.files:
         words.error("name files of lines, or a page with --page")
-    found = asked_for(chosen, chosen.files)
-    print(table(found, chosen.reference))
+    print(text_for(chosen, chosen.files))
     if chosen.figure is not None:
-        save(chosen.figure, lambda: draw(found))
+        save(chosen.figure, lambda: draw(asked_for(chosen, chosen.files)))
 
 
 if __name__ == "__main__":
