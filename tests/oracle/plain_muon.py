@@ -4,17 +4,19 @@ import torch
 
 
 class PlainMuon:
-    def __init__(self, params, matrices, *, momentum, betas, weight_decay):
+    def __init__(self, params, matrices, *, momentum, betas, weight_decay, adam_rate=1.0):
         self.matrices = list(matrices)
         chosen = {id(p) for p in self.matrices}
         others = [p for p in params if id(p) not in chosen]
         self.adamw = torch.optim.AdamW(others, betas=betas, weight_decay=weight_decay, fused=True)
         self.param_groups = [*self.adamw.param_groups, {"lr": 0.0}]
-        self.momentum, self.weight_decay = momentum, weight_decay
+        self.momentum, self.weight_decay, self.adam_rate = momentum, weight_decay, adam_rate
         self.buffers = [torch.zeros_like(p) for p in self.matrices]
 
     @torch.no_grad()
     def step(self):
+        for group in self.adamw.param_groups:
+            group["lr"] *= self.adam_rate  # the loop sets it before every step
         self.adamw.step()
         rate = self.param_groups[-1]["lr"]
         for p, buffer in zip(self.matrices, self.buffers, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import async_loop
 import diloco_loop
@@ -51,16 +52,17 @@ def assert_learners_hold(executor: TensorExecutor, models: list[torch.nn.Module]
         assert_same_bits(executor.learners[learner].model.state_dict(), model.state_dict())
 
 
-def muon(params: list[Tensor]) -> PlainMuon:
+def muon(params: list[Tensor], adam_rate: float = 1.0) -> PlainMuon:
     """The last two parameters are the head's, which AdamW steps."""
     matrices = [p for p in params[:-2] if p.dim() == 2]
-    return PlainMuon(params, matrices, momentum=0.95, betas=BETAS, weight_decay=WEIGHT_DECAY)
+    return PlainMuon(params, matrices, momentum=0.95, betas=BETAS, weight_decay=WEIGHT_DECAY, adam_rate=adam_rate)
 
 
-def test_muloco_is_diloco_with_muon_inside_up_to_rounding() -> None:
+@pytest.mark.parametrize("adam_rate", [1.0, 2.0])
+def test_muloco_is_diloco_with_muon_inside_up_to_rounding(adam_rate: float) -> None:
     # Atoll turns all matrices of one shape as one batch, and a batched product adds in another order than a single one.
-    executor = atoll_run(configured("muloco", total_steps=STEPS, protocol=ROUNDS))
-    center, _ = diloco_loop.train(make_optimizer=muon, make_outer=nesterov(), **COMMON)
+    executor = atoll_run(configured("muloco", total_steps=STEPS, protocol=ROUNDS, inner={"adam_rate": adam_rate}))
+    center, _ = diloco_loop.train(make_optimizer=partial(muon, adam_rate=adam_rate), make_outer=nesterov(), **COMMON)
     assert relative(theta(executor), center.state_dict()) < 1e-5
     inside, _ = diloco_loop.train(make_optimizer=adamw, make_outer=nesterov(), **COMMON)
     assert relative(inside.state_dict(), center.state_dict()) > 1e-2, "AdamW inside is another method"

@@ -53,6 +53,9 @@ def contradictions(c: Config) -> list[tuple[bool, str]]:
         (p.error_feedback and up.lossless, f"key protocol.error_feedback = true: {p.codec_up} leaves no error to feed back"),
         (p.feedback_decay < 1 and not p.error_feedback,
          f"key protocol.feedback_decay = {p.feedback_decay}: is for protocol.error_feedback = true; leave it at 1"),
+        (c.inner.adam_rate != 1 and c.inner.optimizer != "Muon",
+         f"key inner.adam_rate = {c.inner.adam_rate}: is for inner.optimizer = 'Muon', beside whose rate it is; with "
+         f"{c.inner.optimizer!r} leave it at 1 and set inner.learning_rate"),
         (p.stochastic_rounding and not up.stochastic,
          f"key protocol.stochastic_rounding = true: needs {rounds} as codec_up, not {p.codec_up!r}"),
         (c.learners > c.limits.members_max, f"key learners = {c.learners}: above limits.members_max = {c.limits.members_max}"),

@@ -155,6 +155,8 @@ class Inner(_Section, frozen=True):
     """Momentum of the matrices that Muon steps."""
     muon_except: str = "*head*"
     """Globs, separated by commas: matrices that Muon leaves to AdamW besides the embeddings."""
+    adam_rate: Annotated[float, Meta(gt=0.0, le=1e3)] = 1.0
+    """With Muon, the rate of what it leaves to AdamW, as a multiple of `learning_rate`."""
     clip_norm: NonNegative = 1.0
     """Norm at which gradients are clipped; 0: no clipping."""
     schedule: Literal["cosine", "constant"] = "cosine"

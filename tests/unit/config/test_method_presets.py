@@ -38,6 +38,7 @@ REFUSED = [
     ("ddp", "outer.average_decay=0.9", "which preset 'ddp' does not have"),
     ("diloco", "protocol.feedback_decay=0.5", "is for protocol.error_feedback = true"),
     ("diloco", "protocol.codec_up=chunk_top_k", "must be fp32, bf16"),
+    ("diloco", "inner.adam_rate=2", "is for inner.optimizer = 'Muon', beside whose rate it is"),
 ]
 
 

@@ -20,7 +20,7 @@ HARMLESS = {
     "protocol.codec_up", "protocol.codec_down", "protocol.feedback_decay", "protocol.stochastic_rounding",
     "protocol.freeze_not_due",
     "protocol.snapshot_interval", "protocol.rollback_interval", "protocol.elastic",
-    "outer.outer_learning_rate", "outer.outer_momentum", "inner.learning_rate", "outer.momentum_warmup",
+    "outer.outer_learning_rate", "outer.outer_momentum", "inner.learning_rate", "inner.adam_rate", "outer.momentum_warmup",
     "outer.momentum_schedule", "outer.rate_schedule", "outer.average_decay",
     "inner.clip_norm", "inner.schedule", "inner.warmup_share", "inner.final_share", "inner.preserve_optimizer_state",
     "model.precision", "model.compile", "model.deterministic", "model.checkpoint_activations", "model.init",

@@ -58,7 +58,7 @@ class StackedOptimizer:
         part, rate, first, second = (numbers.pin_memory() if device.type == "cuda" else numbers).to(device, non_blocking=True)
         self._update(
             [w.detach() for w in self._weights], grads, self._moments, part, rate, first, second,
-            inner.betas[0], inner.betas[1], inner.weight_decay, inner.clip_norm, inner.muon_momentum,
+            inner.betas[0], inner.betas[1], inner.weight_decay, inner.clip_norm, inner.muon_momentum, inner.adam_rate,
         )  # fmt: skip
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class StackedOptimizer:
             first, second = ((1 - beta**counts).to(device) for beta in inner.betas)
             _update(
                 [self._weights[at].detach()], [grads[at]], [self._moments[at]], parts[at], rates, first, second,
-                inner.betas[0], inner.betas[1], inner.weight_decay, 0.0, inner.muon_momentum,
+                inner.betas[0], inner.betas[1], inner.weight_decay, 0.0, inner.muon_momentum, inner.adam_rate,
             )  # fmt: skip
 
     def _count(self, m: LearnerId, optimizer: torch.optim.Optimizer) -> int:
@@ -132,6 +132,7 @@ class StackedOptimizer:
 def _update(
     weights: list[Tensor], grads: list[Tensor], moments: list[dict[str, Tensor]], part: Tensor, rate: Tensor,
     correct_first: Tensor, correct_second: Tensor, beta1: float, beta2: float, decay: float, clip: float, mu: float,
+    adam_rate: float,
 ) -> None:  # fmt: skip
     """The arithmetic of `optim.build.optimizer_step`; learners that take no part keep everything unchanged."""
     if clip > 0:
@@ -141,7 +142,7 @@ def _update(
     turned = [at for at, own in enumerate(moments) if "momentum_buffer" in own]
     for at in sorted(set(range(len(weights))) - set(turned)):
         w, g, (m, v) = weights[at], grads[at], moments[at].values()
-        on, lr = _like(part, w), _like(rate, w)
+        on, lr = _like(part, w), _like(adam_rate * rate, w)
         m.add_(on * (1 - beta1) * (g - m))
         v.add_(on * (1 - beta2) * (g * g - v))
         denominator = (v / _like(correct_second, w)).sqrt() + EPS

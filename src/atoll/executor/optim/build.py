@@ -50,7 +50,7 @@ def build_optimizer(config: Config, named: Mapping[str, Tensor], fragments: Iter
             turned = turned_names(config, fragments)
             return MuonWithAdamW(
                 params, [p for name, p in named.items() if name in turned], lr=inner.learning_rate, momentum=inner.muon_momentum,
-                betas=inner.betas, weight_decay=inner.weight_decay,
+                betas=inner.betas, weight_decay=inner.weight_decay, adam_rate=inner.adam_rate,
             )  # fmt: skip
 
 

@@ -69,8 +69,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     def __init__(
         self, params: Iterable[Tensor], matrices: Iterable[Tensor], *, lr: float, momentum: float, betas: tuple[float, float],
-        weight_decay: float,
+        weight_decay: float, adam_rate: float = 1.0,
     ) -> None:  # fmt: skip
+        """`adam_rate`: what AdamW steps has this multiple of the group's rate, and decays at it."""
         everything, chosen = list(params), {id(p) for p in matrices}
         fused = all(p.dtype == torch.float32 for p in everything)
         # `fused` is for load_state_dict: fused kernels want the step counts of AdamW on the parameters' device
@@ -78,7 +79,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__(everything, defaults)
         alone = [p for p in everything if id(p) in chosen and goes_alone(p)]
         others = [p for p in everything if id(p) not in chosen]
-        self._chosen = chosen
+        self._chosen, self._adam_rate = chosen, adam_rate
         self._batched = [p for p in everything if id(p) in chosen and not goes_alone(p)]
         self._parts: list[torch.optim.Optimizer] = []
         if others:
@@ -107,6 +108,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for part in self._parts:
             part.state = self.state  # which load_state_dict replaces
             part.param_groups[0].update((key, group[key]) for key in part.param_groups[0].keys() & group.keys() - {"params"})
+            if isinstance(part, torch.optim.AdamW):
+                part.param_groups[0]["lr"] = group["lr"] * self._adam_rate
             part.step()
         moving = [(p, p.grad) for p in self._batched if p.grad is not None]
         ahead = [_ahead(grad, self.state[p], group["momentum"]) for p, grad in moving]

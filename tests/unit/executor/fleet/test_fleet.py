@@ -124,12 +124,13 @@ def apart(config: Config) -> float:
 
 @pytest.mark.parametrize("preset, sections", mostly_soak([
     ("decoupled", {}), ("decoupled", {"inner": {"preserve_optimizer_state": False}}),
-    ("decoupled", {"inner": {"preserve_optimizer_state": False, "optimizer": "Muon"}}),
+    ("decoupled", {"inner": {"preserve_optimizer_state": False, "optimizer": "Muon", "adam_rate": 2.5}}),
+    ("decoupled", {"inner": {"optimizer": "Muon", "adam_rate": 2.5}}),
     ("diloco", {"protocol": {"fragments": 1}, "inner": {"preserve_optimizer_state": False}}),
     ("decoupled", {"protocol": {"error_feedback": True, "codec_up": "int2"}}),
     ("async_diloco", {"protocol": {"overlap": 6, "error_feedback": True, "codec_up": "int2", "fragments": 1}}),
 ], keep=[
-    ("decoupled", {"inner": {"preserve_optimizer_state": False, "optimizer": "Muon"}}),
+    ("decoupled", {"inner": {"preserve_optimizer_state": False, "optimizer": "Muon", "adam_rate": 2.5}}),
     ("decoupled", {"protocol": {"error_feedback": True, "codec_up": "int2"}}),
 ]))  # fmt: skip
 def test_fleet_ends_with_the_same_theta(preset: str, sections: dict[str, dict[str, object]]) -> None:

@@ -50,8 +50,9 @@ def torchs(params: list[torch.nn.Parameter]) -> list[torch.optim.Optimizer]:
     ]
 
 
-def wrapped(params: list[torch.nn.Parameter]) -> MuonWithAdamW:
-    return MuonWithAdamW(params, [p for p in params if p.dim() > 1], momentum=0.9, betas=(0.9, 0.95), **SETTINGS)
+def wrapped(params: list[torch.nn.Parameter], adam_rate: float = 1.0) -> MuonWithAdamW:
+    matrices = [p for p in params if p.dim() > 1]
+    return MuonWithAdamW(params, matrices, momentum=0.9, betas=(0.9, 0.95), adam_rate=adam_rate, **SETTINGS)
 
 
 def walk(params: list[torch.nn.Parameter], optimizers: list[torch.optim.Optimizer], steps: range) -> None:
@@ -73,6 +74,30 @@ def test_matrices_go_as_torchs_muon_and_the_rest_as_torchs_adamw() -> None:
         torch.testing.assert_close(ours[at], theirs[at], rtol=0, atol=6e-3)  # theirs turns in bf16, ours on a CPU in fp32
         assert torch.equal(mine.state[ours[at]]["momentum_buffer"], others[0].state[theirs[at]]["momentum_buffer"])
     assert torch.equal(ours[1], theirs[1])
+
+
+def test_the_rest_steps_at_a_rate_of_its_own() -> None:
+    """Three times the rate of the matrices, at every rate that the schedule sets; decay goes with it."""
+    ours, theirs = pair((12, 20), (20,))
+    mine, others = wrapped(ours, adam_rate=3.0), torchs(theirs)
+    walk(ours, [mine], range(5))
+    for step in range(5):
+        for number, p in enumerate(theirs):
+            p.grad = rand(*p.shape, seed=10 * number + step + 1)
+        for optimizer, times in zip(others, (1.0, 3.0), strict=True):
+            optimizer.param_groups[0]["lr"] = times * (0.01 * (step + 1))
+            optimizer.step()
+    torch.testing.assert_close(ours[0], theirs[0], rtol=0, atol=6e-3)
+    assert torch.equal(ours[1], theirs[1])
+    again = wrapped(ours, adam_rate=3.0)
+    again.load_state_dict(copy.deepcopy(mine.state_dict()))
+    before = ours[1].detach().clone()
+    walk(ours, [again], range(5, 6))
+    moved = ours[1].detach().clone()
+    with torch.no_grad():
+        ours[1].copy_(before)
+    walk(ours, [mine], range(5, 6))
+    assert torch.equal(ours[1], moved), "a loaded state has the rate too"
 
 
 def test_large_matrices_go_through_torchs_muon_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
