@@ -8,7 +8,7 @@ from typing import Any
 import harness
 import pytest
 
-from atoll.chaos import ChaosPlan, Kill, KillSyncer, Pause
+from atoll.chaos import ChaosPlan, Kill, KillSyncer, Pause, Slow
 from atoll.errors import UserError
 from atoll.protocol.vocabulary import FixParticipants
 from atoll.runtime.local.cluster import LocalCluster
@@ -29,7 +29,8 @@ SEGMENTS = {"tape_segment_bytes": 1 << 16}
 
 def test_index_that_killed_syncers_appended_is_the_one_that_the_tape_gives(tmp_path: Path) -> None:
     """A learner is killed by a request from outside, as the page's button does, and then the syncer, by the cluster. Each at a
-    step and not after so many seconds, in which a quick machine is done with the run."""
+    step and not after so many seconds, in which a quick machine is done with the run. While the learner is away the others are
+    slow: on a full machine its process takes seconds to come back, and a run that had ended would have nothing to recover."""
     run, config = tmp_path / "run", harness.small(3, total_steps=ROUNDS, limits=SEGMENTS)
     watched = WatchedRun(RunFolder(run, run / "syncer"), chaos=("kill",))
     seen: list[Any] = []
@@ -40,6 +41,8 @@ def test_index_that_killed_syncers_appended_is_the_one_that_the_tape_gives(tmp_p
         if step >= 20 and not struck:
             struck.append(Kill(0.0, 1, 0.5))
             cluster.ask_fault(struck[0])
+            for other in (0, 2):
+                cluster.inject(Slow(0.0, other, 3.0, 4.0))
         elif step >= 40 and len(struck) == 1:
             struck.append(KillSyncer(0.0, 0.5))
             cluster.inject(struck[1])
